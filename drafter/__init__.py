@@ -1,0 +1,1 @@
+"""Guesses: runs ahead of the committed position, rolls back on commits."""

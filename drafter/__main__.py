@@ -1,0 +1,24 @@
+"""`python -m drafter`: serve guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drafter.drafters import make
+from drafter.service import DrafterService
+from drafter.settings import DrafterSettings
+from outrider.config import main
+from outrider.serving import Service
+from outrider.worker import run_worker
+
+
+def run(settings: DrafterSettings) -> None:
+    def build(progress: Callable[[str], None]) -> Service:
+        progress(f"preparing the {settings.kind} drafter")
+        return DrafterService(make(settings, progress), settings)
+
+    run_worker(settings, build)
+
+
+if __name__ == "__main__":
+    main(DrafterSettings, run, "drafter")

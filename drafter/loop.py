@@ -1,0 +1,110 @@
+"""The drafting loop: keep every session γ tokens ahead of what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from drafter.drafters import Ask, Draft, Drafter
+from drafter.session import Opening, Session
+from outrider.errors import Overloaded, Unavailable
+from outrider.messages import WorkerLoad
+
+log = structlog.get_logger(__name__)
+
+_SMOOTHING = 0.1
+_RETRY_AFTER_MS = 1_000
+
+
+class DraftingLoop:
+    """All sessions that want guesses are drafted together, step by step, so that a commit takes effect between two."""
+
+    def __init__(self, drafter: Drafter, max_sessions: int) -> None:
+        self._drafter = drafter
+        self._max_sessions = max_sessions
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
+        self._sessions: dict[str, Session] = {}
+        self._gone: list[Session] = []
+        self._wake = asyncio.Event()
+        self._step_ms = 0.0
+        self._draining = False
+
+    def open(self, opening: Opening) -> Session:
+        if self._draining:
+            raise Unavailable("this drafter is leaving")
+        opening.check()
+        if len(self._sessions) >= self._max_sessions:
+            raise Overloaded(
+                f"{len(self._sessions)} sessions are drafted already",
+                field="sessions",
+                value=len(self._sessions),
+                limit=self._max_sessions,
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        session = Session(opening)
+        self._sessions[session.key] = session
+        self._wake.set()
+        return session
+
+    def wake(self) -> None:
+        """A commit or a steer came in."""
+        self._wake.set()
+
+    def close(self, session: Session) -> None:
+        """End a session; idempotent."""
+        if self._sessions.pop(session.key, None) is None:
+            return
+        session.outbox.put_nowait(None)
+        self._gone.append(session)
+        self._wake.set()
+
+    def drain(self) -> None:
+        """Drafts are worth nothing to a drafter that leaves: streams end at once, sessions go on without."""
+        self._draining = True
+        for session in list(self._sessions.values()):
+            self.close(session)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sessions)
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            for session in self._gone:
+                self._drafter.forget(session.key)
+            self._gone.clear()
+            asked = [(session, ask) for session in self._sessions.values() if (ask := session.ask()) is not None]
+            if not asked:
+                await self._wake.wait()
+                continue
+            rollbacks = [session.rollbacks for session, _ in asked]
+            started = time.perf_counter()
+            try:
+                drafts = await loop.run_in_executor(self._thread, self._drafter.draft, [ask for _, ask in asked])
+            except Exception as error:  # whatever the model threw must not end the other sessions
+                log.exception("drafting failed", sessions=len(asked), error=str(error))
+                for session, _ in asked:
+                    self.close(session)
+                continue
+            self._take(asked, drafts, rollbacks, time.perf_counter() - started)
+
+    def stop(self) -> None:
+        self.drain()
+        self._thread.shutdown(wait=True)
+
+    def _take(
+        self, asked: list[tuple[Session, Ask]], drafts: list[Draft], rollbacks: list[int], spent_s: float
+    ) -> None:
+        self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
+        for (session, _), draft, before in zip(asked, drafts, rollbacks, strict=True):
+            if session.rollbacks != before:
+                continue  # rolled back meanwhile: these tokens follow a path that did not come true
+            session.take(draft, int(spent_s * 1e6))

@@ -1,0 +1,135 @@
+"""The drafter's edge: committed tokens in, guesses out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from drafter.drafters import Drafter
+from drafter.loop import DraftingLoop
+from drafter.session import Opening, Session
+from drafter.settings import DrafterSettings
+from outrider import wire
+from outrider.enlist import Enlistment
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.messages import Role, WorkerInfo
+from outrider.serving import background, first_message
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import drafter_pb2_grpc as rpc
+from outrider.worker import WorkerIdentity
+
+log = structlog.get_logger(__name__)
+
+
+class DrafterService(rpc.DrafterServicer):
+    names = ("outrider.v1.Drafter",)
+
+    def __init__(self, drafter: Drafter, settings: DrafterSettings) -> None:
+        self._drafter = drafter
+        self._settings = settings
+        self._loop = DraftingLoop(drafter, settings.max_sessions)
+        self._identity = WorkerIdentity(settings)
+        self._enlistment = Enlistment(self._identity.coordinators, self._describe, drafter.vocabulary)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+
+    async def start(self, port: int) -> None:
+        self._identity.listen_on(port)
+        self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._enlistment.run())]
+
+    def drain(self) -> None:
+        self._draining = True
+        self._enlistment.tell()
+        self._loop.drain()
+
+    def busy(self) -> bool:
+        return self._loop.busy
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._loop.stop()
+
+    async def Draft(
+        self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.DraftReply]:
+        first = await first_message(requests, self._settings.open_timeout_s, "open")
+        session = self._loop.open(_opening(first))
+        failed: list[OutriderError] = []
+        try:
+            yield pb.DraftReply(opened=pb.DraftOpened(model=wire.model_to_proto(self._drafter.info)))
+            async with background(self._take(session, requests, failed)):
+                while (guess := await session.outbox.get()) is not None:
+                    yield pb.DraftReply(guess=wire.guess_to_proto(guess))
+            if failed:
+                raise failed[0]
+        finally:
+            self._loop.close(session)
+
+    async def GetModelInfo(
+        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ModelInfo:
+        return wire.model_to_proto(self._drafter.info)
+
+    async def Probe(
+        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ProbeReply:
+        return common.ProbeReply(load=wire.load_to_proto(self._loop.load()), draining=self._draining)
+
+    async def _take(
+        self, session: Session, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
+    ) -> None:
+        """Commits and steers, for as long as the stream brings them. A wrong one ends the session: its state is lost."""
+        try:
+            async for request in requests:
+                _apply(session, request)
+                self._loop.wake()
+        except OutriderError as error:
+            failed.append(error)
+        self._loop.close(session)
+
+    def _describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self._identity.worker_id,
+            role=Role.DRAFTER,
+            address=self._identity.address,
+            model=self._drafter.info,
+            kind=self._settings.kind,
+            capacity=self._settings.max_sessions,
+            load=self._loop.load(),
+            draining=self._draining,
+        )
+
+
+def _opening(request: pb.DraftRequest) -> Opening:
+    if request.WhichOneof("message") != "open":
+        raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
+    given = request.open
+    return Opening(
+        session_id=given.session_id,
+        epoch=given.epoch,
+        tokens=tuple(given.tokens),
+        prompt_length=given.prompt_length,
+        params=wire.params_from_proto(given.params),
+        vocab_size=given.vocab_size,
+        steering=wire.steering_from_proto(given.steer),
+    )
+
+
+def _apply(session: Session, request: pb.DraftRequest) -> None:
+    kind = request.WhichOneof("message")
+    if kind == "committed":
+        session.commit(request.committed.position, tuple(request.committed.tokens))
+    elif kind == "steer":
+        session.steer(wire.steering_from_proto(request.steer))
+    else:
+        raise InvalidRequest.of("message", kind or "empty", "committed or steer once the stream is open")

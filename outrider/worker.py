@@ -1,0 +1,50 @@
+"""What drafters and verifiers share in their start: who they are and how they set up the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+
+import torch
+
+from outrider.config import WorkerSettings
+from outrider.errors import StartupError
+from outrider.logs import report_progress, set_up_logs
+from outrider.serving import Service, serve
+
+
+class WorkerIdentity:
+    """A name made up at start, and the address that coordinators are told."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self.coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
+        self.address = check_address("advertise", settings.advertise) if settings.advertise else ""
+        self._host = settings.host
+
+    def listen_on(self, port: int) -> None:
+        if not self.address:
+            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+            self.address = f"{host}:{port}"
+
+
+def check_address(field: str, text: str) -> str:
+    host, colon, port = text.strip().rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise StartupError(f"{field} is {text!r}, must be host:port", field=field, value=text, limit="host:port")
+    return text.strip()
+
+
+def run_worker(settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
+    """Load what is to be served, then serve it."""
+    set_up_logs(settings.log_level, as_json=settings.log_json)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+
+    async def run() -> None:
+        service = build(report_progress)
+        await serve(service, settings, ready=lambda address: report_progress(f"ready at {address}"))
+
+    asyncio.run(run())

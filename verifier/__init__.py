@@ -1,0 +1,1 @@
+"""The truth: holds the target model, checks guesses, commits tokens."""

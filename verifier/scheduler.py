@@ -1,0 +1,329 @@
+"""Which sessions step together: schedule, run, commit.
+
+One loop on the event loop, one thread for the engine. Each step takes what
+is ready: sessions with guesses that fit, sessions out of patience, and a
+share of the prompts still to be cached. Trees change on the event loop only;
+the engine's thread sees frozen blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from outrider.engine import Engine, Rows
+from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.messages import Features, FinishReason, Verdict, VerifyTimings, WorkerLoad
+from outrider.tree import Block
+from verifier.judge import Judgement, judge
+from verifier.session import MAX_BACKLOG, Opening, Session, last_kind
+
+log = structlog.get_logger(__name__)
+
+_REMEMBERED_EPOCHS = 16_384
+_RETRY_AFTER_MS = 1_000
+_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_sessions: int
+    max_waiting: int
+    kv_tokens: int
+    prefill_rows: int  # prompt tokens cached per step, all sessions together
+    guess_rows: int  # guesses checked per session and step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One session's part of a step."""
+
+    session: Session
+    pending: tuple[int, ...]  # committed tokens not cached yet
+    block: Block
+    judged: bool  # False: a piece of the prompt, nothing to decide
+
+    def rows(self) -> Rows:
+        offset = len(self.pending) - 1
+        if not self.judged:
+            return Rows(self.session.key, self.pending, logits_from=len(self.pending))
+        parents = (*range(-1, offset), *(offset + parent for parent in self.block.parents))
+        return Rows(
+            self.session.key,
+            self.pending + self.block.tokens,
+            parents if self.block.tokens else (),
+            logits_from=offset,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    judgement: Judgement | None
+    features: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    results: list[Result]
+    forward_us: int
+    step_us: int
+
+
+class Scheduler:
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._sessions: dict[str, Session] = {}
+        self._waiting: deque[Session] = deque()
+        self._gone: list[Session] = []
+        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._reserved = 0
+        self._wake = asyncio.Event()
+        self._step_ms = 0.0
+        self._draining = False
+
+    # Called by the streams.
+
+    def open(self, opening: Opening) -> Session:
+        """Admit a session or queue it. Raises what is wrong with it, or Overloaded."""
+        if self._draining:
+            raise Unavailable("this verifier is leaving")
+        opening.check(self._engine.info)
+        known = self._epochs.get(opening.session_id, -1)
+        if opening.epoch < known:
+            raise Fenced(
+                f"session {opening.session_id} is at epoch {known}",
+                field="open.epoch",
+                value=opening.epoch,
+                limit=f"at least {known}",
+            )
+        session = Session(opening, self._engine.info, self._engine.device)
+        if session.reserved_tokens > self._limits.kv_tokens:
+            raise InvalidRequest.of(
+                "params.max_tokens",
+                opening.params.max_tokens,
+                f"at most {self._limits.kv_tokens - session.reserved_tokens + opening.params.max_tokens}: "
+                f"this verifier's cache holds {self._limits.kv_tokens} tokens",
+            )
+        self._remember_epoch(opening.session_id, opening.epoch)
+        older = self._live(opening.session_id)
+        if older is not None:
+            self.close(older, Fenced(f"session {older.id} was taken over by epoch {opening.epoch}"))
+        if len(self._waiting) >= self._limits.max_waiting and not self._fits(session):
+            raise Overloaded(
+                f"{len(self._sessions)} sessions run and {len(self._waiting)} wait",
+                field="sessions",
+                value=len(self._sessions) + len(self._waiting),
+                limit=self._limits.max_sessions + self._limits.max_waiting,
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._waiting.append(session)
+        self._admit()
+        self._wake.set()
+        return session
+
+    def wake(self) -> None:
+        """A guess or a steer came in."""
+        self._wake.set()
+
+    def close(self, session: Session, error: OutriderError | None = None) -> None:
+        """End a session, whoever asks for it; idempotent."""
+        if session.closed:
+            return
+        session.end(error)
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+            self._reserved -= session.reserved_tokens
+            self._gone.append(session)
+        else:
+            self._waiting.remove(session)
+        self._wake.set()
+
+    def drain(self) -> None:
+        self._draining = True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sessions or self._waiting)
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            sessions=len(self._sessions),
+            waiting=len(self._waiting),
+            kv_tokens_used=self._reserved,
+            kv_tokens_total=self._limits.kv_tokens,
+            step_ms=self._step_ms,
+        )
+
+    # The loop.
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            self._free_gone()
+            self._admit()
+            work, wait_s = self._schedule()
+            if not work:
+                await self._sleep(wait_s)
+                continue
+            started = time.monotonic()
+            try:
+                step = await loop.run_in_executor(self._thread, self._execute, work)
+            except Exception as error:  # whatever the model threw must not end the other sessions
+                log.exception("step failed", sessions=len(work))
+                for item in work:
+                    self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
+                continue
+            self._commit(work, step, started)
+
+    def stop(self) -> None:
+        for session in [*self._sessions.values(), *self._waiting]:
+            self.close(session, Unavailable("this verifier is leaving"))
+        self._thread.shutdown(wait=True)
+
+    def _schedule(self) -> tuple[list[Work], float | None]:
+        """What the next step does; when nothing, how long at most to wait (None: until woken)."""
+        now = time.monotonic()
+        work: list[Work] = []
+        soonest: float | None = None
+        prompt_rows = self._limits.prefill_rows
+        for session in self._sessions.values():
+            if session.outbox.qsize() > MAX_BACKLOG:
+                continue  # nobody reads: nothing is gained by going on
+            pending = session.committed[session.cached :]
+            if len(pending) > 1:
+                taken = pending[:prompt_rows]
+                prompt_rows -= len(taken)
+                if taken:
+                    whole = len(taken) == len(pending)
+                    work.append(Work(session, tuple(taken), Block(), judged=whole))
+                continue
+            due = session.due(now)
+            if due <= now:
+                work.append(Work(session, tuple(pending), session.block(self._limits.guess_rows), judged=True))
+            elif soonest is None or due < soonest:
+                soonest = due
+        return work, None if soonest is None else max(0.0, soonest - now)
+
+    def _execute(self, work: list[Work]) -> Step:
+        """In the engine's thread: one forward pass, then each session's judgement."""
+        started = time.perf_counter()
+        wants_features = any(item.session.features and item.judged for item in work)
+        done = self._engine.extend([item.rows() for item in work], features=wants_features)
+        forward = time.perf_counter()
+        results: list[Result] = []
+        for index, item in enumerate(work):
+            session = item.session
+            if not item.judged:
+                results.append(Result(None, None))
+                continue
+            judgement = judge(
+                done.logits[index],
+                item.block,
+                len(session.committed),
+                session.params,
+                session.history,
+                session.chance,
+            )
+            offset = len(item.pending) - 1
+            kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
+            self._engine.keep(session.key, session.cached, kept)
+            hidden = None
+            if done.features is not None and session.features:
+                hidden = done.features[index][torch.tensor([0, *judgement.outcome.path])]
+            results.append(Result(judgement, hidden))
+        finished = time.perf_counter()
+        return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+
+    def _commit(self, work: list[Work], step: Step, started: float) -> None:
+        rows = sum(len(item.pending) + len(item.block.tokens) for item in work)
+        self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        for item, result in zip(work, step.results, strict=True):
+            session = item.session
+            if session.closed:
+                continue
+            session.cached += len(item.pending)
+            if result.judgement is None:
+                session.idle_since = time.monotonic()
+                continue
+            session.cached += len(result.judgement.outcome.path)
+            timings = VerifyTimings(
+                wait_us=max(0, int((started - session.idle_since) * 1e6)),
+                forward_us=step.forward_us,
+                step_us=step.step_us,
+                sessions=len(work),
+                rows=rows,
+                session_rows=len(item.pending) + len(item.block.tokens),
+            )
+            verdict = _verdict(item, result, timings)
+            session.commit(verdict)
+            if verdict.finish_reason is not FinishReason.NONE:
+                self.close(session)
+
+    async def _sleep(self, seconds: float | None) -> None:
+        alarm = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0]):
+            session = self._waiting.popleft()
+            self._sessions[session.id] = session
+            self._reserved += session.reserved_tokens
+
+    def _fits(self, session: Session) -> bool:
+        return (
+            len(self._sessions) < self._limits.max_sessions
+            and self._reserved + session.reserved_tokens <= self._limits.kv_tokens
+        )
+
+    def _free_gone(self) -> None:
+        for session in self._gone:
+            self._engine.free(session.key)
+        self._gone.clear()
+
+    def _live(self, session_id: str) -> Session | None:
+        everyone: Iterator[Session] = iter([*self._sessions.values(), *self._waiting])
+        return next((session for session in everyone if session.id == session_id), None)
+
+    def _remember_epoch(self, session_id: str, epoch: int) -> None:
+        self._epochs[session_id] = epoch
+        self._epochs.move_to_end(session_id)
+        while len(self._epochs) > _REMEMBERED_EPOCHS:
+            self._epochs.popitem(last=False)
+
+
+def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
+    assert result.judgement is not None
+    session, outcome = item.session, result.judgement.outcome
+    position = len(session.committed)
+    tokens, reason = session.cut(result.judgement.tokens)
+    accepted = min(len(outcome.path), len(tokens))
+    features = None
+    if result.features is not None:
+        rows = result.features[: len(tokens)].to(torch.float16).cpu().contiguous()
+        features = Features(position - 1, rows.shape[-1], rows.numpy().tobytes())
+    return Verdict(
+        position=position,
+        tokens=tuple(tokens),
+        accepted=accepted,
+        last=last_kind(outcome.kind, accepted, len(tokens)),
+        offered=item.block.depth,
+        skipped=sum(item.block.nodes[row - 1].skipped for row in outcome.path[:accepted]),
+        finish_reason=reason,
+        timings=timings,
+        logprobs=result.judgement.logprobs[: len(tokens)],
+        features=features,
+    )

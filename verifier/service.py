@@ -1,0 +1,166 @@
+"""The verifier's edge: streams in, verdicts out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider import wire
+from outrider.engine import Engine
+from outrider.enlist import Enlistment
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.messages import Role, WorkerInfo
+from outrider.serving import background, first_message
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as pb
+from outrider.v1 import verifier_pb2_grpc as rpc
+from outrider.vocabulary import Vocabulary
+from outrider.worker import WorkerIdentity
+from verifier.scheduler import Limits, Scheduler
+from verifier.session import Ended, Opening, Refused, Session
+from verifier.settings import VerifierSettings
+
+log = structlog.get_logger(__name__)
+
+_FILE_CHUNK = 1024 * 1024
+
+
+class VerifierService(rpc.VerifierServicer):
+    names = ("outrider.v1.Verifier",)
+
+    def __init__(
+        self, engine: Engine, vocabulary: Vocabulary, tokenizer_files: dict[str, Path], settings: VerifierSettings
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._tokenizer_files = tokenizer_files
+        self._scheduler = Scheduler(
+            engine,
+            Limits(
+                max_sessions=settings.max_sessions,
+                max_waiting=settings.max_waiting,
+                kv_tokens=settings.kv_tokens,
+                prefill_rows=settings.prefill_rows,
+                guess_rows=settings.guess_rows,
+            ),
+        )
+        self._identity = WorkerIdentity(settings)
+        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+
+    async def start(self, port: int) -> None:
+        self._identity.listen_on(port)
+        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._enlistment.run())]
+
+    def drain(self) -> None:
+        self._draining = True
+        self._scheduler.drain()
+        self._enlistment.tell()
+
+    def busy(self) -> bool:
+        return self._scheduler.busy
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._scheduler.stop()
+
+    async def Verify(
+        self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.VerifyReply]:
+        first = await first_message(requests, self._settings.open_timeout_s, "open")
+        session = self._scheduler.open(_opening(first))
+        try:
+            yield pb.VerifyReply(
+                opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
+            )
+            async with background(self._take(session, requests)):
+                while not isinstance(news := await session.outbox.get(), Ended):
+                    if isinstance(news, Refused):
+                        yield pb.VerifyReply(refused=wire.error_to_proto(news.error))
+                    else:
+                        yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
+            if news.error is not None:
+                raise news.error
+        finally:
+            self._scheduler.close(session)
+
+    async def GetModelInfo(
+        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ModelInfo:
+        return wire.model_to_proto(self._engine.info)
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.FileChunk]:
+        for name, path in self._tokenizer_files.items():
+            data = path.read_bytes()
+            for start in range(0, len(data), _FILE_CHUNK):
+                yield pb.FileChunk(name=name, data=data[start : start + _FILE_CHUNK])
+
+    async def Probe(
+        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ProbeReply:
+        return common.ProbeReply(load=wire.load_to_proto(self._scheduler.load()), draining=self._draining)
+
+    async def _take(self, session: Session, requests: AsyncIterator[pb.VerifyRequest]) -> None:
+        """Guesses and steers, for as long as the stream brings them."""
+        try:
+            async for request in requests:
+                try:
+                    _apply(session, request)
+                except InvalidRequest as error:
+                    log.info("refused", session=session.id, error=error.message)
+                    session.refuse(error)
+                self._scheduler.wake()
+        except OutriderError as error:
+            self._scheduler.close(session, error)
+        else:
+            self._scheduler.close(session)
+
+    def _describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=self._identity.worker_id,
+            role=Role.VERIFIER,
+            address=self._identity.address,
+            model=self._engine.info,
+            kind="target",
+            capacity=self._settings.max_sessions,
+            load=self._scheduler.load(),
+            draining=self._draining,
+        )
+
+
+def _opening(request: pb.VerifyRequest) -> Opening:
+    if request.WhichOneof("message") != "open":
+        raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
+    given = request.open
+    return Opening(
+        session_id=given.session_id,
+        epoch=given.epoch,
+        tokens=tuple(given.tokens),
+        prompt_length=given.prompt_length,
+        params=wire.params_from_proto(given.params),
+        steering=wire.steering_from_proto(given.steer),
+        features=given.features,
+    )
+
+
+def _apply(session: Session, request: pb.VerifyRequest) -> None:
+    kind = request.WhichOneof("message")
+    if kind == "guess":
+        session.guess(wire.guess_from_proto(request.guess))
+    elif kind == "steer":
+        session.steer(wire.steering_from_proto(request.steer))
+    else:
+        raise InvalidRequest.of("message", kind or "empty", "guess or steer once the stream is open")

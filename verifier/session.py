@@ -1,0 +1,197 @@
+"""One session at the verifier: what is committed, what was guessed, how it is to be drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.acceptance import Chance, NoiseChance
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.messages import (
+    MAX_GAMMA,
+    FinishReason,
+    Guess,
+    ModelInfo,
+    SamplingParams,
+    Steering,
+    TokenKind,
+    Verdict,
+    check_tokens,
+)
+from outrider.sampling import History
+from outrider.tree import Block, GuessTree
+
+MAX_ID_CHARACTERS = 128
+MAX_TREE_NODES = 256
+MAX_BACKLOG = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a stream's first message says."""
+
+    session_id: str
+    epoch: int
+    tokens: tuple[int, ...]
+    prompt_length: int
+    params: SamplingParams
+    steering: Steering = Steering()
+    features: bool = False
+
+    def check(self, model: ModelInfo) -> None:
+        """Nothing that comes from outside is believed."""
+        if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:
+            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {MAX_ID_CHARACTERS} characters")
+        if not self.tokens:
+            raise InvalidRequest.of("open.tokens", "empty", "at least one token")
+        if not 1 <= self.prompt_length <= len(self.tokens):
+            raise InvalidRequest.of("open.prompt_length", self.prompt_length, f"in [1, {len(self.tokens)}]")
+        check_tokens("open.tokens", self.tokens, model.vocab_size)
+        self.params.check(model.vocab_size)
+        self.steering.check()
+        if self.params.seed is None:
+            raise InvalidRequest.of("params.seed", "absent", "given: the verifier draws none")
+        if self.prompt_length + self.params.max_tokens > model.context_length:
+            raise InvalidRequest.of(
+                "params.max_tokens",
+                self.params.max_tokens,
+                f"at most {model.context_length - self.prompt_length}: the context is {model.context_length} tokens "
+                f"and the prompt has {self.prompt_length}",
+            )
+        if len(self.tokens) - self.prompt_length >= self.params.max_tokens:
+            raise InvalidRequest.of(
+                "open.tokens",
+                f"{len(self.tokens) - self.prompt_length} output tokens",
+                f"fewer than params.max_tokens {self.params.max_tokens}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A guess or steer was not taken; the session goes on."""
+
+    error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last thing in an outbox."""
+
+    error: OutriderError | None
+
+
+class Session:
+    """Owned by the scheduler; the stream sends what is in `outbox`."""
+
+    def __init__(self, opening: Opening, model: ModelInfo, device: torch.device) -> None:
+        self.id = opening.session_id
+        self.epoch = opening.epoch
+        self.params = opening.params
+        self.prompt_length = opening.prompt_length
+        self.features = opening.features
+        self.committed = list(opening.tokens)
+        self.outbox: asyncio.Queue[Verdict | Refused | Ended] = asyncio.Queue()
+        self.tree = GuessTree(
+            self.committed,
+            single=self.params.mode.needs_draft_probs,
+            max_nodes=MAX_TREE_NODES,
+            max_ahead=MAX_GAMMA,
+        )
+        assert self.params.seed is not None
+        self.chance: Chance = NoiseChance(self.params.seed)
+        self.history = (
+            History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
+        )
+        self.cached = 0
+        self.gamma = 0
+        self.patience_s = 0.0
+        self.idle_since = time.monotonic()
+        self.closed = False
+        self._vocab_size = model.vocab_size
+        self._stops = set(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            self._stops.update(model.eos_token_ids)
+        self._started = False
+        self.steer(opening.steering)
+
+    @property
+    def key(self) -> str:
+        """Name of the cache in the engine: streams of different epochs never share one."""
+        return f"{self.id}@{self.epoch}@{id(self)}"
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.prompt_length + self.params.max_tokens + MAX_GAMMA
+
+    @property
+    def remaining(self) -> int:
+        return self.prompt_length + self.params.max_tokens - len(self.committed)
+
+    def steer(self, steering: Steering) -> None:
+        steering.check()
+        if steering.gamma is not None:
+            self.gamma = steering.gamma
+        if steering.patience_us is not None:
+            self.patience_s = steering.patience_us / 1e6
+
+    def guess(self, guess: Guess) -> None:
+        """Check and plant a guess. Raises InvalidRequest; the session goes on regardless."""
+        if len(guess.tokens) > MAX_GAMMA:
+            raise InvalidRequest.of("guess.tokens", f"{len(guess.tokens)} tokens", f"at most {MAX_GAMMA} tokens")
+        check_tokens("guess.tokens", guess.tokens, self._vocab_size)
+        wanted = len(guess.tokens) if self.params.mode.needs_draft_probs else 0
+        if len(guess.draft_probs) != wanted:
+            raise InvalidRequest.of(
+                "guess.draft_probs",
+                f"{len(guess.draft_probs)} distributions",
+                f"{wanted} in {self.params.mode.name.lower()} mode",
+            )
+        for index, (token, distribution) in enumerate(zip(guess.tokens, guess.draft_probs, strict=False)):
+            name = f"guess.draft_probs[{index}]"
+            distribution.check(name, self._vocab_size)
+            if token not in distribution.ids:
+                raise InvalidRequest.of(f"guess.tokens[{index}]", token, f"among the ids of {name}")
+        self.tree.add(guess)
+
+    def due(self, now: float) -> float:
+        """When the next step may run: now if there is something to check or nothing to wait for."""
+        if not self._started or self.gamma == 0 or len(self.tree) or self.tree.passed_at >= len(self.committed):
+            return now
+        return self.idle_since + self.patience_s
+
+    def block(self, max_rows: int) -> Block:
+        return self.tree.block(max_rows, self.remaining - 1)
+
+    def cut(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason]:
+        """What of these may be committed: nothing after a stop, nothing past max_tokens."""
+        for index, token in enumerate(tokens):
+            if token in self._stops:
+                return list(tokens[: index + 1]), FinishReason.STOP
+        if len(tokens) >= self.remaining:
+            return list(tokens[: self.remaining]), FinishReason.LENGTH
+        return list(tokens), FinishReason.NONE
+
+    def commit(self, verdict: Verdict) -> None:
+        self.committed.extend(verdict.tokens)
+        self.tree.commit(verdict.tokens)
+        if self.history is not None:
+            self.history.append(verdict.tokens)
+        self.idle_since = time.monotonic()
+        self._started = True
+        self.outbox.put_nowait(verdict)
+
+    def refuse(self, error: OutriderError) -> None:
+        self.outbox.put_nowait(Refused(error))
+
+    def end(self, error: OutriderError | None = None) -> None:
+        self.closed = True
+        self.outbox.put_nowait(Ended(error))
+
+
+def last_kind(kind: TokenKind, accepted: int, committed: int) -> TokenKind:
+    """Kind of the token after the accepted ones, when a stop has not cut it off."""
+    return kind if committed > accepted else TokenKind.NONE

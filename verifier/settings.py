@@ -1,0 +1,23 @@
+"""Settings of the verifier."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from outrider.config import WorkerSettings
+from outrider.models import DEFAULT
+
+
+class VerifierSettings(WorkerSettings):
+    """Serve a target model: check guesses, commit tokens."""
+
+    target: str = Field(DEFAULT, description="Target model: a directory, a .gguf file, a hub id, or 'default'.")
+    engine: str = Field(
+        "transformers",
+        pattern="^(transformers|instant)$",
+        description="transformers; or instant, a stand-in without a model for measuring overhead only.",
+    )
+    kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
+    max_waiting: int = Field(256, ge=0, description="Sessions that may wait for room before new ones are refused.")
+    prefill_rows: int = Field(512, ge=1, description="Prompt tokens cached per step, all sessions together.")
+    guess_rows: int = Field(32, ge=1, le=256, description="Guesses checked per session and step.")
