@@ -53,6 +53,9 @@ class DrafterService(rpc.DrafterServicer):
     def busy(self) -> bool:
         return self._loop.busy
 
+    def ready(self) -> bool:
+        return True  # the model ran a step before this service was made
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()

@@ -122,9 +122,7 @@ class SamplingParams:
         if self.verification is Verification.GREEDY and not self.greedy:
             raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
         if self.verification not in (None, Verification.GREEDY) and self.greedy:
-            raise InvalidRequest.of(
-                "params.verification", self.mode.name.lower(), "greedy when temperature is 0"
-            )
+            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
 
 
 @dataclass(frozen=True, slots=True)

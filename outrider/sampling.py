@@ -32,9 +32,9 @@ class Candidates:
         """The same as one probability per id.  # [rows, vocab]"""
         if self.ids.dim() == 1:
             return self.probs
-        return torch.zeros(
-            (self.probs.shape[0], vocab_size), dtype=torch.float64, device=self.probs.device
-        ).scatter_(1, self.ids, self.probs)
+        return torch.zeros((self.probs.shape[0], vocab_size), dtype=torch.float64, device=self.probs.device).scatter_(
+            1, self.ids, self.probs
+        )
 
 
 class History:

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+HEALTH_S = 0.1
 _MIB = 1024 * 1024
 
 
@@ -81,6 +82,10 @@ class Service(Protocol):
         """Whether streams are still open."""
         ...
 
+    def ready(self) -> bool:
+        """Whether its own names may be reported as serving; the process as a whole is, once it listens."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -98,13 +103,14 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
         loop.add_signal_handler(number, leave.set)
     await server.start()
     await service.start(port)
-    await _set_health(status, service.names, serving=True)
+    await _set_health(status, [""], serving=True)
     address = f"{settings.host}:{port}"
     log.info("serving", address=address)
     ready(address)
-    await leave.wait()
+    async with background(_follow_health(status, service)):
+        await leave.wait()
     log.info("draining", seconds=settings.drain_s)
-    await _set_health(status, service.names, serving=False)
+    await _set_health(status, ["", *service.names], serving=False)
     service.drain()
     await until(lambda: not service.busy(), settings.drain_s)
     await service.stop()
@@ -163,8 +169,17 @@ async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[as
 
 async def _set_health(status: health.aio.HealthServicer, names: Iterable[str], *, serving: bool) -> None:
     state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-    for name in ("", *names):
+    for name in names:
         await status.set(name, state)
+
+
+async def _follow_health(status: health.aio.HealthServicer, service: Service) -> None:
+    shown: bool | None = None
+    while True:
+        if (serving := service.ready()) != shown:
+            await _set_health(status, service.names, serving=serving)
+            shown = serving
+        await asyncio.sleep(HEALTH_S)
 
 
 class _Undecodable:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import grpc
 
-from outrider.errors import KINDS, InvalidRequest, Overloaded, OutriderError, PeerLost, Unavailable
+from outrider.errors import KINDS, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.messages import (
     Distribution,
     Features,

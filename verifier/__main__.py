@@ -26,9 +26,7 @@ def build(settings: VerifierSettings, scratch: Path, progress: Callable[[str], N
         instant = InstantEngine()
         return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings)
     loaded = load_model(settings.target, device=settings.device, dtype=settings.dtype, progress=progress)
-    return VerifierService(
-        loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, scratch), settings
-    )
+    return VerifierService(loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, scratch), settings)
 
 
 def run(settings: VerifierSettings) -> None:

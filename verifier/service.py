@@ -69,6 +69,9 @@ class VerifierService(rpc.VerifierServicer):
     def busy(self) -> bool:
         return self._scheduler.busy
 
+    def ready(self) -> bool:
+        return True  # the model ran a step before this service was made
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()

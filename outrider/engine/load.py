@@ -72,7 +72,9 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise StartupError(f"unknown device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N") from error
+        raise StartupError(
+            f"unknown device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N"
+        ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise StartupError("no CUDA device is usable here", field="device", value=device, limit="auto or cpu")
     return chosen

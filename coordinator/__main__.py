@@ -1,0 +1,36 @@
+"""`python -m coordinator`: serve clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.config import main, redis_url
+from outrider.embedded_redis import embedded_redis
+from outrider.logs import report_progress, set_up_logs
+from outrider.serving import serve
+
+log = structlog.get_logger(__name__)
+
+
+def run(settings: CoordinatorSettings) -> None:
+    set_up_logs(settings.log_level, as_json=settings.log_json)
+    given = settings.redis_url or redis_url()
+    with contextlib.ExitStack() as stack:
+        if given is None:
+            log.warning("no REDIS_URL: sessions live in an embedded Redis and end with this process")
+        url = given or stack.enter_context(embedded_redis())
+
+        async def serve_clients() -> None:
+            service = CoordinatorService(settings, url)
+            await serve(service, settings, ready=lambda address: report_progress(f"ready at {address}"))
+
+        asyncio.run(serve_clients())
+
+
+if __name__ == "__main__":
+    main(CoordinatorSettings, run, "coordinator")

@@ -1,0 +1,251 @@
+"""γ control: how far ahead to guess, and how long the verifier should wait for it.
+
+Pure: no clocks, no I/O. `choose` maximises the expected committed tokens per
+second over γ from 0 (plain decoding) to the largest allowed; `Estimator`
+turns verdicts into the quantities that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.messages import Steering, Verdict
+
+PRIOR_ACCEPTANCE = 0.6
+PRIOR_TRIALS = 4.0
+DECAY = 0.96  # of what a trial weighs, per step with guesses
+SMOOTHING = 0.15
+HYSTERESIS = 1.04  # another γ must promise this much more before it is taken
+PROBE_EVERY = 24  # plain steps between looks at whether guessing would pay by now
+PROBE_STEPS = 4
+PROBE_GAMMA = 3
+MIN_PATIENCE_MS = 2.0
+MAX_PATIENCE_MS = 1_000.0
+MAX_FITTED_ROWS = 256  # steps beyond this carry prompts, on another line
+PRIOR_ROW_SHARE = 0.04  # of a step's cost, that one more row adds, before it is known better
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a choice depends on. Times in milliseconds."""
+
+    acceptance: tuple[float, ...]  # chance that guess i holds, given that those before it did
+    offer_rate: float  # share of steps for which the drafter has a guess at all
+    draft_ms: float  # per guessed token
+    link_ms: float  # from a verdict to the guess that follows it, drafting aside: both round trips
+    verify_ms: float  # a step with one row of this session
+    row_ms: float  # each further row
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    gamma: int
+    patience_ms: float
+    tokens_per_s: float  # expected
+
+    def steering(self) -> Steering:
+        return Steering(gamma=self.gamma, patience_us=int(self.patience_ms * 1000))
+
+
+def expected_tokens(acceptance: Sequence[float], gamma: int) -> float:
+    """Tokens that a step with γ guesses commits on average: the target's own and what holds before it."""
+    total, reached = 1.0, 1.0
+    for i in range(gamma):
+        reached *= acceptance[min(i, len(acceptance) - 1)]
+        total += reached
+    return total
+
+
+def wait_ms(conditions: Conditions, gamma: int) -> float:
+    """From a verdict until γ new guesses are at the verifier."""
+    return conditions.link_ms + gamma * conditions.draft_ms
+
+
+def rate(conditions: Conditions, gamma: int) -> float:
+    """Expected tokens per second with γ guesses per step."""
+    if gamma == 0:
+        return 1000.0 / max(conditions.verify_ms, 1e-6)
+    offered = conditions.offer_rate
+    tokens = offered * expected_tokens(conditions.acceptance, gamma) + (1.0 - offered)
+    # A drafter without a guess says so after one link's time.
+    wait = offered * wait_ms(conditions, gamma) + (1.0 - offered) * conditions.link_ms
+    verify = conditions.verify_ms + offered * gamma * conditions.row_ms
+    return 1000.0 * tokens / max(wait + verify, 1e-6)
+
+
+def choose(conditions: Conditions, gamma_max: int, current: int | None = None) -> Choice:
+    """The best γ; the current one unless another is clearly better."""
+    rates = [rate(conditions, gamma) for gamma in range(gamma_max + 1)]
+    best = max(range(gamma_max + 1), key=rates.__getitem__)
+    if current is not None and 0 <= current <= gamma_max and rates[best] < rates[current] * HYSTERESIS:
+        best = current
+    return Choice(best, patience_for(conditions, best), rates[best])
+
+
+def patience_for(conditions: Conditions, gamma: int) -> float:
+    """Twice the expected wait: enough for jitter, and a silent drafter costs little before γ falls to 0."""
+    if gamma == 0:
+        return 0.0
+    return min(MAX_PATIENCE_MS, max(MIN_PATIENCE_MS, 2.0 * wait_ms(conditions, gamma)))
+
+
+@dataclass(slots=True)
+class CostLine:
+    """Step time as a line in the number of rows, fitted with exponential forgetting and held to a sane slope."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    ms: float = 0.0
+    rows_rows: float = 0.0
+    rows_ms: float = 0.0
+
+    def add(self, rows: float, ms: float) -> None:
+        for name, value in (
+            ("weight", 1.0),
+            ("rows", rows),
+            ("ms", ms),
+            ("rows_rows", rows**2),
+            ("rows_ms", rows * ms),
+        ):
+            setattr(self, name, getattr(self, name) * (1 - SMOOTHING / 2) + value)
+
+    def fit(self) -> tuple[float, float]:
+        """Milliseconds for one row, and for each further one."""
+        if self.weight == 0.0:
+            return 0.0, 0.0
+        mean_rows, mean_ms = self.rows / self.weight, self.ms / self.weight
+        prior = mean_ms * PRIOR_ROW_SHARE
+        spread = self.rows_rows / self.weight - mean_rows**2
+        covariance = self.rows_ms / self.weight - mean_rows * mean_ms
+        slope = (covariance + prior) / (spread + 1.0)
+        slope = min(max(slope, 0.0), mean_ms / max(mean_rows, 1.0))
+        return mean_ms - slope * (mean_rows - 1.0), slope
+
+
+@dataclass(slots=True)
+class PairHistory:
+    """What a target and a drafter have shown together: where a new session starts from."""
+
+    acceptance: list[float] = field(default_factory=list)
+    offer_rate: float = 1.0
+    draft_ms: float = 0.0
+
+
+class Estimator:
+    """One session's view of its conditions, learnt from verdicts and guesses."""
+
+    def __init__(self, positions: int) -> None:
+        self._positions = max(1, positions)
+        self._link_ms: float | None = None
+        self._cost = CostLine()
+        self._other_rows = 0.0  # of the sessions that share our steps
+        self.start_from(PairHistory())
+
+    def start_from(self, history: PairHistory) -> None:
+        """A drafter was attached: begin with what it and the target have shown before."""
+        priors = [
+            history.acceptance[i] if i < len(history.acceptance) else PRIOR_ACCEPTANCE for i in range(self._positions)
+        ]
+        self._held = [prior * PRIOR_TRIALS for prior in priors]
+        self._trials = [PRIOR_TRIALS] * self._positions
+        self._offer_rate = history.offer_rate
+        self._draft_ms = history.draft_ms
+
+    def drafted(self, tokens: int, draft_us: int) -> None:
+        """A guess arrived from the drafter."""
+        if tokens:
+            self._draft_ms = _smooth(self._draft_ms, draft_us / 1000 / tokens)
+
+    def judged(self, verdict: Verdict, *, asked: int, waited: bool) -> None:
+        """A verdict arrived. `asked` is the γ in force, `waited` whether the verifier was to wait for guesses."""
+        timings = verdict.timings
+        if timings.rows <= MAX_FITTED_ROWS:
+            self._cost.add(timings.rows, timings.step_us / 1000)
+            self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
+        if asked and waited:
+            self._offer_rate = _smooth(self._offer_rate, 1.0 if verdict.offered else 0.0)
+            drafting = verdict.offered * self._draft_ms
+            link = max(0.0, timings.wait_us / 1000 - drafting)
+            self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
+        if not verdict.offered:
+            return
+        for i in range(min(verdict.accepted + 1, verdict.offered, len(self._trials))):
+            self._trials[i] = self._trials[i] * DECAY + 1.0
+            self._held[i] = self._held[i] * DECAY + (1.0 if i < verdict.accepted else 0.0)
+
+    def conditions(self, round_trips_ms: float) -> Conditions:
+        """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
+        one_row_ms, row_ms = self._cost.fit()
+        return Conditions(
+            acceptance=self.acceptance,
+            offer_rate=self._offer_rate,
+            draft_ms=self._draft_ms,
+            link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
+            verify_ms=one_row_ms + row_ms * self._other_rows,
+            row_ms=row_ms,
+        )
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        return tuple(held / trials for held, trials in zip(self._held, self._trials, strict=True))
+
+    def history(self) -> PairHistory:
+        return PairHistory(list(self.acceptance), self._offer_rate, self._draft_ms)
+
+
+class Controller:
+    """γ of one session over time: `choose`, and now and then a look at whether guessing pays again."""
+
+    def __init__(self, gamma_max: int, estimator: Estimator, fixed: int | None, fixed_patience_us: int | None) -> None:
+        self._gamma_max = gamma_max
+        self._fixed = fixed
+        self._fixed_patience_us = fixed_patience_us
+        self._plain_steps = 0
+        self._probing = 0
+        self.estimator = estimator
+        self.gamma = 0
+        self.patience_ms = 0.0
+
+    @property
+    def wants_drafter(self) -> bool:
+        return (self._gamma_max if self._fixed is None else self._fixed) > 0
+
+    def judged(self, verdict: Verdict) -> None:
+        self.estimator.judged(verdict, asked=self.gamma, waited=self.patience_ms > 0)
+
+    def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
+        """What to steer to now, if anything changes."""
+        choice = self._next(round_trips_ms) if attached else Choice(0, 0.0, 0.0)
+        if self._fixed_patience_us is not None and choice.gamma:
+            choice = Choice(choice.gamma, self._fixed_patience_us / 1000, choice.tokens_per_s)
+        unchanged = (
+            choice.gamma == self.gamma and 0.75 * self.patience_ms <= choice.patience_ms <= 1.25 * self.patience_ms
+        )
+        if unchanged:
+            return None
+        self.gamma, self.patience_ms = choice.gamma, choice.patience_ms
+        return choice.steering()
+
+    def _next(self, round_trips_ms: float) -> Choice:
+        conditions = self.estimator.conditions(round_trips_ms)
+        if self._fixed is not None:
+            # A fixed γ is meant: wait generously, so that it is what happens.
+            patience = max(50.0, 4.0 * patience_for(conditions, self._fixed)) if self._fixed else 0.0
+            return Choice(self._fixed, min(patience, MAX_PATIENCE_MS), rate(conditions, self._fixed))
+        choice = choose(conditions, self._gamma_max, self.gamma)
+        if choice.gamma:
+            self._plain_steps = self._probing = 0
+            return choice
+        self._plain_steps += 1
+        if self._plain_steps % PROBE_EVERY == 0:
+            self._probing = PROBE_STEPS
+        if self._probing:
+            # Guesses are taken if they come and not waited for: a look that costs next to nothing.
+            self._probing -= 1
+            return Choice(min(PROBE_GAMMA, self._gamma_max), 0.0, choice.tokens_per_s)
+        return choice
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + SMOOTHING * (new - old)

@@ -1,0 +1,147 @@
+"""The two streams of a session, to its verifier and to its drafter, as something to send to and iterate over.
+
+What is sent goes through a queue, so that a stalled peer never stalls the
+session. Losing the peer raises PeerLost, whatever gRPC calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, cast
+
+import grpc
+
+from coordinator.roster import Link
+from outrider import wire
+from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.messages import Steering, Verdict
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import verifier_pb2 as verify
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+OPEN_TIMEOUT_S = 30.0
+
+
+class Hop(Generic[Out, In]):
+    """A bidirectional stream whose first message goes out when it is entered."""
+
+    def __init__(self, link: Link, start: Callable[[], Any], opening: Out) -> None:
+        self.link = link
+        self._start = start
+        self._outbox: asyncio.Queue[Out] = asyncio.Queue()
+        self._outbox.put_nowait(opening)
+        self._call: Any = None
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._call = self._start()
+        self.link.sessions += 1
+        self._writing = asyncio.create_task(self._write())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.link.sessions -= 1
+        self._call.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    def hang_up(self) -> None:
+        """End the stream from this side; whoever reads it gets PeerLost."""
+        self._call.cancel()
+
+    def send(self, message: Out) -> None:
+        self._outbox.put_nowait(message)
+
+    async def receive(self) -> In | None:
+        """The peer's next message; None when it has ended the stream in order."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise wire.error_from_rpc(error) from error
+        except asyncio.CancelledError:
+            raise self._lost() from None
+        if message is grpc.aio.EOF:
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                raise wire.error_from_rpc(cast(grpc.RpcError, await _as_error(self._call)))
+            return None
+        return cast(In, message)
+
+    async def opened(self) -> None:
+        """Wait until the peer has taken the session."""
+        try:
+            reply: Any = await asyncio.wait_for(self.receive(), OPEN_TIMEOUT_S)
+        except TimeoutError as error:
+            raise PeerLost(f"{self.link.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
+        if reply is None or reply.WhichOneof("message") != "opened":
+            raise PeerLost(f"{self.link.info.address} did not open the session")
+
+    def _lost(self) -> BaseException:
+        """A cancelled call and a cancelled task look alike: only the task's own is to be passed on."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return asyncio.CancelledError()
+        return PeerLost(f"the connection to {self.link.info.address} was closed")
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader learns why
+
+
+class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
+    def __init__(self, link: Link, opening: verify.OpenVerify) -> None:
+        super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening))
+
+    def guess(self, guess: common.Guess) -> None:
+        self.send(verify.VerifyRequest(guess=guess))
+
+    def steer(self, steering: Steering) -> None:
+        self.send(verify.VerifyRequest(steer=wire.steering_to_proto(steering)))
+
+    async def news(self) -> AsyncIterator[Verdict | OutriderError]:
+        """Verdicts, and errors about guesses that were refused."""
+        while (reply := await self.receive()) is not None:
+            kind = reply.WhichOneof("message")
+            if kind == "verdict":
+                yield wire.verdict_from_proto(reply.verdict)
+            elif kind == "refused":
+                yield wire.error_from_proto(reply.refused)
+
+
+class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
+    def __init__(self, link: Link, opening: draft.OpenDraft, source: int) -> None:
+        super().__init__(link, link.drafter.Draft, draft.DraftRequest(open=opening))
+        self._source = source
+
+    def committed(self, position: int, tokens: tuple[int, ...]) -> None:
+        self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens)))
+
+    def steer(self, steering: Steering) -> None:
+        self.send(draft.DraftRequest(steer=wire.steering_to_proto(Steering(gamma=steering.gamma))))
+
+    async def guesses(self) -> AsyncIterator[common.Guess]:
+        """Guesses as they came, marked with whose they are: relayed without being rebuilt."""
+        while (reply := await self.receive()) is not None:
+            if reply.WhichOneof("message") != "guess":
+                raise InvalidRequest.of("message", reply.WhichOneof("message") or "empty", "guess")
+            guess = reply.guess
+            guess.source = self._source
+            yield guess
+
+
+async def _as_error(call: Any) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
+    )

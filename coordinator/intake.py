@@ -1,0 +1,82 @@
+"""From a client's request to one with everything resolved: text to tokens, defaults, seed; all limits checked."""
+
+from __future__ import annotations
+
+import secrets
+
+from coordinator.record import SessionRequest, Wish
+from coordinator.settings import CoordinatorSettings
+from coordinator.target import Target
+from outrider import wire
+from outrider.errors import InvalidRequest
+from outrider.messages import MAX_GAMMA, MAX_PATIENCE_US, check_tokens
+from outrider.v1 import coordinator_pb2 as pb
+
+MAX_MESSAGES = 1_000
+
+
+def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+    params = wire.params_from_proto(request.params)
+    params.check(target.info.vocab_size)
+    wish = _wish(request.speculation)
+    prompt = _prompt(request, target, settings.max_prompt_kib * 1024)
+    room = target.info.context_length - len(prompt)
+    if room < 1:
+        raise InvalidRequest.of(
+            "prompt", f"{len(prompt)} tokens", f"under the context of {target.info.context_length} tokens"
+        )
+    if params.max_tokens > room and not request.params.HasField("max_tokens"):
+        raise InvalidRequest.of(
+            "prompt",
+            f"{len(prompt)} tokens",
+            f"at most {target.info.context_length - params.max_tokens} to leave room for {params.max_tokens} output "
+            "tokens; or set params.max_tokens",
+        )
+    if params.max_tokens > room:
+        raise InvalidRequest.of(
+            "params.max_tokens",
+            params.max_tokens,
+            f"at most {room}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
+        )
+    if params.seed is None:
+        params = params.with_seed(secrets.randbits(64))
+    return SessionRequest(prompt, params, wish)
+
+
+def _wish(speculation: pb.Speculation) -> Wish:
+    gamma = speculation.gamma if speculation.HasField("gamma") else None
+    patience = speculation.patience_us if speculation.HasField("patience_us") else None
+    if gamma is not None and gamma > MAX_GAMMA:
+        raise InvalidRequest.of("speculation.gamma", gamma, f"in [0, {MAX_GAMMA}]")
+    if patience is not None and patience > MAX_PATIENCE_US:
+        raise InvalidRequest.of("speculation.patience_us", patience, f"in [0, {MAX_PATIENCE_US}]")
+    return Wish(gamma, patience, speculation.drafter)
+
+
+def _prompt(request: pb.GenerateRequest, target: Target, limit: int) -> tuple[int, ...]:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        _check_size("prompt", len(request.prompt.encode()), limit)
+        if not request.prompt:
+            raise InvalidRequest.of("prompt", "empty", "some text")
+        tokens = target.encode(request.prompt)
+    elif kind == "chat":
+        messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise InvalidRequest.of("chat.messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
+        _check_size("chat.messages", sum(len(message["content"].encode()) for message in messages), limit)
+        tokens = target.encode_chat(messages)
+    elif kind == "tokens":
+        tokens = tuple(request.tokens.ids)
+        _check_size("tokens.ids", len(tokens), limit)
+        check_tokens("tokens.ids", tokens, target.info.vocab_size)
+    else:
+        raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")
+    if not tokens:
+        raise InvalidRequest.of(kind, "no tokens", "at least one token")
+    return tokens
+
+
+def _check_size(field: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidRequest.of(field, f"{size} bytes", f"at most {limit} bytes")

@@ -1,0 +1,98 @@
+"""Write-behind of sessions: batched, retried, off the token path.
+
+Sessions say that they changed; the journal brings Redis up to date. While
+Redis is away changes pile up as nothing more than names, and what Redis lost
+is written again whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from coordinator.record import SessionRecord
+from coordinator.store import Store, StoreDown
+
+log = structlog.get_logger(__name__)
+
+BATCH_S = 0.01
+RETRY_S = 0.25
+
+
+class Entry:
+    """What Redis has of one session."""
+
+    def __init__(self, record: SessionRecord, on_fenced: Callable[[], None], durable: int = 0) -> None:
+        self.record = record
+        self.on_fenced = on_fenced
+        self.durable = durable  # output tokens that are in Redis
+        self.known = durable > 0  # the request is in Redis
+        self.finish_written = False
+
+    @property
+    def current(self) -> bool:
+        return (
+            self.known and self.durable == len(self.record.tokens) and (self.finish_written or not self.record.finished)
+        )
+
+
+class Journal:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._dirty: dict[str, Entry] = {}
+        self._news = asyncio.Event()
+
+    def changed(self, entry: Entry) -> None:
+        self._dirty[entry.record.session_id] = entry
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(BATCH_S)
+            self._news.clear()
+            batch = list(self._dirty.values())
+            self._dirty.clear()
+            await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+            if self._dirty and not self._store.up:
+                await asyncio.sleep(RETRY_S)
+
+    async def flush(self, seconds: float) -> bool:
+        """Wait until Redis has everything; whether it has."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._dirty:
+                    batch = list(self._dirty.values())
+                    self._dirty.clear()
+                    await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+                    if self._dirty:
+                        await asyncio.sleep(BATCH_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _bring_up_to_date(self, entry: Entry) -> None:
+        try:
+            while not entry.current:
+                if not await self._write(entry):
+                    return
+        except StoreDown:
+            self.changed(entry)
+
+    async def _write(self, entry: Entry) -> bool:
+        """One write; False: the session is somebody else's now."""
+        record = entry.record
+        start, end, finished = entry.durable, len(record.tokens), record.finished
+        answer = await self._store.write(record, start, end, whole=not entry.known)
+        if answer == "FENCED":
+            entry.on_fenced()
+            return False
+        if answer == "OK":
+            entry.known, entry.durable = True, end
+            entry.finish_written = finished
+        else:
+            log.info("redis lost a session, writing it again", session=record.session_id, answer=answer)
+            entry.known, entry.durable = False, 0
+        return True

@@ -1,0 +1,48 @@
+"""What pairs of target and drafter have shown, in memory and in Redis: where γ control starts a new session from."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from coordinator.gamma import PairHistory
+from coordinator.store import Store, StoreDown
+
+log = structlog.get_logger(__name__)
+
+WRITE_EVERY_S = 2.0
+
+
+class PairMemory:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[tuple[str, str], PairHistory | None] = {}
+        self._unwritten: set[tuple[str, str]] = set()
+
+    async def recall(self, target: str, drafter: str) -> PairHistory | None:
+        pair = (target, drafter)
+        if pair not in self._known:
+            try:
+                self._known[pair] = await self._store.pair(target, drafter)
+            except StoreDown as error:
+                log.debug("pair history unknown", error=error.message)
+                return None
+        return self._known[pair]
+
+    def remember(self, target: str, drafter: str, history: PairHistory) -> None:
+        self._known[target, drafter] = history
+        self._unwritten.add((target, drafter))
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            for pair in list(self._unwritten):
+                history = self._known[pair]
+                if history is None:
+                    continue
+                try:
+                    await self._store.put_pair(*pair, history)
+                except StoreDown:
+                    break  # kept for the next round
+                self._unwritten.discard(pair)

@@ -1,0 +1,285 @@
+"""Who is there to work: verifiers and drafters, as they report and as Redis tells of other coordinators' workers.
+
+Keeps one connection to each, measures its round trip, and chooses the least
+loaded for a session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from coordinator.store import Store, StoreDown
+from coordinator.target import Target, fetch_target
+from outrider import wire
+from outrider.errors import InvalidRequest, ModelMismatch, OutriderError
+from outrider.messages import Role, WorkerInfo, WorkerLoad
+from outrider.serving import channel_options
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+PROBE_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+COOLDOWN_S = 0.5
+MAX_COOLDOWN_S = 5.0
+_SMOOTHING = 0.3
+LOST_AFTER_HEARTBEATS = 5
+
+
+class Link:
+    """A connection to one worker, and how it is doing."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.sessions = 0  # that this coordinator has there
+        self.round_trip_ms = 0.0
+        self.reported = False  # holds a registration stream to this coordinator
+        self._failures = 0
+        self._not_before = 0.0
+        self._channel = grpc.aio.insecure_channel(info.address, options=channel_options())
+        self._probing = asyncio.create_task(self._probe())
+
+    @property
+    def verifier(self) -> verifier_pb2_grpc.VerifierAsyncStub:
+        return verifier_pb2_grpc.VerifierStub(self._channel)  # type: ignore[return-value]
+
+    @property
+    def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
+        return drafter_pb2_grpc.DrafterStub(self._channel)  # type: ignore[return-value]
+
+    def usable(self) -> bool:
+        return not self.info.draining and time.monotonic() >= self._not_before
+
+    def occupancy(self) -> float:
+        """Share of its capacity in use, by our own count or its report, whichever is more."""
+        load = max(self.sessions, self.info.load.sessions) + self.info.load.waiting
+        return load / max(1, self.info.capacity)
+
+    def failed(self) -> None:
+        """Leave it alone for a moment, longer each time."""
+        self._failures += 1
+        self._not_before = time.monotonic() + min(MAX_COOLDOWN_S, COOLDOWN_S * 2 ** (self._failures - 1))
+
+    def worked(self) -> None:
+        self._failures = 0
+
+    async def close(self) -> None:
+        self._probing.cancel()
+        await asyncio.gather(self._probing, return_exceptions=True)
+        await self._channel.close()
+
+    async def _probe(self) -> None:
+        stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
+        while True:
+            started = time.perf_counter()
+            try:
+                reply: common.ProbeReply = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+            else:
+                taken = 1000 * (time.perf_counter() - started)
+                known = self.round_trip_ms
+                self.round_trip_ms = taken if known == 0.0 else known + _SMOOTHING * (taken - known)
+                self.info = replace(self.info, load=wire.load_from_proto(reply.load), draining=reply.draining)
+            await asyncio.sleep(PROBE_S)
+
+
+class Roster:
+    def __init__(self, store: Store, heartbeat_ms: int) -> None:
+        self._store = store
+        self._heartbeat_ms = heartbeat_ms
+        self._links: dict[str, Link] = {}
+        self._seen: dict[str, float] = {}
+        self._target: Target | None = None
+        self._target_lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def target(self) -> Target | None:
+        return self._target
+
+    @property
+    def ready(self) -> bool:
+        return self._target is not None and any(link.usable() for link in self._of(Role.VERIFIER))
+
+    def links(self) -> list[Link]:
+        return list(self._links.values())
+
+    async def admit(self, info: WorkerInfo) -> Link:
+        """A worker reports to this coordinator. Raises ModelMismatch if it cannot work with the others.
+
+        For a drafter whose vocabulary digest differs the caller asks for the
+        vocabulary itself first: see `vocabulary_differs`.
+        """
+        await self._check(info)
+        link = await self._put(info)
+        link.reported = True
+        await self.heard_from(info)
+        return link
+
+    async def heard_from(self, info: WorkerInfo) -> None:
+        link = self._links.get(info.worker_id)
+        if link is None:
+            return
+        link.info = replace(info, load=_fresher(link.info.load, info.load))
+        self._seen[info.worker_id] = time.monotonic()
+        try:
+            await self._store.put_worker(info, LOST_AFTER_HEARTBEATS * self._heartbeat_ms)
+        except StoreDown as error:
+            log.debug("worker not recorded", worker=info.worker_id, error=error.message)
+
+    async def left(self, worker_id: str) -> None:
+        """A worker's registration stream has ended."""
+        await self._drop(worker_id)
+        try:
+            await self._store.remove_worker(worker_id)
+        except StoreDown as error:
+            log.debug("worker not removed from redis", worker=worker_id, error=error.message)
+
+    def vocabulary_differs(self, info: WorkerInfo) -> bool:
+        return (
+            info.role is Role.DRAFTER
+            and bool(info.model.vocabulary_digest)
+            and self._target is not None
+            and info.model.vocabulary_digest != self._target.info.vocabulary_digest
+        )
+
+    def choose(
+        self, role: Role, *, prefer: str = "", kind: str = "", avoid: frozenset[str] = frozenset()
+    ) -> Link | None:
+        """The preferred worker if it can be had, else the least loaded."""
+        able = [
+            link
+            for link in self._of(role)
+            if link.usable() and link.info.worker_id not in avoid and kind in ("", link.info.kind)
+        ]
+        chosen = next((link for link in able if link.info.worker_id == prefer), None)
+        if chosen is not None or not able:
+            return chosen
+        return min(able, key=lambda link: (link.occupancy(), link.round_trip_ms))
+
+    async def wait_for(self, role: Role, seconds: float, choose: Callable[[], Link | None]) -> Link | None:
+        """The same, waiting for somebody to come."""
+        deadline = time.monotonic() + seconds
+        while (link := choose()) is None and time.monotonic() < deadline:
+            self._changed.clear()
+            try:
+                # Cooldowns end without an event.
+                await asyncio.wait_for(self._changed.wait(), min(0.1, max(0.01, deadline - time.monotonic())))
+            except TimeoutError:
+                continue
+        return link
+
+    async def run(self) -> None:
+        """Follow what other coordinators have heard, and notice who fell silent."""
+        while True:
+            await asyncio.sleep(self._heartbeat_ms / 1000)
+            try:
+                known = await self._store.workers()
+            except StoreDown:
+                known = []  # the last that was known stays in force
+            for info in known:
+                await self._learn(info)
+            await self._forget_silent({info.worker_id for info in known})
+
+    async def close(self) -> None:
+        for worker_id in list(self._links):
+            await self._drop(worker_id)
+
+    async def _learn(self, info: WorkerInfo) -> None:
+        link = self._links.get(info.worker_id)
+        if link is not None:
+            if not link.reported:
+                link.info = replace(info, load=_fresher(link.info.load, info.load))
+            self._seen[info.worker_id] = time.monotonic()
+            return
+        try:
+            await self._check(info)
+        except OutriderError as error:
+            log.info("worker ignored", worker=info.worker_id, error=error.message)
+            return
+        await self._put(info)
+        self._seen[info.worker_id] = time.monotonic()
+
+    async def _forget_silent(self, known: set[str]) -> None:
+        limit = LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
+        for worker_id, link in list(self._links.items()):
+            silent = time.monotonic() - self._seen.get(worker_id, 0.0) > limit
+            if silent and not link.reported and self._store.up and worker_id not in known:
+                await self._drop(worker_id)
+
+    async def _check(self, info: WorkerInfo) -> None:
+        if not info.worker_id or not info.address:
+            raise InvalidRequest.of("worker", info.worker_id or info.address, "given with a worker_id and an address")
+        if info.role is Role.VERIFIER:
+            await self._check_verifier(info)
+        elif self.vocabulary_differs(info):
+            raise ModelMismatch(
+                f"drafter {info.model.name} has another vocabulary than target {self._target.info.name}"  # type: ignore[union-attr]
+            )
+
+    async def _check_verifier(self, info: WorkerInfo) -> None:
+        async with self._target_lock:
+            known = self._target
+            if known is not None and known.info.fingerprint == info.model.fingerprint:
+                return
+            if known is not None and any(self._of(Role.VERIFIER)):
+                raise _target_mismatch(known, info)
+            async with grpc.aio.insecure_channel(info.address, options=channel_options()) as channel:
+                stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
+                try:
+                    self._target = await fetch_target(info.model, stub)
+                except grpc.aio.AioRpcError as error:
+                    raise wire.error_from_rpc(error) from error
+            log.info("target known", model=info.model.name, fingerprint=info.model.fingerprint)
+            for link in self._of(Role.DRAFTER):
+                if self.vocabulary_differs(link.info):
+                    await self._drop(link.info.worker_id)
+
+    async def _put(self, info: WorkerInfo) -> Link:
+        await self._drop(info.worker_id)
+        for link in self.links():
+            if link.info.address == info.address and link.info.role is info.role:
+                await self._drop(link.info.worker_id)  # restarted in the same place
+        link = Link(info)
+        self._links[info.worker_id] = link
+        self._changed.set()
+        log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)
+        return link
+
+    async def _drop(self, worker_id: str) -> None:
+        link = self._links.pop(worker_id, None)
+        self._seen.pop(worker_id, None)
+        if link is not None:
+            log.info("worker left", worker=worker_id)
+            await link.close()
+
+    def _of(self, role: Role) -> list[Link]:
+        return [link for link in self._links.values() if link.info.role is role]
+
+
+def _fresher(probed: WorkerLoad, reported: WorkerLoad) -> WorkerLoad:
+    """Probes are newer than heartbeats; before the first probe there is only the report."""
+    return reported if probed == WorkerLoad() else probed
+
+
+def _target_mismatch(known: Target, info: WorkerInfo) -> ModelMismatch:
+    ours, theirs = known.info, info.model
+    for name in ("architecture", "vocab_size", "vocabulary_digest", "dtype", "parameters", "fingerprint"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return ModelMismatch(
+                f"verifier {info.worker_id} serves {theirs.name}, the others {ours.name}; first difference: "
+                f"{name} is {other}, must be {mine}",
+                field=f"model.{name}",
+                value=other,
+                limit=mine,
+            )
+    return ModelMismatch(f"verifier {info.worker_id} serves another target")

