@@ -17,7 +17,7 @@ def embedded_redis(folder: Path | None = None) -> Iterator[str]:
     """Start it, yield its URL, stop it."""
     with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
         try:
-            server = ValkeyServer(data_dir=folder or Path(scratch), maxmemory_policy="volatile-ttl")
+            server = ValkeyServer(data_dir=folder or Path(scratch))
             server.start()
         except ValkeyServerError as error:
             raise StartupError(

@@ -39,6 +39,7 @@ class Enlistment:
 
     async def run(self) -> None:
         turn = 0
+        told = ""
         while self._coordinators:
             address = self._coordinators[turn % len(self._coordinators)]
             turn += 1
@@ -46,8 +47,10 @@ class Enlistment:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
                 error = wire.error_from_rpc(lost)
-                level = log.error if isinstance(error, ModelMismatch) else log.info
-                level("not registered", coordinator=address, error=error.message)
+                if error.message != told:  # once per trouble, not twice a second
+                    told = error.message
+                    level = log.error if isinstance(error, ModelMismatch) else log.info
+                    level("not registered", coordinator=address, error=told)
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:
