@@ -43,7 +43,7 @@ _FLUSH_S = 3.0
 
 
 class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
-    names = ("outrider.v1.Outrider", "outrider.v1.Registry")
+    names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
@@ -357,6 +357,7 @@ def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
         token_ids=[token.token for token in tokens],
         kinds=[verify.TokenKind.ValueType(token.kind) for token in tokens],
         logprobs=[wire.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None],
+        characters=[len(token.text) for token in tokens],
     )
 
 

@@ -211,7 +211,7 @@ class Session:
             try:
                 async for guess in drafter.guesses():
                     self._control.estimator.drafted(len(guess.tokens), guess.draft_us)
-                    self.stats.guessed(len(guess.tokens), *wire.guess_bytes(guess))
+                    self.stats.guessed(guess)
                     verifier.guess(guess)
             finally:
                 self._remember_pair(link)

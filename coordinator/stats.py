@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
+from outrider import wire
 from outrider.messages import Verdict
+from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 
 
@@ -24,12 +26,19 @@ class RequestStats:
         self._guessed = 0
         self._payload_bytes = 0
         self._wire_bytes = 0
+        self._messages = 0
+        self._draft_us = 0
+        self._step_us = 0
+        self._wait_us = 0
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
 
-    def guessed(self, tokens: int, payload_bytes: int, wire_bytes: int) -> None:
-        self._guessed += tokens
+    def guessed(self, guess: common.Guess) -> None:
+        payload_bytes, wire_bytes = wire.guess_bytes(guess)
+        self._messages += 1
+        self._draft_us += guess.draft_us
+        self._guessed += len(guess.tokens)
         self._payload_bytes += payload_bytes
         self._wire_bytes += wire_bytes
 
@@ -37,6 +46,8 @@ class RequestStats:
         now = time.monotonic()
         self._steps += 1
         self._gamma_sum += gamma
+        self._step_us += verdict.timings.step_us
+        self._wait_us += verdict.timings.wait_us
         self._tokens += len(verdict.tokens)
         if self._first_token is None:
             self._first_token = now
@@ -70,6 +81,9 @@ class RequestStats:
             failovers=self.failovers,
             drafter_losses=self.drafter_losses,
             drafter=self.drafter_kind,
+            mean_step_ms=_ratio(self._step_us / 1000, self._steps),
+            mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
+            mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
         )
 
 

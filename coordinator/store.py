@@ -157,8 +157,8 @@ class Store:
         """Tie an idempotency key to a value; the value it is tied to already, if it is."""
         name = f"{_PREFIX}:idempotency:{key}"
         async with self._answering():
-            held = await self._redis.set(name, value, nx=True, ex=self._ttl_s, get=True)
-        return bytes(held).decode() if held is not None else None
+            held = cast(bytes | None, await self._redis.set(name, value, nx=True, ex=self._ttl_s, get=True))
+        return held.decode() if held is not None else None
 
     # Workers.
 

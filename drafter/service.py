@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class DrafterService(rpc.DrafterServicer):
-    names = ("outrider.v1.Drafter",)
+    names: tuple[str, ...] = ("outrider.v1.Drafter",)
 
     def __init__(self, drafter: Drafter, settings: DrafterSettings) -> None:
         self._drafter = drafter
@@ -91,7 +91,7 @@ class DrafterService(rpc.DrafterServicer):
     async def _take(
         self, session: Session, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
     ) -> None:
-        """Commits and steers, for as long as the stream brings them. A wrong one ends the session: its state is lost."""
+        """Commits and steers, while the stream brings them. A wrong one ends the session: its state is lost."""
         try:
             async for request in requests:
                 _apply(session, request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from drafter.drafters import Ask, Draft
 from outrider.errors import InvalidRequest
 from outrider.messages import (
+    NO_STEERING,
     Distribution,
     Guess,
     SamplingParams,
@@ -28,7 +29,7 @@ class Opening:
     prompt_length: int
     params: SamplingParams
     vocab_size: int
-    steering: Steering = Steering()
+    steering: Steering = NO_STEERING
 
     def check(self) -> None:
         if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:

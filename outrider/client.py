@@ -45,6 +45,7 @@ class Tokens:
     text: str
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
+    characters: tuple[int, ...]  # of the text, that each token adds
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -225,6 +226,7 @@ def _reply(reply: pb.GenerateReply) -> Reply:
             chunk.text,
             tuple(chunk.token_ids),
             tuple(TokenKind(value) for value in chunk.kinds),
+            tuple(chunk.characters),
             tuple(wire.logprobs_from_proto(entry) for entry in chunk.logprobs),
         )
     if kind == "error":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import structlog
@@ -55,7 +57,7 @@ class Enlistment:
 
     async def _report_to(self, address: str) -> None:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            call = rpc.RegistryStub(channel).Register()
+            call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
             heartbeat: asyncio.Task[None] | None = None
             try:
                 await call.write(self._worker())
@@ -72,14 +74,10 @@ class Enlistment:
                     await asyncio.gather(heartbeat, return_exceptions=True)
                 call.cancel()
 
-    async def _heartbeat(
-        self, call: grpc.aio.StreamStreamCall[pb.RegisterRequest, pb.RegisterReply], seconds: float
-    ) -> None:
+    async def _heartbeat(self, call: Any, seconds: float) -> None:
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):  # no news: time for a heartbeat
                 await asyncio.wait_for(self._news.wait(), seconds)
-            except TimeoutError:
-                pass  # no news: time for a heartbeat
             self._news.clear()
             await call.write(self._worker())
 

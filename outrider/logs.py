@@ -1,4 +1,4 @@
-"""Logs of a service: text for people or JSON for machines, on standard error; progress of its start on standard output."""
+"""Logs of a service on standard error, text or JSON; progress of its start on standard output."""
 
 from __future__ import annotations
 

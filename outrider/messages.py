@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from outrider.errors import InvalidRequest
@@ -143,6 +144,9 @@ class Steering:
                 _number(name, value, 0, high)
 
 
+NO_STEERING = Steering()
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """A sparse distribution in whole parts of 65536: small on the wire and exact on both sides."""
@@ -155,7 +159,7 @@ class Distribution:
             raise InvalidRequest.of(
                 name, f"{len(self.ids)} ids and {len(self.weights)} weights", "as many weights as ids, at least one"
             )
-        if any(b <= a for a, b in zip(self.ids, self.ids[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.ids)):
             raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
         _token(f"{name}.id_deltas", self.ids[-1], vocab_size)
         if min(self.weights) < 1 or sum(self.weights) != WHOLE:

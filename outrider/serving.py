@@ -66,7 +66,8 @@ def channel_options(max_message_mib: int = 32) -> list[tuple[str, Any]]:
 class Service(Protocol):
     """One of the three services, between `start` and `stop`."""
 
-    names: tuple[str, ...]
+    @property
+    def names(self) -> tuple[str, ...]: ...
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
@@ -193,11 +194,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses, in one place, and bytes that are no message into INVALID_ARGUMENT."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler: Any = await continuation(handler_call_details)
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
         if handler is None:
             return handler
         decode = _lenient(handler.request_deserializer)

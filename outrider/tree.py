@@ -17,6 +17,10 @@ from outrider.messages import Distribution, Guess
 
 NodeKey = tuple[int, int]
 
+# What a flood of guesses could make grow without end.
+MAX_NAMES = 16  # of one node
+MAX_HELD = 16_384  # committed guesses that later ones may hang from
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -89,36 +93,37 @@ class GuessTree:
         if not guess.tokens:
             self.passed_at = max(self.passed_at, guess.position)
             return 0
-        added = 0
-        fits = True
-        skipped = False
-        for i, token in enumerate(guess.tokens):
-            key = (guess.source, guess.first_id + i)
-            position = guess.position + i
-            if position < length:
-                fits = fits and self._committed[position] == token
-                if not fits:
-                    break
-                self._held[key] = position
-                skipped = True
-                continue
-            if position >= length + self._max_ahead:
-                break
-            node = self._child(parent, token)
+        committed = guess.tokens[: max(0, length - guess.position)]
+        if not self._agrees(guess, committed):
+            return 0
+        before = self._size
+        for i in range(len(committed), len(guess.tokens)):
+            node = self._plant(parent, guess, i, skipped=bool(committed))
             if node is None:
-                if (self._single and self._siblings(parent)) or self._size >= self._max_nodes:
-                    break
-                node = Node(token, position, guess.draft_probs[i] if guess.draft_probs else None, parent)
-                node.skipped = skipped
-                self._siblings(parent).append(node)
-                self._size += 1
-                added += 1
-            elif self._single and key not in node.keys:
-                break  # same token by chance, but another draw: what follows it is not ours to use
+                break
+            parent = node
+        return self._size - before
+
+    def _plant(self, parent: Node | None, guess: Guess, i: int, *, skipped: bool) -> Node | None:
+        """Token i of a guess below `parent`, a new node or the one that is there; None: no room for it."""
+        token, position = guess.tokens[i], guess.position + i
+        key = (guess.source, guess.first_id + i)
+        if position >= len(self._committed) + self._max_ahead:
+            return None
+        node = self._child(parent, token)
+        if node is None:
+            if self._full(parent):
+                return None
+            draft_prob = guess.draft_probs[i] if guess.draft_probs else None
+            node = Node(token, position, draft_prob, parent, skipped=skipped)
+            self._siblings(parent).append(node)
+            self._size += 1
+        elif self._single and key not in node.keys:
+            return None  # same token by chance, but another draw: what follows it is not ours to use
+        if len(node.keys) < MAX_NAMES:
             node.keys.append(key)
             self._nodes[key] = node
-            parent = node
-        return added
+        return node
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move the root along `tokens`, which the owner has just appended to `committed`; prune the rest."""
@@ -132,7 +137,7 @@ class GuessTree:
             if kept is not None:
                 self._forget(kept)
                 for key in kept.keys:
-                    self._held[key] = position
+                    self._hold(key, position)
                 for child in kept.children:
                     child.parent = None
                 self._roots = kept.children
@@ -193,6 +198,22 @@ class GuessTree:
         if guess.parent >= guess.first_id:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
         self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
+
+    def _agrees(self, guess: Guess, committed: Sequence[int]) -> bool:
+        """Skip forward: whether the guess said what was committed meanwhile. Its tokens up to there are remembered."""
+        for i, token in enumerate(committed):
+            if self._committed[guess.position + i] != token:
+                return False
+            self._hold((guess.source, guess.first_id + i), guess.position + i)
+        return True
+
+    def _hold(self, key: NodeKey, position: int) -> None:
+        self._held[key] = position
+        if len(self._held) > MAX_HELD:
+            del self._held[next(iter(self._held))]
+
+    def _full(self, parent: Node | None) -> bool:
+        return (self._single and bool(self._siblings(parent))) or self._size >= self._max_nodes
 
     def _siblings(self, parent: Node | None) -> list[Node]:
         return self._roots if parent is None else parent.children

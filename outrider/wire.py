@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 import grpc
 
@@ -64,7 +64,7 @@ def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
     """Absent fields take the defaults. Says nothing about whether the values can be: see SamplingParams.check."""
     if proto.verification not in common.Verification.values():
         raise InvalidRequest.of("params.verification", proto.verification, "one of the enum's values")
-    given = {name: getattr(proto, name) for name in _OPTIONAL if proto.HasField(name)}
+    given = {name: getattr(proto, name) for name in _OPTIONAL if proto.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
         logit_bias=dict(proto.logit_bias),
         stop_token_ids=tuple(proto.stop_token_ids),
@@ -88,7 +88,7 @@ def steering_from_proto(proto: common.Steer) -> Steering:
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:
     ids = distribution.ids
-    deltas = [ids[0], *(b - a for a, b in zip(ids, ids[1:], strict=False))]
+    deltas = [ids[0], *(b - a for a, b in pairwise(ids))]
     return common.Distribution(id_deltas=deltas, weights=distribution.weights)
 
 
@@ -254,7 +254,7 @@ def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
 
 
 def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
-    if proto.role not in (Role.VERIFIER, Role.DRAFTER):
+    if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
     return WorkerInfo(
         worker_id=proto.worker_id,
@@ -304,6 +304,6 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     return PeerLost(message)
 
 
-def _trailing(error: grpc.RpcError) -> Sequence[tuple[str, str | bytes]]:
-    metadata = error.trailing_metadata()
-    return list(metadata) if metadata is not None else []
+def _trailing(error: Any) -> list[tuple[str, str | bytes]]:
+    """Synchronous and asynchronous errors both have it, in types of their own."""
+    return [(str(name), value) for name, value in error.trailing_metadata() or ()]

@@ -26,7 +26,7 @@ class WorkerIdentity:
 
     def listen_on(self, port: int) -> None:
         if not self.address:
-            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
             self.address = f"{host}:{port}"
 
 

@@ -38,8 +38,10 @@ def make_model(
     sharpness: float = 1.0,
     like: Path | None = None,
     blur: float = 0.0,
+    focus: float = 1.0,
 ) -> Path:
-    """A Llama of random weights. `sharpness` scales the logits; `like` and `blur` make a near copy of another model."""
+    """A Llama of random weights. `sharpness` scales the logits, `focus` what attention adds: little makes the text
+    repeat itself. `like` and `blur` make a near copy of another model."""
     tokenizer = byte_tokenizer(extra_tokens)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -64,6 +66,8 @@ def make_model(
                 weight.add_(torch.randn_like(weight) * weight.std() * blur)
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(focus)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

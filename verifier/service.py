@@ -31,7 +31,7 @@ _FILE_CHUNK = 1024 * 1024
 
 
 class VerifierService(rpc.VerifierServicer):
-    names = ("outrider.v1.Verifier",)
+    names: tuple[str, ...] = ("outrider.v1.Verifier",)
 
     def __init__(
         self, engine: Engine, vocabulary: Vocabulary, tokenizer_files: dict[str, Path], settings: VerifierSettings

@@ -13,6 +13,7 @@ from outrider.acceptance import Chance, NoiseChance
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import (
     MAX_GAMMA,
+    NO_STEERING,
     FinishReason,
     Guess,
     ModelInfo,
@@ -39,7 +40,7 @@ class Opening:
     tokens: tuple[int, ...]
     prompt_length: int
     params: SamplingParams
-    steering: Steering = Steering()
+    steering: Steering = NO_STEERING
     features: bool = False
 
     def check(self, model: ModelInfo) -> None:

@@ -69,7 +69,7 @@ class InstantEngine:
         self._lengths.pop(session, None)
 
     def save_tokenizer(self, into: Path) -> dict[str, Path]:
-        model = WordLevel({token: i for i, token in enumerate(self.vocabulary.tokens)}, unk_token="t0")
+        model = WordLevel({token: i for i, token in enumerate(self.vocabulary.tokens)}, unk_token="t0")  # noqa: S106
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = WhitespaceSplit()
         return save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), into)

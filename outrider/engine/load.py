@@ -124,7 +124,7 @@ def describe(
 
 
 def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
-    """A digest that differs when the text could: architecture, number format, vocabulary, and samples of all weights."""
+    """A digest that differs when the text could: architecture, number format, vocabulary, samples of the weights."""
     digest = hashlib.sha256()
     digest.update(f"{type(model).__name__} {vocabulary.digest}".encode())
     for name, weight in model.state_dict().items():

@@ -21,7 +21,7 @@ class TransformersEngine:
     def __init__(self, model: PreTrainedModel, info: ModelInfo) -> None:
         self._model = model
         self._info = info
-        self._device = next(model.parameters()).device
+        self._device: torch.device = next(model.parameters()).device
         self._caches: dict[str, SessionCache] = {}
         self._layers: int = model.config.get_text_config().num_hidden_layers
         self._hidden = torch.empty(0)
@@ -69,8 +69,8 @@ class TransformersEngine:
             )
         for segment in segments:
             segment.cache.length += segment.end - segment.start
-        hidden = self._hidden[0].split(counts) if features else None
-        return StepResult(list(logits.split(counts)), list(hidden) if hidden else None)
+        hidden = list(torch.split(self._hidden[0], counts)) if features else None
+        return StepResult(list(torch.split(logits, counts)), hidden)
 
     def truncate(self, session: str, length: int) -> None:
         cache = self._caches.get(session)

@@ -226,6 +226,7 @@ class Chunk(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    CHARACTERS_FIELD_NUMBER: builtins.int
     position: builtins.int
     """of the first token, counted in output tokens"""
     text: builtins.str
@@ -238,6 +239,10 @@ class Chunk(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[outrider.v1.verifier_pb2.TokenLogprobs]: ...
+    @property
+    def characters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of the text, that each token adds; code points"""
+
     def __init__(
         self,
         *,
@@ -246,8 +251,9 @@ class Chunk(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         kinds: collections.abc.Iterable[outrider.v1.verifier_pb2.TokenKind.ValueType] | None = ...,
         logprobs: collections.abc.Iterable[outrider.v1.verifier_pb2.TokenLogprobs] | None = ...,
+        characters: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kinds", b"kinds", "logprobs", b"logprobs", "position", b"position", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["characters", b"characters", "kinds", b"kinds", "logprobs", b"logprobs", "position", b"position", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___Chunk = Chunk
 
@@ -308,6 +314,9 @@ class Stats(google.protobuf.message.Message):
     FAILOVERS_FIELD_NUMBER: builtins.int
     DRAFTER_LOSSES_FIELD_NUMBER: builtins.int
     DRAFTER_FIELD_NUMBER: builtins.int
+    MEAN_STEP_MS_FIELD_NUMBER: builtins.int
+    MEAN_WAIT_MS_FIELD_NUMBER: builtins.int
+    MEAN_DRAFT_MS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """verifier steps"""
     drafts: builtins.int
@@ -334,6 +343,12 @@ class Stats(google.protobuf.message.Message):
     drafter_losses: builtins.int
     drafter: builtins.str
     """kind of the drafter attached last; empty: none"""
+    mean_step_ms: builtins.float
+    """verifier: forward pass, sampling and acceptance"""
+    mean_wait_ms: builtins.float
+    """verifier: from a verdict to the next step"""
+    mean_draft_ms: builtins.float
+    """drafter: per message of guesses"""
     @property
     def offered_per_position(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """[i]: steps that checked a guess i tokens ahead"""
@@ -362,8 +377,11 @@ class Stats(google.protobuf.message.Message):
         failovers: builtins.int = ...,
         drafter_losses: builtins.int = ...,
         drafter: builtins.str = ...,
+        mean_step_ms: builtins.float = ...,
+        mean_wait_ms: builtins.float = ...,
+        mean_draft_ms: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "mean_gamma", b"mean_gamma", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___Stats = Stats
 

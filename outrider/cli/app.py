@@ -1,0 +1,85 @@
+"""The commands of `outrider` and what they have in common."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from outrider.cli import bench, doctor, talk, up
+from outrider.errors import OutriderError
+from outrider.models import default_path, fetch_default
+
+app = typer.Typer(
+    name="outrider",
+    help="Disaggregated, lossless speculative decoding: a drafter guesses, a verifier checks, a coordinator streams."
+    "\n\n"
+    'Start with `outrider up`, then `outrider generate "Hello"` in another terminal. Every flag has an environment '
+    "twin: --max-tokens is OUTRIDER_MAX_TOKENS.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_show_locals=False,
+)
+models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
+
+app.command()(up.up)
+app.command()(up.demo)
+app.command()(talk.generate)
+app.command()(talk.chat)
+app.command()(doctor.doctor)
+bench_app.command()(bench.overhead)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def serve(
+    context: typer.Context,
+    service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")],
+) -> None:
+    """Run one service in the foreground: `outrider serve verifier --target ...`; its own flags follow its name.
+
+    `outrider serve verifier --help` lists them.
+    """
+    if service not in ("verifier", "drafter", "coordinator"):
+        raise typer.BadParameter(f"{service!r} is no service: verifier, drafter or coordinator")
+    # Replaced, not wrapped: signals reach the service itself.
+    os.execv(sys.executable, [sys.executable, "-m", service, *context.args])  # noqa: S606
+
+
+@models_app.command()
+def fetch() -> None:
+    """Download and prepare the default pair, so that starting takes seconds. Does nothing when it is there."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if (default_path() / "config.json").is_file():
+        typer.echo(f"{default_path()} is there already")
+        return
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+        task = progress.add_task("looking", total=None)
+        path = fetch_default(lambda text: progress.update(task, description=text))
+        progress.update(task, description="done")
+    typer.echo(f"the default target is at {path}; the default drafter, ngram, needs no model")
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print the version."""
+    typer.echo(version("outrider"))
+
+
+def main() -> None:
+    """Entry point of the `outrider` command."""
+    try:
+        app(prog_name="outrider")
+    except OutriderError as error:
+        typer.echo(f"outrider: {error.message}", err=True)
+        sys.exit(1)

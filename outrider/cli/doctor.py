@@ -1,0 +1,161 @@
+"""`outrider doctor`: is this machine fit, and what to do where it is not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli import options
+from outrider.client import DEFAULT_ENDPOINT, Client
+from outrider.config import home, redis_url
+from outrider.embedded_redis import embedded_redis
+from outrider.errors import OutriderError, StartupError
+from outrider.models import DEFAULT, default_path, locate
+
+_GIB = 1024**3
+_NEEDED_DISK = 2 * _GIB
+_NEEDED_MEMORY = 2 * _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    state: str  # ok, note or bad
+    text: str
+    advice: str = ""
+
+
+def doctor(
+    endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    target: Annotated[str, options.option("--target", "Target model to look for.")] = DEFAULT,
+    port: Annotated[int, options.option("--port", "Port that `outrider up` would take.")] = 50050,
+) -> None:
+    """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _python,
+        _torch,
+        _memory,
+        lambda: _models(target),
+        _redis,
+        lambda: _port(port),
+        lambda: _peers(endpoint),
+    ]
+    findings = [finding for check in checks for finding in check()]
+    table = Table("", "", "", "what to do", box=None)
+    marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
+    for finding in findings:
+        table.add_row(marks[finding.state], finding.name, finding.text, finding.advice)
+    Console().print(table)
+    if any(finding.state == "bad" for finding in findings):
+        sys.exit(1)
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Finding("python", "ok" if good else "bad", found, "" if good else "install Python 3.11 or newer")
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("torch", "note", "not installed", "workers need it: pip install 'outrider[models]'")
+        return
+    torch = importlib.import_module("torch")
+    yield Finding("torch", "ok", torch.__version__)
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            text = f"{torch.cuda.get_device_name(i)}, {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
+            yield Finding(f"cuda:{i}", "ok", text)
+    else:
+        text = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        yield Finding("device", "note", f"CPU only: {text}", "for large targets install a CUDA build of torch")
+
+
+def _memory() -> Iterator[Finding]:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    good = free >= _NEEDED_MEMORY
+    yield Finding(
+        "memory", "ok" if good else "bad", f"{free / _GIB:.1f} GiB free", "" if good else "the default pair needs 2 GiB"
+    )
+    folder = next(path for path in (home(), *home().parents) if path.exists())
+    disk = shutil.disk_usage(folder).free
+    good = disk >= _NEEDED_DISK
+    advice = "" if good else "free some space, or set OUTRIDER_HOME to another disk"
+    yield Finding("disk", "ok" if good else "bad", f"{disk / _GIB:.1f} GiB free for {home()}", advice)
+
+
+def _models(target: str) -> Iterator[Finding]:
+    if target == DEFAULT:
+        there = (default_path() / "config.json").is_file()
+        yield Finding(
+            "target", "ok" if there else "note", str(default_path()), "" if there else "run: outrider models fetch"
+        )
+        return
+    try:
+        path = locate(target, lambda _: None)
+    except StartupError as error:
+        yield Finding("target", "bad", error.message, "name an existing path, or a hub id")
+        return
+    text = str(path) if not isinstance(path, str) else f"{path} is taken for a hub id"
+    yield Finding("target", "ok", text)
+
+
+def _redis() -> Iterator[Finding]:
+    import redis
+
+    url = redis_url()
+    if url is not None:
+        try:
+            redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2).ping()
+        except (redis.RedisError, OSError, ValueError) as error:
+            advice = "start it, or unset REDIS_URL to use the embedded one"
+            yield Finding("redis", "bad", f"{url}: {error}", advice)
+            return
+        yield Finding("redis", "ok", url)
+        return
+    try:
+        with embedded_redis() as own:
+            redis.Redis.from_url(own, socket_timeout=2).ping()
+    except (StartupError, redis.RedisError, OSError) as error:
+        yield Finding("redis", "bad", f"embedded: {error}", "set REDIS_URL to a Redis of your own")
+        return
+    yield Finding("redis", "ok", "embedded (no REDIS_URL): starts and answers")
+
+
+def _port(port: int) -> Iterator[Finding]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            yield Finding("port", "note", f"{port} is in use", "by Outrider itself, or choose another --port")
+            return
+    yield Finding("port", "ok", f"{port} is free")
+
+
+def _peers(endpoint: str) -> Iterator[Finding]:
+    with Client(endpoint.split(",")) as client:
+        try:
+            server = client.server()
+        except OutriderError:
+            yield Finding("coordinator", "note", f"none at {endpoint}", "start one: outrider up")
+            return
+    durable = "sessions are durable" if server.durable else "Redis does not answer it"
+    yield Finding(
+        "coordinator", "ok" if server.durable else "bad", f"{endpoint}, {server.sessions} sessions, {durable}"
+    )
+    for worker in server.workers:
+        text = f"{worker.model.name} at {worker.address}, {worker.load.sessions}/{worker.capacity} sessions"
+        text += f", round trip {worker.round_trip_ms:.1f} ms"
+        yield Finding(worker.kind or "worker", "ok", text)

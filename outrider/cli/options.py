@@ -1,0 +1,72 @@
+"""Options that several commands share: each flag with its environment twin."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from outrider.config import PREFIX
+from outrider.errors import InvalidRequest
+from outrider.messages import SamplingParams, Verification
+
+
+def option(flag: str, text: str, **more: Any) -> Any:
+    """A flag and its twin: --max-tokens and OUTRIDER_MAX_TOKENS."""
+    names = [flag, *more.pop("short", [])]
+    first = flag.split("/")[0].removeprefix("--")
+    return typer.Option(*names, envvar=PREFIX + first.upper().replace("-", "_"), help=text, **more)
+
+
+Endpoint = Annotated[
+    str, option("--endpoint", "host:port of the coordinator; several, separated by commas, are tried in turn.")
+]
+MaxTokens = Annotated[int, option("--max-tokens", "Most tokens to generate.")]
+Temperature = Annotated[float, option("--temperature", "0 is greedy: always the likeliest token.")]
+TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
+TopP = Annotated[float, option("--top-p", "Draw from the likeliest tokens that hold this much probability.")]
+MinP = Annotated[float, option("--min-p", "Leave out tokens below this share of the likeliest one's probability.")]
+Seed = Annotated[int | None, option("--seed", "Same seed, same text. Drawn and reported when not given.")]
+Gamma = Annotated[
+    int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
+]
+Drafter = Annotated[str, option("--drafter", "Only drafters of this kind: ngram, model, ... Default: any.")]
+Mode = Annotated[
+    str | None,
+    option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
+]
+Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; may be given several times.")]
+ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by what became of the guesses.")]
+Plain = Annotated[bool, option("--plain", "Switch speculation off; the same as --gamma 0.")]
+
+
+def sampling(
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    verification: str | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    """What the flags ask for, checked before anything is sent."""
+    mode = None
+    if verification is not None:
+        names = [kind.name.lower() for kind in Verification]
+        if verification not in names:
+            raise InvalidRequest.of("--verification", verification, f"one of {', '.join(names)}")
+        mode = Verification[verification.upper()]
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        verification=mode,
+        stop=tuple(stop or ()),
+    )
+    params.check()
+    return params

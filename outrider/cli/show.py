@@ -1,0 +1,75 @@
+"""How tokens, speeds and stages look in a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.text import Text
+
+from outrider.client import Finished, Generation, Tokens
+from outrider.messages import TokenKind
+from outrider.v1 import coordinator_pb2 as pb
+
+STYLES = {
+    TokenKind.ACCEPTED: "green",
+    TokenKind.RECOVERED: "red",
+    TokenKind.BONUS: "cyan",
+    TokenKind.PLAIN: "dim",
+    TokenKind.NONE: "",
+}
+LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("bonus", "cyan"), " ", ("plain", "dim"))
+
+
+def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:
+    """A chunk of text as it arrives, coloured by what became of the guesses if so wished."""
+    text: Text | str = coloured(tokens) if colour else tokens.text
+    console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
+
+
+def coloured(tokens: Tokens) -> Text:
+    text = Text()
+    start = 0
+    for kind, count in zip(tokens.kinds, tokens.characters, strict=True):
+        text.append(tokens.text[start : start + count], STYLES[kind])
+        start += count
+    return text
+
+
+def summary(stats: pb.Stats, finished: Finished) -> str:
+    """One line on what a request cost and what speculation did for it."""
+    line = (
+        f"{finished.output_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
+        f"first after {stats.time_to_first_token_ms:.0f} ms · {stats.steps} steps"
+    )
+    if not stats.drafts:
+        return f"{line} · plain"
+    return (
+        f"{line} · {stats.drafter}: {stats.acceptance_length:.2f} tokens per guessed step, "
+        f"{100 * stats.acceptance_rate:.0f} % accepted, mean γ {stats.mean_gamma:.1f}"
+    )
+
+
+def as_json(generation: Generation) -> dict[str, Any]:
+    """A generation for machines."""
+    finished = generation.finished
+    return {
+        "text": generation.text,
+        "token_ids": list(generation.token_ids),
+        "kinds": [kind.name.lower() for kind in generation.kinds],
+        "finish_reason": finished.finish_reason.name.lower(),
+        "stop": finished.stop,
+        "seed": generation.started.seed,
+        "session_id": generation.started.session_id,
+        "model": generation.started.model,
+        "usage": {"prompt_tokens": finished.prompt_tokens, "output_tokens": finished.output_tokens},
+        "stats": stats_dict(finished.stats),
+    }
+
+
+def stats_dict(stats: pb.Stats) -> dict[str, Any]:
+    data: dict[str, Any] = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return data

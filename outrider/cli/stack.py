@@ -1,0 +1,217 @@
+"""A whole Outrider as real processes on this machine: started, watched, restarted, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.client import Client
+from outrider.config import PREFIX, redis_url
+from outrider.embedded_redis import embedded_redis
+from outrider.errors import PeerLost, StartupError, Unavailable
+
+_READY = "progress: ready at "
+_PROGRESS = "progress: "
+_STOP_S = 15.0
+_RESTART_S = 1.0
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start."""
+
+    target: str = "default"
+    drafters: tuple[tuple[str, str], ...] = (("ngram", ""),)  # kind and model
+    verifiers: int = 1
+    coordinators: int = 1
+    host: str = "127.0.0.1"
+    port: int = 50050
+    device: str = "auto"
+    drafter_device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    kv_tokens: int = 65_536
+    engine: str = "transformers"
+    log_level: str = "info"
+    log_json: bool = False
+
+
+@dataclass(slots=True)
+class Child:
+    """One process. `state` is what it last said of itself."""
+
+    name: str
+    command: list[str]
+    log: Path
+    state: str = "starting"
+    address: str = ""
+    restarts: int = 0
+    ready: threading.Event = field(default_factory=threading.Event)
+    process: subprocess.Popen[str] | None = None
+
+    def last_words(self) -> str:
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+
+
+class Stack:
+    """`children` change as processes speak; whoever shows them polls."""
+
+    def __init__(self, plan: Plan, redis: str, folder: Path) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.children: list[Child] = []
+        self._redis = redis
+        self._stopping = False
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [child.address for child in self.children if child.name.startswith("coordinator")]
+
+    def start_coordinators(self) -> None:
+        for i in range(self.plan.coordinators):
+            port = self.plan.port + i if self.plan.port else 0
+            flags = ["--host", self.plan.host, "--port", str(port), "--redis-url", self._redis]
+            self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
+
+    def start_workers(self) -> None:
+        coordinators = ["--coordinators", ",".join(self.endpoints)]
+        common = [*coordinators, "--dtype", self.plan.dtype, "--threads", str(self.plan.threads)]
+        for i in range(self.plan.verifiers):
+            flags = [
+                "--target",
+                self.plan.target,
+                "--engine",
+                self.plan.engine,
+                "--kv-tokens",
+                str(self.plan.kv_tokens),
+            ]
+            self._spawn(f"verifier-{i + 1}", "verifier", [*common, *flags, "--device", self.plan.device])
+        for i, (kind, model) in enumerate(self.plan.drafters):
+            flags = ["--kind", kind, "--model", model, "--device", self.plan.drafter_device]
+            self._spawn(f"drafter-{i + 1}", "drafter", [*common, *flags])
+
+    def wait_ready(self, children: Sequence[Child], tick: Callable[[], None] = lambda: None) -> None:
+        """Until all of them serve; raises StartupError with the last words of one that died."""
+        while not all(child.ready.is_set() for child in children):
+            self._raise_for_dead(children)
+            tick()
+            time.sleep(0.05)
+
+    def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Until the coordinator knows every worker."""
+        wanted = self.plan.verifiers + len(self.plan.drafters)
+        with Client(self.endpoints[:1]) as client:
+            while True:
+                self._raise_for_dead(self.children)
+                with contextlib.suppress(PeerLost, Unavailable):  # it is starting
+                    if len(client.server().workers) >= wanted:
+                        return
+                tick()
+                time.sleep(0.1)
+
+    def revive(self) -> list[Child]:
+        """Start again what has died; which those were."""
+        dead = [child for child in self.children if child.process is not None and child.process.poll() is not None]
+        for child in dead:
+            child.restarts += 1
+            child.state = f"died with status {child.process.returncode if child.process else '?'}, starting again"
+            self._launch(child)
+        return dead
+
+    def stop(self) -> None:
+        """SIGTERM to all, workers first seen off by a coordinator that still listens; SIGKILL to what stays."""
+        self._stopping = True
+        running = [child.process for child in self.children if child.process and child.process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        for process in running:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _raise_for_dead(self, children: Sequence[Child]) -> None:
+        for child in children:
+            if child.process is not None and child.process.poll() is not None:
+                raise StartupError(f"{child.name} ended with status {child.process.returncode}:\n{child.last_words()}")
+
+    def _spawn(self, name: str, module: str, flags: list[str]) -> None:
+        logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
+        command = [sys.executable, "-m", module, *flags, *logging]
+        child = Child(name, command, self.folder / f"{name}.log")
+        self.children.append(child)
+        self._launch(child)
+
+    def _launch(self, child: Child) -> None:
+        child.ready.clear()
+        # Our own variables would be read by the services a second time: they get flags.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == "OUTRIDER_HOME"}
+        with child.log.open("a") as log:
+            child.process = subprocess.Popen(
+                child.command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
+            )
+        threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
+
+    def _listen(self, child: Child, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_READY):
+                child.address = line.removeprefix(_READY).strip()
+                child.state = "ready"
+                child.command = _with_port(child.command, child.address)
+                child.ready.set()
+            elif line.startswith(_PROGRESS):
+                child.state = line.removeprefix(_PROGRESS).strip()
+
+
+@contextlib.contextmanager
+def stack(plan: Plan, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Stack]:
+    """Start everything, yield when it is ready, stop everything."""
+    with contextlib.ExitStack() as exits:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        redis = redis_url() or exits.enter_context(embedded_redis())
+        running = Stack(plan, redis, folder)
+        exits.callback(running.stop)
+        running.start_coordinators()
+        running.wait_ready(running.children, lambda: tick(running))
+        running.start_workers()
+        running.wait_ready(running.children, lambda: tick(running))
+        running.wait_registered(lambda: tick(running))
+        tick(running)
+        yield running
+
+
+def watch(running: Stack, say: Callable[[str], None]) -> None:
+    """Keep everything alive until interrupted."""
+    while True:
+        time.sleep(_RESTART_S)
+        for child in running.revive():
+            say(f"{child.name} {child.state}")
+
+
+def _with_port(command: list[str], address: str) -> list[str]:
+    """A restarted service comes back in the same place."""
+    port = address.rpartition(":")[2]
+    if "--port" in command:
+        at = command.index("--port") + 1
+        return [*command[:at], port, *command[at + 1 :]]
+    return [*command, "--port", port]

