@@ -106,7 +106,8 @@ def flags(settings: Settings) -> list[str]:
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    option = typer.Option(_flag(name), envvar=PREFIX + name.upper(), help=field.description, show_default=True)
+    switch = f"/--no-{_flag(name)[2:]}" if field.annotation is bool else ""
+    option = typer.Option(_flag(name) + switch, envvar=PREFIX + name.upper(), help=field.description, show_default=True)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -26,7 +26,7 @@ MODEL_FREE = ("ngram", "instant")
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[
     str,
-    options.option("--drafter", "How to draft: ngram, or a small model with the target's vocabulary (path, hub id)."),
+    options.option("--drafter", "ngram, or a small model with the target's vocabulary: a path or hub id."),
 ]
 Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
 Device = Annotated[str, options.option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
@@ -41,9 +41,7 @@ def up(
     verifiers: Annotated[int, options.option("--verifiers", "How many verifiers.", min=1)] = 1,
     drafters: Annotated[int, options.option("--drafters", "How many drafters.", min=0)] = 1,
     coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
-    host: Annotated[
-        str, options.option("--host", "Address the coordinators listen on; 0.0.0.0 for all.")
-    ] = "127.0.0.1",
+    host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Port = 50050,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",

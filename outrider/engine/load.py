@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.interface import Rows
@@ -26,6 +27,9 @@ from outrider.models import locate
 from outrider.vocabulary import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Stages are reported by our own `progress`; bars would only fill the logs.
+disable_progress_bar()
+
 _SAMPLED_WEIGHTS = 64
 _WARM_UP_TOKENS = 8
 
