@@ -1,0 +1,78 @@
+# Everything a newcomer and CI need. `make help` lists it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PROTOS := $(wildcard proto/outrider/v1/*.proto)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_python_out=$(1) \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+
+.PHONY: help setup dev demo up test check format lint types imports stubs prove proto loadtest clean
+
+help:  ## This list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "This Python cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Outrider into $(VENV) (minutes, once)"
+	@$(PIP) --editable '.[models,loadtest]'
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@echo "installing what tests and checks need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+setup: $(STAMP)  ## Prepare .venv and the default models.
+	@$(BIN)/outrider models fetch
+
+dev: $(DEV_STAMP)
+
+demo: setup  ## Start everything, answer a prompt plain and speculated, stop.
+	@$(BIN)/outrider demo
+
+up: setup  ## Start everything and leave it running.
+	@$(BIN)/outrider up
+
+test: dev  ## The tests.
+	@$(BIN)/python -m pytest
+
+check: dev format lint types imports stubs test  ## The whole gate.
+
+format:
+	@$(BIN)/ruff format --check .
+
+lint:
+	@$(BIN)/ruff check .
+
+types:
+	@$(BIN)/mypy
+
+imports:
+	@$(BIN)/lint-imports --no-cache
+
+stubs: dev
+	@out=$$(mktemp -d) && trap 'rm -rf '$$out EXIT && $(call PROTOC,$$out) && \
+		diff -r --exclude=__init__.py --exclude=__pycache__ $$out/outrider/v1 outrider/v1 || \
+		{ echo "the stubs under outrider/v1 have drifted: run make proto"; exit 1; }
+
+prove: dev setup  ## Slow proofs with the real model.
+	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove
+
+proto: dev  ## Make the stubs from proto/.
+	@$(call PROTOC,.)
+
+loadtest: setup  ## One minute, 16 users, against `make up`.
+	@$(BIN)/python -m loadtest --users 16 --seconds 60
+
+clean:  ## Remove the virtual environment and caches.
+	@rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
