@@ -92,11 +92,13 @@ class Process:
         self._command = list(command)
         self._folder = folder
         self._lives = 0
+        self._leaving = False
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         assert not self.alive, f"{self.name} runs already"
         self._lives += 1
+        self._leaving = False
         with self.log_path.open("wb") as log:
             self._running = subprocess.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment()
@@ -125,7 +127,15 @@ class Process:
 
     def terminate(self) -> None:
         """As an orchestrator does it; does not wait."""
+        self._leaving = True
         self.signal(signal.SIGTERM)
+
+    def ensure(self) -> None:
+        """Alive, whatever happened to it before; not yet ready."""
+        if self._leaving and self.alive:
+            self.wait(20)
+        if not self.alive:
+            self.start()
 
     def wait(self, seconds: float) -> int:
         assert self._running is not None
@@ -204,7 +214,7 @@ class Cluster:
 
     def add_coordinator(self, *flags: str) -> Process:
         url = ("--redis-url", self.redis.url)
-        common_flags = ("--heartbeat-ms", str(self._heartbeat_ms), "--drain-s", "1")
+        common_flags = ("--heartbeat-ms", str(self._heartbeat_ms), "--drain-s", "0.3")
         return self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
 
     def add_verifier(self, target: Path, *flags: str, behind: str = "") -> Process:
@@ -335,7 +345,7 @@ class Output:
     stop: str = ""
     stats: pb.Stats = field(default_factory=pb.Stats)
     logprobs: list[Any] = field(default_factory=list)
-    resumed: int = 0
+    breaks: list[OutriderError] = field(default_factory=list)  # why the client had to resume, each time
 
     @property
     def finished(self) -> bool:
@@ -457,7 +467,7 @@ async def generate_resuming(
         except (PeerLost, Unavailable) as error:
             if time.monotonic() > deadline:
                 raise AssertionError(f"not complete within {seconds:g} s; last: {error}") from error
-            output.resumed += 1
+            output.breaks.append(error)
             turn += 1
             await asyncio.sleep(POLL_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ _REAL = ("contract", "e2e", "prove")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """grpc.aio keeps to one event loop per process: tests over sockets share one."""
     for item in items:
-        if item.path.parent.name in _REAL and item.get_closest_marker("asyncio") is None:
+        if item.path.parent.name in _REAL and inspect.iscoroutinefunction(getattr(item, "function", None)):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 

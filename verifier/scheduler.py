@@ -23,7 +23,7 @@ from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, P
 from outrider.messages import Features, FinishReason, Verdict, VerifyTimings, WorkerLoad
 from outrider.tree import Block
 from verifier.judge import Judgement, judge
-from verifier.session import MAX_BACKLOG, Opening, Session, last_kind
+from verifier.session import Opening, Session, last_kind
 
 log = structlog.get_logger(__name__)
 
@@ -131,7 +131,7 @@ class Scheduler:
         return session
 
     def wake(self) -> None:
-        """A guess or a steer came in."""
+        """A guess or a steer came in, or a stalled stream was read."""
         self._wake.set()
 
     def close(self, session: Session, error: OutriderError | None = None) -> None:
@@ -197,7 +197,7 @@ class Scheduler:
         soonest: float | None = None
         prompt_rows = self._limits.prefill_rows
         for session in self._sessions.values():
-            if session.outbox.qsize() > MAX_BACKLOG:
+            if session.stalls():
                 continue  # nobody reads: nothing is gained by going on
             pending = session.committed[session.cached :]
             if len(pending) > 1:

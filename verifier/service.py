@@ -89,6 +89,8 @@ class VerifierService(rpc.VerifierServicer):
             )
             async with background(self._take(session, requests)):
                 while not isinstance(news := await session.outbox.get(), Ended):
+                    if session.relieved():
+                        self._scheduler.wake()
                     if isinstance(news, Refused):
                         yield pb.VerifyReply(refused=wire.error_to_proto(news.error))
                     else:

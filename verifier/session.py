@@ -112,6 +112,7 @@ class Session:
         self.patience_s = 0.0
         self.idle_since = time.monotonic()
         self.closed = False
+        self.stalled = False  # the peer does not read: no steps until it does
         self._vocab_size = model.vocab_size
         self._stops = set(self.params.stop_token_ids)
         if not self.params.ignore_eos:
@@ -184,6 +185,18 @@ class Session:
         self.idle_since = time.monotonic()
         self._started = True
         self.outbox.put_nowait(verdict)
+
+    def stalls(self) -> bool:
+        """Whether too much is unread to go on. The stream says when that is over: see `relieved`."""
+        self.stalled = self.stalled or self.outbox.qsize() > MAX_BACKLOG
+        return self.stalled
+
+    def relieved(self) -> bool:
+        """After the stream took something: whether a stalled session may go on from now."""
+        if not self.stalled or self.outbox.qsize() > MAX_BACKLOG // 2:
+            return False
+        self.stalled = False
+        return True
 
     def refuse(self, error: OutriderError) -> None:
         self.outbox.put_nowait(Refused(error))
