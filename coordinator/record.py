@@ -58,7 +58,8 @@ class SessionRecord:
     tokens: list[int] = field(default_factory=list)
     kinds: list[TokenKind] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
-    model: str = ""
+    model: str = ""  # the target's fingerprint
+    verifier: str = ""  # where its cache was last
 
     @property
     def finished(self) -> bool:

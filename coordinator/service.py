@@ -40,6 +40,8 @@ MAX_KEY_CHARACTERS = 256
 _REMEMBERED_KEYS = 16_384
 _REMEMBERED_SESSIONS = 1_024
 _FLUSH_S = 3.0
+_TRACE_TRIES = 10
+_TRACE_WAIT_S = 0.1
 
 
 class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
@@ -187,12 +189,28 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
                 limit=self._settings.max_sessions,
                 retry_after_ms=1000,
             )
-        session_id = secrets.token_hex(12)
-        if key:
-            held = await self._reserve(key, session_id, request)
-            if held != session_id:
-                return await self._take_over(held, 0, ())
-        record = SessionRecord(session_id, request, model=target.info.fingerprint)
+        record = SessionRecord(secrets.token_hex(12), request, model=target.info.fingerprint)
+        session = Session(record, target, self._deps)
+        # Known before anything is awaited, so that a second request with the same key finds it.
+        self._sessions[record.session_id] = session
+        try:
+            held = await self._reserve(key, record.session_id, request) if key else record.session_id
+        except BaseException:
+            del self._sessions[record.session_id]
+            raise
+        if held == record.session_id:
+            session.start()
+            return session
+        del self._sessions[record.session_id]
+        return await self._again(replace(record, session_id=held), target)
+
+    async def _again(self, record: SessionRecord, target: Target) -> Session:
+        """The session that an idempotency key stands for; begun anew only if it left no trace."""
+        for _ in range(_TRACE_TRIES):
+            try:
+                return await self._take_over(record.session_id, 0, ())
+            except NotFound:
+                await asyncio.sleep(_TRACE_WAIT_S)  # its coordinator may be about to write it
         return self._run(Session(record, target, self._deps))
 
     async def _reserve(self, key: str, session_id: str, request: SessionRequest) -> str:

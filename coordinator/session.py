@@ -159,6 +159,8 @@ class Session:
         try:
             async with VerifierHop(link, self._open_verify()) as verifier:
                 await verifier.opened()
+                link.worked()
+                self.record.verifier = link.info.worker_id
                 self._verifier = verifier
                 async with background(self._keep_drafting(verifier)):
                     async for news in verifier.news():
@@ -254,8 +256,13 @@ class Session:
     # Choosing and opening.
 
     async def _find_verifier(self) -> Link:
+        """The one that had the session before, if it can be had: its cache may still know the prompt."""
         roster = self._deps.roster
-        link = await roster.wait_for(Role.VERIFIER, self._deps.worker_wait_s, lambda: roster.choose(Role.VERIFIER))
+        link = await roster.wait_for(
+            Role.VERIFIER,
+            self._deps.worker_wait_s,
+            lambda: roster.choose(Role.VERIFIER, prefer=self.record.verifier),
+        )
         if link is None:
             raise _NobodyThere(
                 f"no verifier has been available for {self._deps.worker_wait_s:g} s", retry_after_ms=5000

@@ -33,7 +33,7 @@ _PAIR_TTL_S = 30 * 24 * 3600
 
 # Each script may run twice with the same effect: a retried write does no harm.
 _WRITE = """
--- KEYS: session, tokens. ARGV: epoch, owner, request, model, ttl, offset, data, finish
+-- KEYS: session, tokens. ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier
 local held = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 local epoch = tonumber(ARGV[1])
 if held > epoch then return 'FENCED' end
@@ -45,6 +45,7 @@ local offset = tonumber(ARGV[6])
 if redis.call('STRLEN', KEYS[2]) < offset then return 'GAP' end
 if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
 if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
+redis.call('HSET', KEYS[1], 'verifier', ARGV[9])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'OK'
@@ -123,6 +124,7 @@ class Store:
                     4 * start,
                     pack(record.tokens[start:end], record.kinds[start:end]),
                     int(record.finish_reason) if end == len(record.tokens) else 0,
+                    record.verifier,
                 ],
             )
         return bytes(reply).decode()
@@ -143,6 +145,7 @@ class Store:
             kinds=kinds,
             finish_reason=FinishReason(int(fields.get(b"finish", 0))),
             model=fields.get(b"model", b"").decode(),
+            verifier=fields.get(b"verifier", b"").decode(),
         )
 
     async def cancel(self, session_id: str) -> bool | None:

@@ -131,15 +131,21 @@ class Link:
         pipe = _Pipe(self, task, writer)
         self._pipes.add(pipe)
         try:
-            if self._refusing:
-                return
-            await self.flowing()
-            await pipe.carry(reader, *await asyncio.open_connection(*self._target))
-        except OSError:
-            await self.flowing()  # one end has reset; the other learns it when anything passes
+            await self._carry(pipe, reader)
+        except asyncio.CancelledError:
+            pass  # by `reset`; Python 3.11 would report a cancelled callback of a server as an error
         finally:
             pipe.reset()
             self._pipes.discard(pipe)
+
+    async def _carry(self, pipe: _Pipe, reader: asyncio.StreamReader) -> None:
+        if self._refusing:
+            return
+        await self.flowing()
+        try:
+            await pipe.carry(reader, *await asyncio.open_connection(*self._target))
+        except OSError:
+            await self.flowing()  # one end has reset, or is not there; in a stall the other must not learn it
 
 
 class Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -194,16 +195,16 @@ def test_acceptance_is_learnt_per_position() -> None:
     estimator = Estimator(3)
     for _ in range(200):
         estimator.judged(verdict(1, 3), asked=3, waited=True)
-    first, second, third = estimator.acceptance
+    first, second, _ = estimator.acceptance
     assert first > 0.95
     assert second < 0.05
-    assert third == pytest.approx(gamma.PRIOR_ACCEPTANCE), "never reached: nothing was learnt"
 
 
 def test_a_session_starts_from_the_pairs_history() -> None:
     estimator = Estimator(4)
     estimator.start_from(PairHistory([0.9, 0.3], 0.7, 2.5))
-    assert estimator.acceptance == pytest.approx((0.9, 0.3, gamma.PRIOR_ACCEPTANCE, gamma.PRIOR_ACCEPTANCE))
+    assert estimator.acceptance[:2] == pytest.approx((0.9, 0.3))
+    assert len(estimator.acceptance) == 4
     conditions = estimator.conditions(11.0)
     assert (conditions.offer_rate, conditions.draft_ms, conditions.link_ms) == (0.7, 2.5, 11.0)
     assert estimator.history().acceptance == pytest.approx(list(estimator.acceptance))
@@ -372,7 +373,7 @@ def test_gamma_is_steady_in_a_steady_world() -> None:
     for _ in range(300):
         simulation.step(WORLDS["a middling drafter"])
         seen.append(simulation.controller.gamma)
-    changes = sum(a != b for a, b in zip(seen, seen[1:], strict=False))
+    changes = sum(a != b for a, b in pairwise(seen))
     assert changes < 60
 
 
@@ -416,16 +417,24 @@ def test_a_drafter_is_wanted_only_where_guesses_are_allowed(gamma_max: int, fixe
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.builds(
-        World,
-        acceptance=st.floats(0.0, 1.0),
-        draft_ms=st.floats(0.0, 20.0),
-        link_ms=st.floats(0.0, 60.0),
-        verify_ms=st.floats(5.0, 100.0),
-        row_ms=st.floats(0.0, 5.0),
-    )
+    acceptance=st.floats(0.0, 1.0),
+    draft_ms=st.floats(0.0, 20.0),
+    link_ms=st.floats(0.0, 60.0),
+    verify_ms=st.floats(5.0, 100.0),
+    row_share=st.floats(0.0, 0.05),
 )
-def test_in_any_world_the_controller_is_not_below_plain(world: World) -> None:
+def test_in_any_world_with_cheap_rows_the_controller_is_not_below_plain(
+    acceptance: float, draft_ms: float, link_ms: float, verify_ms: float, row_share: float
+) -> None:
+    world = World(acceptance, draft_ms, link_ms, verify_ms, verify_ms * row_share)
     simulation = Simulation(controller())
     simulation.run(world, 150)
-    assert simulation.run(world, 400) > 0.9 * 1000.0 / world.verify_ms
+    assert simulation.run(world, 400) > 0.93 * 1000.0 / world.verify_ms
+
+
+def test_probing_costs_little_even_where_rows_are_dear() -> None:
+    """Plain wins here, and a look now and then must not eat what it saves."""
+    world = World(acceptance=0.0, draft_ms=0.0, link_ms=0.0, verify_ms=40.0, row_ms=10.0)
+    simulation = Simulation(controller())
+    simulation.run(world, 150)
+    assert simulation.run(world, 400) > 0.93 * 1000.0 / world.verify_ms

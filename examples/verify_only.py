@@ -1,0 +1,72 @@
+"""Decode with a verifier alone, guessing with whatever is at hand: here, that the prompt repeats itself.
+
+Start one first: `outrider serve verifier --port 50051 --target path-or-hub-id`.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+
+import grpc
+
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as pb
+from outrider.v1 import verifier_pb2_grpc as rpc
+
+GAMMA = 4
+
+
+def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
+    """The target's greedy continuation of `prompt`."""
+    outgoing: queue.Queue[pb.VerifyRequest | None] = queue.Queue()
+    outgoing.put(
+        pb.VerifyRequest(
+            open=pb.OpenVerify(
+                session_id="example",
+                epoch=1,
+                tokens=prompt,
+                prompt_length=len(prompt),
+                params=common.SamplingParams(temperature=0, seed=0, max_tokens=max_tokens),
+                steer=common.Steer(gamma=GAMMA, patience_us=20_000),
+            )
+        )
+    )
+    committed = list(prompt)
+    next_id = 1
+    with grpc.insecure_channel(address) as channel:
+        for reply in rpc.VerifierStub(channel).Verify(_until_none(outgoing)):
+            if reply.HasField("refused"):
+                raise SystemExit(f"refused: {reply.refused.message}")
+            if not reply.HasField("verdict"):
+                continue
+            verdict = reply.verdict
+            committed.extend(verdict.tokens)
+            print(f"position {verdict.position}: {list(verdict.tokens)}, {verdict.accepted} of them guessed")
+            if verdict.finish_reason:
+                break
+            guess = _repeat(committed)
+            outgoing.put(
+                pb.VerifyRequest(guess=common.Guess(position=len(committed), first_id=next_id, tokens=guess))
+            )
+            next_id += len(guess)
+        outgoing.put(None)
+    return committed[len(prompt) :]
+
+
+def _repeat(tokens: list[int]) -> list[int]:
+    """What followed the last token when it came before; nothing, if it never did: then the verifier need not wait."""
+    for i in range(len(tokens) - 2, -1, -1):
+        if tokens[i] == tokens[-1]:
+            return tokens[i + 1 : i + 1 + GAMMA]
+    return []
+
+
+def _until_none(outgoing: queue.Queue[pb.VerifyRequest | None]) -> Iterator[pb.VerifyRequest]:
+    while (message := outgoing.get()) is not None:
+        yield message
+
+
+if __name__ == "__main__":
+    print(decode(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051", [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 32))
