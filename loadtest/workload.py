@@ -7,15 +7,19 @@ runs; under load `difference` compares. Knows nothing of locust.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loadtest.prompts import KINDS, PROMPTS, Prompt
 from outrider.client import Client, Reply
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, PeerLost, Unavailable
 from outrider.messages import SamplingParams
 
 _SHOWN = 60
+_RETRIES = 2
+_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,12 @@ def ask(client: Client, case: Case, *, gamma: int | None = None) -> Iterator[Rep
 
 
 def fetch(client: Client, case: Case) -> Output:
-    """The answer without guessing."""
-    prompt = case.prompt
-    whole = client.complete(prompt.text or None, chat=prompt.chat, params=case.params, gamma=0)
-    return Output(whole.text, whole.token_ids)
+    """The answer without guessing. A connection that breaks is no answer yet."""
+    for _ in range(_RETRIES):
+        with contextlib.suppress(PeerLost, Unavailable):
+            return _answer(client, case)
+        time.sleep(_PAUSE_S)
+    return _answer(client, case)
 
 
 def difference(expected: Output, got: Output) -> str:
@@ -64,6 +70,11 @@ def difference(expected: Output, got: Output) -> str:
         return f"the same text from other tokens, from token {at} on"
     at = _first_difference(expected.text, got.text)
     return f"from character {at} on {got.text[at : at + _SHOWN]!r} instead of {expected.text[at : at + _SHOWN]!r}"
+
+
+def _answer(client: Client, case: Case) -> Output:
+    whole = client.complete(case.prompt.text or None, chat=case.prompt.chat, params=case.params, gamma=0)
+    return Output(whole.text, whole.token_ids)
 
 
 def _params(index: int, max_tokens: int) -> SamplingParams:

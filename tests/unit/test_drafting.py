@@ -183,7 +183,7 @@ def test_distributions_travel_with_their_tokens() -> None:
         ({"session_id": "x" * 129}, "open.session_id"),
         ({"vocab_size": 0}, "open.vocab_size"),
         ({"tokens": ()}, "open.tokens"),
-        ({"tokens": (1, VOCAB)}, "open.tokens[1]"),
+        ({"tokens": (1, VOCAB, 2)}, "open.tokens[1]"),
         ({"prompt_length": 0}, "open.prompt_length"),
         ({"prompt_length": 4}, "open.prompt_length"),
         ({"params": SamplingParams()}, "params.seed"),
