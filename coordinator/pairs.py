@@ -12,6 +12,7 @@ from coordinator.store import Store, StoreDown
 log = structlog.get_logger(__name__)
 
 WRITE_EVERY_S = 2.0
+SHARE = 0.3  # of one session in what is remembered
 
 
 class PairMemory:
@@ -31,7 +32,8 @@ class PairMemory:
         return self._known[pair]
 
     def remember(self, target: str, drafter: str, history: PairHistory) -> None:
-        self._known[target, drafter] = history
+        known = self._known.get((target, drafter))
+        self._known[target, drafter] = history if known is None else _blend(known, history)
         self._unwritten.add((target, drafter))
 
     async def run(self) -> None:
@@ -46,3 +48,16 @@ class PairMemory:
                 except StoreDown:
                     break  # kept for the next round
                 self._unwritten.discard(pair)
+
+
+def _blend(old: PairHistory, new: PairHistory) -> PairHistory:
+    def mix(before: float, now: float) -> float:
+        return before + SHARE * (now - before)
+
+    longer = max(old.acceptance, new.acceptance, key=len)
+    both = [mix(a, b) for a, b in zip(old.acceptance, new.acceptance, strict=False)]
+    return PairHistory(
+        acceptance=both + longer[len(both) :],
+        offer_rate=mix(old.offer_rate, new.offer_rate),
+        draft_ms=mix(old.draft_ms, new.draft_ms),
+    )

@@ -282,7 +282,11 @@ def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = 
     if math.isfinite(value) and low <= value <= high and not (open_low and value == low):
         return
     bracket = "(" if open_low else "["
-    raise InvalidRequest.of(name, value, f"in {bracket}{low:g}, {high:g}]")
+    raise InvalidRequest.of(name, value, f"in {bracket}{_plain(low)}, {_plain(high)}]")
+
+
+def _plain(limit: float) -> str:
+    return str(int(limit)) if limit == int(limit) else str(limit)
 
 
 def _count(name: str, count: int, high: int) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
@@ -121,8 +122,12 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     try:
+        # Tried by hand first: gRPC reports a port in use on standard error, in words of its own.
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
         return server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise StartupError(
             f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",
             field="port",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli import bench, doctor, talk, up
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, PeerLost
 from outrider.models import default_path, fetch_default
 
 app = typer.Typer(
@@ -80,6 +80,9 @@ def main() -> None:
     """Entry point of the `outrider` command."""
     try:
         app(prog_name="outrider")
+    except PeerLost as error:
+        typer.echo(f"outrider: {error.message}\nIs a coordinator running there? `outrider up` starts one.", err=True)
+        sys.exit(1)
     except OutriderError as error:
         typer.echo(f"outrider: {error.message}", err=True)
         sys.exit(1)

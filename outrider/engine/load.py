@@ -63,7 +63,7 @@ def load_model(
         ) from error
     model = model.to(place).eval()
     vocabulary = Vocabulary.of(tokenizer)
-    info = describe(name, model, tokenizer, vocabulary)
+    info = describe(Path(path).name, model, tokenizer, vocabulary)
     engine = TransformersEngine(model, info)
     progress("warming up")
     warm_up(engine)
@@ -114,7 +114,7 @@ def describe(
     parameter = next(model.parameters())
     dtype = str(parameter.dtype).removeprefix("torch.")
     return ModelInfo(
-        name=Path(name).name or name,
+        name=name,
         fingerprint=fingerprint(model, vocabulary),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
