@@ -7,17 +7,19 @@ turns verdicts into the quantities that it needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.messages import Steering, Verdict
+from outrider.messages import MAX_GAMMA, Steering, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TRIALS = 4.0
 DECAY = 0.96  # of what a trial weighs, per step with guesses
 SMOOTHING = 0.15
 HYSTERESIS = 1.04  # another γ must promise this much more before it is taken
-PROBE_EVERY = 24  # plain steps between looks at whether guessing would pay by now
+PROBE_AFTER = 16  # plain steps before a first look at whether guessing would pay by now
+PROBE_AT_MOST = 192  # plain steps between looks: each that shows nothing doubles the pause
 PROBE_STEPS = 4
 PROBE_GAMMA = 3
 MIN_PATIENCE_MS = 2.0
@@ -137,6 +139,7 @@ class Estimator:
 
     def __init__(self, positions: int) -> None:
         self._positions = max(1, positions)
+        self._history = PairHistory()
         self._link_ms: float | None = None
         self._cost = CostLine()
         self._other_rows = 0.0  # of the sessions that share our steps
@@ -144,11 +147,10 @@ class Estimator:
 
     def start_from(self, history: PairHistory) -> None:
         """A drafter was attached: begin with what it and the target have shown before."""
-        priors = [
-            history.acceptance[i] if i < len(history.acceptance) else PRIOR_ACCEPTANCE for i in range(self._positions)
-        ]
-        self._held = [prior * PRIOR_TRIALS for prior in priors]
-        self._trials = [PRIOR_TRIALS] * self._positions
+        self._history = history
+        self._held = [0.0] * self._positions
+        self._trials = [0.0] * self._positions
+        self._prior_weight = [PRIOR_TRIALS] * self._positions
         self._offer_rate = history.offer_rate
         self._draft_ms = history.draft_ms
 
@@ -163,14 +165,16 @@ class Estimator:
         if timings.rows <= MAX_FITTED_ROWS:
             self._cost.add(timings.rows, timings.step_us / 1000)
             self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
-        if asked and waited:
+        if asked and (waited or verdict.offered):
             self._offer_rate = _smooth(self._offer_rate, 1.0 if verdict.offered else 0.0)
+        if asked and waited:
             drafting = verdict.offered * self._draft_ms
             link = max(0.0, timings.wait_us / 1000 - drafting)
             self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
         if not verdict.offered:
             return
         for i in range(min(verdict.accepted + 1, verdict.offered, len(self._trials))):
+            self._prior_weight[i] *= DECAY
             self._trials[i] = self._trials[i] * DECAY + 1.0
             self._held[i] = self._held[i] * DECAY + (1.0 if i < verdict.accepted else 0.0)
 
@@ -188,7 +192,15 @@ class Estimator:
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        return tuple(held / trials for held, trials in zip(self._held, self._trials, strict=True))
+        """Per position what was seen, shrunk towards what the pair has shown there before; where it has not, towards
+        the position before: a place that was never tried is judged by its neighbour."""
+        shown = self._history.acceptance
+        found: list[float] = []
+        for i, (held, trials, weight) in enumerate(zip(self._held, self._trials, self._prior_weight, strict=True)):
+            before = found[-1] if found else PRIOR_ACCEPTANCE
+            prior = shown[i] if i < len(shown) else before
+            found.append((held + weight * prior) / (trials + weight))
+        return tuple(found)
 
     def history(self) -> PairHistory:
         return PairHistory(list(self.acceptance), self._offer_rate, self._draft_ms)
@@ -202,6 +214,7 @@ class Controller:
         self._fixed = fixed
         self._fixed_patience_us = fixed_patience_us
         self._plain_steps = 0
+        self._pause = PROBE_AFTER
         self._probing = 0
         self.estimator = estimator
         self.gamma = 0
@@ -213,6 +226,8 @@ class Controller:
 
     def judged(self, verdict: Verdict) -> None:
         self.estimator.judged(verdict, asked=self.gamma, waited=self.patience_ms > 0)
+        if self._probing and verdict.accepted:
+            self._probing += PROBE_STEPS  # promising: look on
 
     def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
         """What to steer to now, if anything changes."""
@@ -233,18 +248,28 @@ class Controller:
             # A fixed γ is meant: wait generously, so that it is what happens.
             patience = max(50.0, 4.0 * patience_for(conditions, self._fixed)) if self._fixed else 0.0
             return Choice(self._fixed, min(patience, MAX_PATIENCE_MS), rate(conditions, self._fixed))
-        choice = choose(conditions, self._gamma_max, self.gamma)
+        choice = choose(conditions, self._gamma_max, None if self._probing else self.gamma)
         if choice.gamma:
             self._plain_steps = self._probing = 0
+            self._pause = PROBE_AFTER
             return choice
-        self._plain_steps += 1
-        if self._plain_steps % PROBE_EVERY == 0:
-            self._probing = PROBE_STEPS
+        return self._look(conditions) or choice
+
+    def _look(self, conditions: Conditions) -> Choice | None:
+        """While plain wins: now and then take guesses if they come, without waiting for them."""
+        # Plain steps that pass before a guess is there: it must reach beyond them.
+        late = min(MAX_GAMMA, math.ceil(conditions.link_ms / max(conditions.verify_ms, 1e-3)))
         if self._probing:
-            # Guesses are taken if they come and not waited for: a look that costs next to nothing.
             self._probing -= 1
-            return Choice(min(PROBE_GAMMA, self._gamma_max), 0.0, choice.tokens_per_s)
-        return choice
+            if self._probing == 0:
+                self._pause = min(PROBE_AT_MOST, 2 * self._pause)
+        else:
+            self._plain_steps += 1
+            if self._plain_steps % self._pause:
+                return None
+            self._probing = PROBE_STEPS + late
+        gamma = min(PROBE_GAMMA + late, self._gamma_max)
+        return Choice(gamma, 0.0, rate(conditions, 0))
 
 
 def _smooth(old: float, new: float) -> float:

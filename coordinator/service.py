@@ -40,6 +40,7 @@ MAX_KEY_CHARACTERS = 256
 _REMEMBERED_KEYS = 16_384
 _REMEMBERED_SESSIONS = 1_024
 _FLUSH_S = 3.0
+_RESERVE_S = 0.25
 _TRACE_TRIES = 10
 _TRACE_WAIT_S = 0.1
 
@@ -221,9 +222,9 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
         held = self._keys.get(name)
         if held is None:
             try:
-                held = await self._store.reserve(name, mine)
-            except StoreDown as error:
-                log.warning("idempotency holds on this coordinator only", error=error.message)
+                held = await asyncio.wait_for(self._store.reserve(name, mine), _RESERVE_S)
+            except (StoreDown, TimeoutError) as error:
+                log.warning("idempotency holds on this coordinator only", error=str(error))
         held = self._keys.setdefault(name, held or mine)
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)

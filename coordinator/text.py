@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _CONTEXT = 6  # prompt tokens that the first output token is read in the light of
-_LONGEST_CHARACTER = 32  # tokens; what is not a character by then never will be
+_LONGEST_CHARACTER = 4  # tokens: a byte each
+_PATIENCE = 32  # tokens; most of what is no character by then never will be
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[Sequence[int]], str]
@@ -24,20 +25,23 @@ class Detokeniser:
     def add(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        whole = len(text) > len(self._text) and not text.endswith(_BROKEN)
-        if not whole and len(self._window) - self._shown < _LONGEST_CHARACTER:
-            return ""
-        return self._advance(text)
+        if len(text) > len(self._text) and not text.endswith(_BROKEN):
+            return self._advance(len(self._window))
+        if len(self._window) - self._shown > _PATIENCE:
+            # Broken for good, but for the last ones, which may yet become a character.
+            return self._advance(len(self._window) - _LONGEST_CHARACTER + 1)
+        return ""
 
     def rest(self) -> str:
         """What is left when no more tokens come, broken or not."""
-        return self._advance(self._decode(self._window))
+        return self._advance(len(self._window))
 
-    def _advance(self, text: str) -> str:
-        new = text[len(self._text) :]
+    def _advance(self, upto: int) -> str:
+        """Show the text of the window's first `upto` tokens; what was shown before leaves the window."""
+        new = self._decode(self._window[:upto])[len(self._text) :]
         self._window = self._window[self._shown :]
-        self._shown = len(self._window)
-        self._text = self._decode(self._window)
+        self._shown = upto - self._shown
+        self._text = self._decode(self._window[: self._shown])
         return new
 
 

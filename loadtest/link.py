@@ -224,17 +224,15 @@ class _Flight:
 
     async def take(self) -> None:
         """From the sender onto the wire. No bytes are its end."""
-        due = 0.0
         data = b"-"
         while data:
             await self._wait_for_room()
             data = await self._reader.read(self._link.shape.chunk)
-            due = max(due, self._lane.book(len(data), self._link))
             self._num_bytes += len(data)
-            self._under_way.put_nowait((due, data))
+            self._under_way.put_nowait((self._lane.book(len(data), self._link), data))
 
     async def deliver(self) -> None:
-        """From the wire to the receiver, each chunk when it is due."""
+        """From the wire to the receiver, each chunk when it is due and never before the one ahead of it."""
         loop = asyncio.get_running_loop()
         while True:
             due, data = await self._under_way.get()

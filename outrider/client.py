@@ -8,6 +8,7 @@ doubled.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 DEFAULT_ENDPOINT = "127.0.0.1:50050"
 RESUME_FOR_S = 30.0
 _RETRY_S = 0.2
+_FIRST_TRIES = 2  # and one per endpoint, while nothing has been heard of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ class Client:
         """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
         request = pb.GenerateRequest(
             params=wire.params_to_proto(params or SamplingParams()),
-            idempotency_key=idempotency_key,
+            # With a key a request can be sent again when the answer to it was lost.
+            idempotency_key=idempotency_key or secrets.token_hex(16),
             speculation=pb.Speculation(gamma=gamma, patience_us=patience_us, drafter=drafter),
         )
         if prompt is not None:
@@ -127,16 +130,17 @@ class Client:
             request.tokens.ids.extend(tokens)
         progress = _Progress()
         give_up = 0.0
+        first_tries = _FIRST_TRIES + len(self._channels)
         while True:
+            known = len(progress.tokens)
             try:
                 yield from self._follow(request, progress)
                 return
             except (PeerLost, Unavailable):
-                # Before the session has an id nothing has been generated for us to resume.
-                if progress.started is None:
-                    raise
-                give_up = give_up or time.monotonic() + RESUME_FOR_S
-                if time.monotonic() > give_up:
+                first_tries -= 1
+                if len(progress.tokens) > known or not give_up:
+                    give_up = time.monotonic() + RESUME_FOR_S
+                if time.monotonic() > give_up or (progress.started is None and first_tries == 0):
                     raise
                 self._turn += 1
                 time.sleep(_RETRY_S)

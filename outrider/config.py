@@ -23,8 +23,18 @@ from outrider.errors import OutriderError
 PREFIX = "OUTRIDER_"
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
-# Read elsewhere than in a service's settings.
-_OTHER_VARIABLES = {"OUTRIDER_HOME", "OUTRIDER_ENDPOINT"}
+# Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
+VARIABLES = frozenset(
+    PREFIX + name
+    for name in (
+        "ADVERTISE CHAT COORDINATORS DEVICE DRAFTER DRAFTERS DRAFTER_DEVICE DRAFT_CANDIDATES DRAIN_S DTYPE ENDPOINT "
+        "ENGINE GAMMA GAMMA_MAX GUESS_ROWS HEARTBEAT_MS HOME HOST JSON KIND KV_TOKENS LOG_JSON LOG_LEVEL "
+        "MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX "
+        "NGRAM_MIN OPEN_TIMEOUT_S PATIENCE_US PLAIN PORT PREFILL_ROWS REDIS_URL ROUNDS SEED SESSION_TTL_S "
+        "SHOW_GUESSES STOP SYSTEM TARGET TEMPERATURE THREADS TIMEOUT_S TOP_K TOP_P VERIFICATION VERIFIERS "
+        "WORKER_WAIT_S"
+    ).split()
+)
 
 
 def home() -> Path:
@@ -122,19 +132,7 @@ def _flag(name: str) -> str:
 
 def _refuse_unknown_variables(settings: type[Settings]) -> None:
     """A misspelt variable would otherwise be ignored in silence."""
-    known = _OTHER_VARIABLES | {PREFIX + name.upper() for name in _all_fields()}
-    known |= {PREFIX + name.upper() for name in settings.model_fields}
+    known = VARIABLES | {PREFIX + name.upper() for name in settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     if unknown:
         raise ValueError(f"unknown environment variable {unknown[0]}; --help lists the known ones")
-
-
-def _all_fields() -> set[str]:
-    """Fields of every settings class that is loaded, so that one service's variables do not trouble another."""
-    names: set[str] = set()
-    pending: list[type[Settings]] = [Settings]
-    while pending:
-        kind = pending.pop()
-        names |= set(kind.model_fields)
-        pending += kind.__subclasses__()
-    return names

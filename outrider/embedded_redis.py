@@ -13,17 +13,19 @@ from outrider.errors import StartupError
 
 
 @contextlib.contextmanager
-def embedded_redis(folder: Path | None = None) -> Iterator[str]:
+def embedded_redis() -> Iterator[str]:
     """Start it, yield its URL, stop it."""
     with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
         try:
-            server = ValkeyServer(data_dir=folder or Path(scratch))
+            # A socket in a folder of our own: a port could be taken, or found, by others.
+            socket = Path(scratch) / "redis.sock"
+            server = ValkeyServer(data_dir=Path(scratch), unix_socket_path=socket)
             server.start()
         except ValkeyServerError as error:
             raise StartupError(
                 f"cannot start the embedded Redis: {error}; set REDIS_URL to one of your own", field="redis_url"
             ) from error
         try:
-            yield f"redis://{server.host}:{server.port}/0"
+            yield f"unix://{socket}"
         finally:
             server.stop()

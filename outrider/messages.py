@@ -8,7 +8,6 @@ checked here, once, for every edge.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -96,17 +95,17 @@ class SamplingParams:
     def check(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequest naming the first field that cannot be."""
         _number("params.temperature", self.temperature, 0.0, 10.0)
-        _number("params.top_k", self.top_k, 0, 2**31 - 1)
+        _whole("params.top_k", self.top_k, 0, 2**31 - 1)
         _number("params.top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("params.min_p", self.min_p, 0.0, 1.0)
         _number("params.repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         _number("params.presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("params.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("params.max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("params.max_tokens", self.max_tokens, 1, 2**31 - 1)
         if self.seed is not None:
-            _number("params.seed", self.seed, 0, MAX_SEED)
+            _whole("params.seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _number("params.logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _whole("params.logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _count("params.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token, bias in self.logit_bias.items():
             _token(f"params.logit_bias[{token}]", token, vocab_size)
@@ -161,6 +160,7 @@ class Distribution:
             )
         if any(b <= a for a, b in pairwise(self.ids)):
             raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
+        _token(f"{name}.id_deltas", self.ids[0], vocab_size)
         _token(f"{name}.id_deltas", self.ids[-1], vocab_size)
         if min(self.weights) < 1 or sum(self.weights) != WHOLE:
             raise InvalidRequest.of(
@@ -279,10 +279,17 @@ def check_tokens(name: str, tokens: tuple[int, ...] | list[int], vocab_size: int
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if math.isfinite(value) and low <= value <= high and not (open_low and value == low):
+    # Comparisons refuse NaN by being false, and whole numbers too large for a float without an error.
+    if low <= value <= high and not (open_low and value == low):
         return
     bracket = "(" if open_low else "["
     raise InvalidRequest.of(name, value, f"in {bracket}{_plain(low)}, {_plain(high)}]")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int):
+        raise InvalidRequest.of(name, value, f"a whole number in [{low}, {high}]")
+    _number(name, value, low, high)
 
 
 def _plain(limit: float) -> str:

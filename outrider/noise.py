@@ -19,6 +19,7 @@ _MIX_2 = 0x94D049BB133111EB
 _POSITION = 0xD6E8FEB86659FD93
 _BLOCK = 0xA0761D6478BD642F
 _ID = 0xE7037ED1A0B428DB
+_LARGEST = (1 << 53) - 2  # one more would round up to 1, whose logarithm is infinite
 
 
 class Use(enum.IntEnum):
@@ -59,7 +60,7 @@ def key(seed: int, use: Use, position: int, block: int = 0) -> int:
 
 def uniform(seed: int, use: Use, position: int, block: int = 0) -> float:
     """One number in (0, 1)."""
-    bits = _mix((key(seed, use, position, block) + _ID) & _MASK) >> 11
+    bits = min(_mix((key(seed, use, position, block) + _ID) & _MASK) >> 11, _LARGEST)
     return (bits + 0.5) * 2.0**-53
 
 
@@ -69,7 +70,7 @@ def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     53 random bits and log1p: with fewer, or in single precision, ids of small
     probability would never be drawn.
     """
-    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11)
+    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11).clamp_(max=_LARGEST)
     return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
 
 

@@ -90,17 +90,28 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
         return _cut(values, ids, torch.softmax(values, dim=-1), params)
     probs = torch.softmax(scaled, dim=-1)
     if params.top_p < 1.0:
-        # The nucleus is nearly always among the first thousand: sorting all ids is for the rest.
-        first = min(_NUCLEUS_FIRST_LOOK, vocab)
-        top, ids = probs.topk(first, dim=-1)
-        if first < vocab and bool((top.sum(dim=-1) < params.top_p).any()):
-            top, ids = probs.sort(dim=-1, descending=True, stable=True)
+        top, ids = _sorted_nucleus(probs, params.top_p)
         return _cut(top, ids, top, params)
     ids = torch.arange(vocab, device=logits.device)
     if params.min_p > 0.0:
         probs = probs * (probs >= params.min_p * probs.amax(dim=-1, keepdim=True))
         probs = probs / probs.sum(dim=-1, keepdim=True)
     return Candidates(ids, probs)
+
+
+def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enough ids for the nucleus, likeliest first, equals by id: a row comes out alike whatever its neighbours need."""
+    vocab = probs.shape[-1]
+    if vocab > _NUCLEUS_FIRST_LOOK:
+        # The nucleus is nearly always among the first thousand: sorting all ids is for the rest.
+        top, ids = probs.topk(_NUCLEUS_FIRST_LOOK, dim=-1)
+        ids, order = ids.sort(dim=-1)
+        top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        # The last ones may have equals that were not taken: they must not be needed.
+        safe = (top * (top > top[:, -1:])).sum(dim=-1) >= top_p
+        if bool(safe.all()):
+            return top, ids.gather(1, order)
+    return probs.sort(dim=-1, descending=True, stable=True)
 
 
 def _cut(values: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:

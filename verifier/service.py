@@ -27,6 +27,7 @@ from verifier.settings import VerifierSettings
 
 log = structlog.get_logger(__name__)
 
+HANG_UP_S = 2.0
 _FILE_CHUNK = 1024 * 1024
 
 
@@ -87,7 +88,7 @@ class VerifierService(rpc.VerifierServicer):
             yield pb.VerifyReply(
                 opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
             )
-            async with background(self._take(session, requests)):
+            async with background(self._take(session, requests)) as taking:
                 while not isinstance(news := await session.outbox.get(), Ended):
                     if session.relieved():
                         self._scheduler.wake()
@@ -95,8 +96,11 @@ class VerifierService(rpc.VerifierServicer):
                         yield pb.VerifyReply(refused=wire.error_to_proto(news.error))
                     else:
                         yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
-            if news.error is not None:
-                raise news.error
+                if news.error is not None:
+                    raise news.error
+                # The peer hangs up: were we first, a guess that it is sending would cost it the verdicts it has not
+                # read yet.
+                await asyncio.wait(taking, timeout=HANG_UP_S)
         finally:
             self._scheduler.close(session)
 

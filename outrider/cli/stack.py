@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -24,6 +25,8 @@ _PROGRESS = "progress: "
 _STOP_S = 15.0
 _RESTART_S = 1.0
 _LAST_LINES = 12
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class Stack:
                 text=True,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
+                preexec_fn=_end_with_parent,  # noqa: PLW1509
             )
         threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
 
@@ -181,6 +185,12 @@ class Stack:
                 child.ready.set()
             elif line.startswith(_PROGRESS):
                 child.state = line.removeprefix(_PROGRESS).strip()
+
+
+def _end_with_parent() -> None:
+    """In a new child: be told to stop when the process that started it dies, however it dies. Linux only."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis
 
+from loadtest.link import Link
 from outrider.config import Settings
 from outrider.errors import Expired, Unavailable
 from outrider.messages import FinishReason
@@ -321,10 +322,14 @@ async def test_cancelling_client_frees_everything(whole: Cluster) -> None:
         await _all_free(whole, FREED_S)
 
 
-async def test_closed_connection_frees_everything(whole: Cluster) -> None:
-    async with client(whole.address) as stub:
-        await _in_the_middle(stub.Generate(_endless(), timeout=60))
-    await _all_free(whole, FREED_S)
+async def test_broken_connection_frees_everything(whole: Cluster) -> None:
+    await _all_free(whole, 10)
+    async with Link("127.0.0.1", whole.coordinators[0].port) as link, client(link.address) as stub:
+        call = stub.Generate(_endless(), timeout=60)
+        await _in_the_middle(call)
+        link.cut()
+        await _all_free(whole, FREED_S)
+        call.cancel()
 
 
 async def test_deadline_frees_everything(whole: Cluster) -> None:

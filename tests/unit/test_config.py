@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -80,12 +82,12 @@ def test_a_flag_goes_before_its_twin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "flag", "value"),
+    ("line", "flag", "why"),
     [
         (["--gamma-max", "65"], "--gamma-max", "65"),
         (["--gamma-max", "-1"], "--gamma-max", "-1"),
-        (["--gamma-max", "many"], "--gamma-max", "many"),
-        (["--gamma-max", "1.5"], "--gamma-max", "1.5"),
+        (["--gamma-max", "many"], "--gamma-max", "integer"),
+        (["--gamma-max", "1.5"], "--gamma-max", "integer"),
         (["--patience-s", "0"], "--patience-s", "0"),
         (["--patience-s", "nan"], "--patience-s", "nan"),
         (["--kind", "psychic"], "--kind", "psychic"),
@@ -93,12 +95,12 @@ def test_a_flag_goes_before_its_twin() -> None:
         (["--log-level", "loud"], "--log-level", "loud"),
     ],
 )
-def test_a_bad_value_names_its_flag(line: list[str], flag: str, value: str) -> None:
+def test_a_bad_value_names_its_flag(line: list[str], flag: str, why: str) -> None:
     result, given = invoke(*line)
     assert result.exit_code == 2
     assert given == []
     assert flag in said(result)
-    assert value in said(result)
+    assert why in said(result)
     assert "Traceback" not in result.output
 
 
@@ -131,6 +133,20 @@ def test_another_services_variables_do_no_harm() -> None:
     )
     assert result.exit_code == 0, result.output
     assert given == [DrafterSettings()]
+
+
+def test_another_services_variables_do_no_harm_where_that_service_is_not_loaded() -> None:
+    """As it is in a real process: a drafter never imports the coordinator's settings."""
+    script = "import typer; from drafter.settings import DrafterSettings as S; from outrider.config import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", script + "main(S, lambda made: typer.echo(made.kind), 'drafter')"],
+        env=os.environ | {"OUTRIDER_GAMMA_MAX": "3", "OUTRIDER_REDIS_URL": "redis://x"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "ngram"), done.stderr
 
 
 def test_help_shows_descriptions_defaults_and_variables() -> None:

@@ -437,4 +437,4 @@ def test_probing_costs_little_even_where_rows_are_dear() -> None:
     world = World(acceptance=0.0, draft_ms=0.0, link_ms=0.0, verify_ms=40.0, row_ms=10.0)
     simulation = Simulation(controller())
     simulation.run(world, 150)
-    assert simulation.run(world, 400) > 0.93 * 1000.0 / world.verify_ms
+    assert simulation.run(world, 400) > 0.9 * 1000.0 / world.verify_ms

@@ -128,6 +128,17 @@ def test_any_tokenizers_pieces_add_up_to_its_own_decoding(kind: str, text: str, 
     assert both(tokens[:split]) + "".join(detokenised(tokens[:split], tokens[split:], both)) == both(tokens)
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("prompt", ["the end 👩", "the 👩👩", "한국어 한국어", "👩" * 20, "the end é"])
+def test_a_character_after_a_prompt_of_such_characters_is_whole(kind: str, prompt: str) -> None:
+    """Decoders with byte fallback show a whole run of bytes as broken when it starts inside a character: as much of
+    the prompt must be looked at as makes sense by itself."""
+    made = TOKENIZERS[kind]()
+    before = made.encode(prompt, add_special_tokens=False)
+    after = made.encode(prompt + "👩 of", add_special_tokens=False)[len(before) :]
+    assert "".join(detokenised(before, after, decoding(made))) == "👩 of"
+
+
 @pytest.mark.parametrize("start", [" leading", "  two", "   ", "\n\n", " "])
 def test_leading_spaces_are_kept(start: str) -> None:
     assert "".join(detokenised(ids("prompt"), ids(start))) == start
@@ -199,6 +210,13 @@ def streamed(text: str, stops: Sequence[str], prompt: str = "prompt") -> tuple[s
 )
 def test_stop_strings(text: str, stops: list[str], wanted: str, stop: str) -> None:
     assert streamed(text, stops)[:2] == (wanted, stop)
+
+
+@pytest.mark.parametrize("stops", [["cd", "bc"], ["bc", "cd"], ["d", "bcd", "bc"]])
+def test_of_two_stop_strings_in_one_token_the_earlier_ends_the_text(stops: list[str]) -> None:
+    words = ["x", "abcd"]
+    piece = TextStream(lambda tokens: "".join(words[token] for token in tokens), [0], stops).add(1)
+    assert piece == Piece("a", "bc")
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:

@@ -80,6 +80,17 @@ def test_a_late_guess_that_did_not_come_true_is_dropped() -> None:
     assert len(tree) == 0
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])
+def test_a_late_guess_must_be_right_all_the_way(wrong: int) -> None:
+    committed = [1, 2]
+    tree = tree_over(committed)
+    commit(tree, committed, 5, 6, 7, 8)
+    tokens = [5, 6, 7, 8, 9]
+    tokens[wrong] = 0
+    assert tree.add(chain(2, 1, *tokens)) == 0
+    assert len(tree) == 0
+
+
 def test_a_guess_can_hang_from_a_committed_one() -> None:
     committed = [1]
     tree = tree_over(committed)
@@ -312,6 +323,14 @@ class TreeMachine(RuleBasedStateMachine):
     def guess_late_but_right(self, age: int, more: list[int], source: int) -> None:
         position = max(0, len(self.committed) - age)
         self._add(self._new(position, 0, self.committed[position:] + more, source))
+
+    @precondition(lambda self: len(self.committed) > 4)
+    @rule(wrong=st.integers(1, 3), more=st.lists(TOKENS, min_size=1, max_size=2), source=st.integers(0, 1))
+    def guess_late_and_wrong_somewhere(self, wrong: int, more: list[int], source: int) -> None:
+        position = len(self.committed) - 3
+        tokens = self.committed[position:]
+        tokens[wrong - 1] = (tokens[wrong - 1] + 1) % 3
+        self._add(self._new(position, 0, tokens + more, source))
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=3))

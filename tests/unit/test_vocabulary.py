@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ModelMismatch
@@ -92,6 +92,7 @@ def test_a_tokenizers_added_tokens_count() -> None:
 token_lists = st.lists(st.text(max_size=4), max_size=8).map(tuple)
 
 
+@settings(deadline=None)
 @given(token_lists, token_lists)
 def test_digests_are_equal_only_for_equal_vocabularies(one: tuple[str, ...], other: tuple[str, ...]) -> None:
     assert (Vocabulary(one).digest == Vocabulary(other).digest) == (one == other)
@@ -105,6 +106,7 @@ def test_a_digest_is_stable() -> None:
     assert TARGET.digest == "c55f31e8f63a7f84c7bf1ebc42f01c78"
 
 
+@settings(deadline=None)
 @given(token_lists, token_lists)
 def test_a_whole_drafter_passes_only_if_equal(target: tuple[str, ...], drafter: tuple[str, ...]) -> None:
     if target == drafter:

@@ -1,0 +1,219 @@
+"""Services on real sockets inside the test's own process: verifier, drafters, and a house with a coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from transformers import LlamaForCausalLM
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from drafter.drafters import make
+from drafter.service import DrafterService
+from drafter.settings import DrafterSettings
+from outrider.engine.load import LoadedModel, load_model
+from outrider.serving import channel_options
+from outrider.serving import until as soon
+from outrider.tokenizer import save_tokenizer
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as verify
+from outrider.v1 import verifier_pb2_grpc as verifier_rpc
+from tests.cluster import Redis, in_process
+from tests.conftest import Models
+from verifier.service import VerifierService
+from verifier.settings import VerifierSettings
+
+Greedy = Callable[[list[int], int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def loaded(models: Models) -> LoadedModel:
+    return load_model(str(models.target), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def plain_target(models: Models) -> LlamaForCausalLM:
+    """The target as transformers runs it."""
+    return LlamaForCausalLM.from_pretrained(models.target, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="session")
+def greedy(plain_target: LlamaForCausalLM) -> Greedy:
+    """The target's own greedy output for a prompt of tokens, past any end token."""
+
+    def run(prompt: list[int], length: int) -> list[int]:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(length):
+                tokens.append(int(plain_target(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prompt(loaded: LoadedModel) -> list[int]:
+    return list(loaded.tokenizer.encode("The contract says what each side may rely on. "))
+
+
+@asynccontextmanager
+async def verifier_serving(loaded: LoadedModel, folder: Path, **settings: Any) -> AsyncIterator[str]:
+    chosen = VerifierSettings(**settings)
+    files = save_tokenizer(loaded.tokenizer, folder)
+    async with in_process(VerifierService(loaded.engine, loaded.vocabulary, files, chosen), chosen) as address:
+        yield address
+
+
+@asynccontextmanager
+async def drafter_serving(**settings: Any) -> AsyncIterator[str]:
+    chosen = DrafterSettings(**settings)
+    async with in_process(DrafterService(make(chosen, lambda _: None), chosen), chosen) as address:
+        yield address
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def verifier(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    """Address of a verifier with a second's patience for silent streams."""
+    async with verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), open_timeout_s=1.0) as address:
+        yield address
+
+
+class Verify:
+    """One stream to a verifier, from the far end of the wire."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.verdicts: list[verify.Verdict] = []
+
+    async def open(self, tokens: list[int], **fields: Any) -> verify.Opened:
+        """Sends Open and reads Opened. Takes the fields of OpenVerify, Steer and SamplingParams together."""
+        await self.send_open(tokens, **fields)
+        reply = await self.call.read()
+        assert reply.WhichOneof("message") == "opened", reply
+        return reply.opened
+
+    async def send_open(self, tokens: list[int], **fields: Any) -> None:
+        await self.call.write(verify.VerifyRequest(open=opening(tokens, **fields)))
+
+    async def guess(self, position: int, tokens: list[int], *, first_id: int = 1, parent: int = 0, **more: Any) -> None:
+        guess = common.Guess(position=position, first_id=first_id, parent=parent, tokens=tokens, **more)
+        await self.call.write(verify.VerifyRequest(guess=guess))
+
+    async def steer(self, **fields: Any) -> None:
+        await self.call.write(verify.VerifyRequest(steer=common.Steer(**fields)))
+
+    async def verdict(self) -> verify.Verdict:
+        reply = await self.call.read()
+        assert reply is not grpc.aio.EOF, "the stream has ended"
+        assert reply.WhichOneof("message") == "verdict", reply
+        self.verdicts.append(reply.verdict)
+        return reply.verdict
+
+    async def refused(self) -> common.Error:
+        """The next refusal; verdicts before it are kept."""
+        while True:
+            reply = await self.call.read()
+            assert reply is not grpc.aio.EOF, "the stream has ended"
+            if reply.WhichOneof("message") == "refused":
+                return reply.refused
+            self.verdicts.append(reply.verdict)
+
+    async def rest(self) -> list[verify.Verdict]:
+        """All verdicts until the stream ends in order."""
+        while (reply := await self.call.read()) is not grpc.aio.EOF:
+            assert reply.WhichOneof("message") == "verdict", reply
+            self.verdicts.append(reply.verdict)
+        assert await self.call.code() is grpc.StatusCode.OK
+        return self.verdicts
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything committed, checked to be without gap."""
+        at = self.verdicts[0].position
+        tokens: list[int] = []
+        for verdict in self.verdicts:
+            assert verdict.position == at + len(tokens)
+            tokens.extend(verdict.tokens)
+        return tokens
+
+
+_OPEN = ("session_id", "epoch", "prompt_length", "features")
+_STEER = ("gamma", "branches", "patience_us")
+
+
+def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:
+    given = {name: fields.pop(name) for name in _OPEN if name in fields}
+    steer = {name: fields.pop(name) for name in _STEER if name in fields}
+    params = {"temperature": 0.0, "seed": 1, "max_tokens": 8, "ignore_eos": True} | fields
+    return verify.OpenVerify(
+        tokens=tokens,
+        **({"session_id": "s", "epoch": 1, "prompt_length": len(tokens)} | given),
+        params=common.SamplingParams(**{name: value for name, value in params.items() if value is not None}),
+        steer=common.Steer(**steer),
+    )
+
+
+@asynccontextmanager
+async def verifying(address: str) -> AsyncIterator[Verify]:
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        call = verifier_rpc.VerifierStub(channel).Verify(timeout=30)
+        try:
+            yield Verify(call)
+        finally:
+            call.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """A coordinator with a verifier and both drafters, all in this process, around a Redis that is not."""
+
+    coordinator: str
+    verifier: str
+    drafters: dict[str, str]
+    redis: Redis
+    service: CoordinatorService
+
+
+HEARTBEAT_MS = 100
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    server.start()
+    server.wait_ready(10)
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def house(
+    loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[House]:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, open_timeout_s=1.0)
+    service = CoordinatorService(settings, redis_server.url)
+    async with AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(in_process(service, settings))
+        verifier = await stack.enter_async_context(
+            verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=coordinator)
+        )
+        drafters = {
+            "ngram": await stack.enter_async_context(drafter_serving(kind="ngram", coordinators=coordinator)),
+            "model": await stack.enter_async_context(
+                drafter_serving(kind="model", model=str(models.draft), device="cpu", coordinators=coordinator)
+            ),
+        }
+        await _whole(service, 3)
+        yield House(coordinator, verifier, drafters, redis_server, service)
+
+
+async def _whole(service: CoordinatorService, workers: int) -> None:
+    assert await soon(lambda: service.ready() and len(service._roster.links()) == workers, 20)

@@ -1,0 +1,384 @@
+"""The public service and the registry over real sockets, all services in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import redis.asyncio as redis
+import structlog
+
+from coordinator.store import Store
+from outrider import wire
+from outrider.engine.load import LoadedModel
+from outrider.enlist import Enlistment
+from outrider.messages import FinishReason, ModelInfo, Role, TokenKind, WorkerInfo
+from outrider.serving import channel_options
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.vocabulary import Vocabulary
+from tests.cluster import Output, ask, client, failure, follow, free_port, generate, until_async
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, House
+
+pytestmark = pytest.mark.timeout(60)
+
+PROMPT = "The contract says what each side may rely on. "
+
+
+# Generating.
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("gamma", [0, 3, None])
+async def test_generate_streams_text_tokens_and_kinds(
+    house: House, loaded: LoadedModel, greedy: Greedy, drafter: str, gamma: int | None
+) -> None:
+    request = ask(PROMPT, temperature=0.0, max_tokens=24, ignore_eos=True, gamma=gamma, drafter=drafter)
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, request)
+    prompt = loaded.tokenizer.encode(PROMPT)
+    assert output.token_ids == greedy(prompt, 24)
+    assert output.text == loaded.tokenizer.decode(prompt + output.token_ids, skip_special_tokens=True)[len(PROMPT) :]
+    assert output.prompt_tokens == len(prompt)
+    assert output.finish is FinishReason.LENGTH
+    assert output.kinds.count(TokenKind.ACCEPTED) == output.stats.accepted_tokens
+    assert TokenKind.NONE not in output.kinds
+    if gamma == 0:
+        assert set(output.kinds) == {TokenKind.PLAIN}
+    elif gamma and drafter == "model":
+        assert output.stats.accepted_tokens > 0
+        assert output.stats.drafter == "model"
+        assert output.stats.acceptance_length > 1
+        assert sum(output.stats.accepted_per_position) == output.stats.accepted_tokens
+        assert sum(output.stats.offered_per_position) == output.stats.draft_tokens
+
+
+async def test_tokens_as_input(house: House, loaded: LoadedModel, greedy: Greedy) -> None:
+    ids = loaded.tokenizer.encode(PROMPT)
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, ask(ids, temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert output.token_ids == greedy(ids, 8)
+
+
+async def test_chat_goes_through_the_template(house: House, loaded: LoadedModel, greedy: Greedy) -> None:
+    chat = [("system", "Be brief."), ("user", "Hello?")]
+    ids = loaded.tokenizer.encode("<system>Be brief.\n<user>Hello?\n<assistant>")
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, ask("", chat=chat, temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert output.prompt_tokens == len(ids)
+    assert output.token_ids == greedy(ids, 8)
+
+
+async def test_drawn_seed_is_told_and_makes_the_same_text_again(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        first = await generate(stub, ask(PROMPT, max_tokens=24, ignore_eos=True))
+        second = await generate(stub, ask(PROMPT, max_tokens=24, ignore_eos=True))
+        again = await generate(stub, ask(PROMPT, max_tokens=24, ignore_eos=True, seed=first.seed, gamma=2))
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    assert again.seed == first.seed
+    assert (again.token_ids, again.text) == (first.token_ids, first.text)
+
+
+async def test_stop_string_ends_the_text_before_it(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        whole = await generate(stub, ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True))
+        stop = whole.text[10:13]
+        cut = await generate(stub, ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True, stop=["never there", stop]))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish, cut.stop) == (FinishReason.STOP, stop)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+async def test_logprobs_for_every_token(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        output = await generate(
+            stub, ask(PROMPT, temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2, gamma=3, drafter="model")
+        )
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert entry.top_ids[0] == token, "greedy takes the likeliest"
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0])
+
+
+@pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])
+async def test_modes_with_probabilities(house: House, mode: int) -> None:
+    request = ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True, verification=mode, gamma=3, drafter="model")
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, request)
+    assert len(output.token_ids) == 40
+    assert output.stats.accepted_tokens > 0
+
+
+# Sessions.
+
+
+async def test_same_key_is_the_same_session(house: House) -> None:
+    key = secrets.token_hex(4)
+    request = ask(PROMPT, max_tokens=24, ignore_eos=True, key=key)
+    async with client(house.coordinator) as stub:
+        first, second = await asyncio.gather(generate(stub, request), generate(stub, request))
+        third = await generate(stub, request)
+        sessions = {output.session_id for output in (first, second, third)}
+        other = await generate(stub, ask(PROMPT, max_tokens=24, ignore_eos=True, key=key + "x"))
+    assert len(sessions) == 1
+    assert first.token_ids == second.token_ids == third.token_ids
+    assert first.seed == third.seed
+    assert other.session_id not in sessions
+
+
+async def test_same_key_for_another_request_is_a_conflict(house: House) -> None:
+    key = secrets.token_hex(4)
+    async with client(house.coordinator) as stub:
+        await generate(stub, ask(PROMPT, max_tokens=4, key=key))
+        code, _, typed = await failure(stub.Generate(ask(PROMPT, max_tokens=5, key=key), timeout=10))
+    assert (code, typed.code) == (grpc.StatusCode.FAILED_PRECONDITION, "conflict")
+    assert (typed.field, typed.value) == ("idempotency_key", key)
+
+
+async def test_resume_from_any_position(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, ask(PROMPT, seed=6, max_tokens=20, ignore_eos=True))
+        for start in (0, 7, 20):
+            resume = pb.ResumeRequest(session_id=output.session_id, from_position=start)
+            rest = await follow(stub.Resume(resume, timeout=10), Output(token_ids=output.token_ids[:start]))
+            assert rest.token_ids == output.token_ids
+            assert rest.kinds == output.kinds[start:]
+            assert output.text.endswith(rest.text)
+
+
+async def test_two_can_follow_one_session(house: House) -> None:
+    """A second reader gets everything from where it asks, while the first goes on."""
+    async with client(house.coordinator) as stub:
+        call = stub.Generate(ask(PROMPT, temperature=0.0, max_tokens=400, ignore_eos=True, gamma=0), timeout=30)
+        started = await call.read()
+        resume = pb.ResumeRequest(session_id=started.started.session_id)
+        second = await follow(stub.Resume(resume, timeout=30), Output())
+        tokens: list[int] = []
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            tokens.extend(reply.chunk.token_ids)
+    assert second.token_ids == tokens
+    assert len(tokens) == 400
+
+
+async def test_cancel(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        call = stub.Generate(ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True), timeout=30)
+        session_id = (await call.read()).started.session_id
+        assert (await stub.Cancel(pb.CancelRequest(session_id=session_id), timeout=5)).cancelled
+        replies = []
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            replies.append(reply)
+        assert replies[-1].complete.finish_reason == FinishReason.CANCELLED
+        assert not (await stub.Cancel(pb.CancelRequest(session_id=session_id), timeout=5)).cancelled, "ended already"
+
+
+@pytest.mark.parametrize("method", ["Resume", "Cancel"])
+async def test_unknown_session(house: House, method: str) -> None:
+    request = {"Resume": pb.ResumeRequest, "Cancel": pb.CancelRequest}[method](session_id="nobody")
+    async with client(house.coordinator) as stub:
+        code, _, typed = await failure(getattr(stub, method)(request, timeout=10))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert (typed.code, typed.field, typed.value) == ("not_found", "session_id", "nobody")
+
+
+async def test_session_taken_by_a_higher_epoch_is_left(house: House) -> None:
+    """Another coordinator has claimed it: whoever follows here is told, and its writes are fenced off."""
+    async with client(house.coordinator) as stub, redis.Redis.from_url(house.redis.url) as store:
+        call = stub.Generate(ask(PROMPT, temperature=0.0, max_tokens=1500, ignore_eos=True, gamma=0), timeout=30)
+        session_id = (await call.read()).started.session_id
+        key = f"outrider:session:{{{session_id}}}"
+
+        async def written() -> bool:
+            return bool(await store.exists(key))
+
+        await until_async(written, 5, "the session in Redis")
+        await store.hincrby(key, "epoch", 1)
+        error = None
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            error = reply.error if reply.HasField("error") else error
+        assert error is not None
+        assert (error.code, error.value) == ("fenced", session_id)
+        assert int(await store.hget(key, "finish") or 0) == FinishReason.NONE
+
+
+async def test_model_and_server_info(house: House, loaded: LoadedModel) -> None:
+    async with client(house.coordinator) as stub:
+        model = await stub.GetModelInfo(common.GetModelInfoRequest(), timeout=10)
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+    assert model.fingerprint == loaded.engine.info.fingerprint
+    assert model.name == "target"
+    assert info.durable
+    assert info.version
+    assert info.coordinator_id
+    kinds = {worker.kind: worker for worker in info.workers}
+    assert set(kinds) == {"target", "ngram", "model"}
+    assert kinds["target"].role == pb.ROLE_VERIFIER
+    assert kinds["target"].address == house.verifier
+    assert kinds["model"].model.vocabulary_digest == model.vocabulary_digest
+    assert not any(worker.draining for worker in info.workers)
+
+
+# Registering.
+
+
+def worker(as_role: pb.Role.ValueType, model: common.ModelInfo, **fields: Any) -> pb.RegisterRequest:
+    given = {"worker_id": secrets.token_hex(4), "role": as_role, "address": f"127.0.0.1:{free_port()}", "kind": "test"}
+    return pb.RegisterRequest(worker=pb.Worker(model=model, **(given | fields)))
+
+
+@asynccontextmanager
+async def registering(house: House) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(house.coordinator, options=channel_options()) as channel:
+        call = rpc.RegistryStub(channel).Register(timeout=30)
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
+async def known(house: House) -> set[str]:
+    async with client(house.coordinator) as stub:
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+    return {worker.worker_id for worker in info.workers}
+
+
+async def test_worker_registers_and_leaves(house: House) -> None:
+    request = worker(pb.ROLE_DRAFTER, common.ModelInfo(name="any"), draining=True)
+    worker_id = request.worker.worker_id
+    async with registering(house) as call:
+        await call.write(request)
+        reply = await call.read()
+        assert reply.accepted
+        assert reply.heartbeat_ms == HEARTBEAT_MS
+        assert worker_id in await known(house)
+        request.worker.capacity = 77
+        await call.write(request)
+
+        async def updated() -> bool:
+            return any(link.info.capacity == 77 for link in house.service._roster.links())
+
+        await until_async(updated, 5, "the heartbeat taken in")
+
+    async def gone() -> bool:
+        return worker_id not in await known(house)
+
+    await until_async(gone, 5, "the worker gone with its stream")
+
+
+async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: House) -> None:
+    """Its coordinator dies without a word: the record ends by its time to live."""
+    other = Store(house.redis.url, "another-coordinator", 60)
+    info = WorkerInfo("far-away", Role.DRAFTER, f"127.0.0.1:{free_port()}", ModelInfo("any", "any"), draining=True)
+    try:
+        await other.put_worker(info, ttl_ms=1500)
+    finally:
+        await other.close()
+
+    async def here() -> bool:
+        return info.worker_id in await known(house)
+
+    async def gone() -> bool:
+        return not await here()
+
+    await until_async(here, 2, "heard of it through Redis")
+    await until_async(gone, 6, "forgotten once silent")
+
+
+def tokens_of(vocabulary: Vocabulary) -> list[bytes]:
+    return [token.encode("utf-8", "surrogatepass") for token in vocabulary.tokens]
+
+
+@pytest.mark.parametrize("difference", ["changed", "missing", "more"])
+async def test_other_vocabulary_is_refused_naming_the_first_difference(
+    house: House, loaded: LoadedModel, difference: str
+) -> None:
+    theirs = tokens_of(loaded.vocabulary)
+    if difference == "changed":
+        theirs[5], theirs[90] = b"five", b"ninety"
+    elif difference == "missing":
+        theirs.pop()
+    else:
+        theirs.append(b"more")
+    first = {"changed": 5, "missing": 256, "more": 257}[difference]
+    async with registering(house) as call:
+        request = worker(pb.ROLE_DRAFTER, common.ModelInfo(name="stranger", vocabulary_digest="another"))
+        await call.write(request)
+        assert (await call.read()).send_vocabulary
+        split = 0 if difference == "changed" else 100  # refused at once: nothing more may be on its way
+        if split:
+            await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=theirs[:split])))
+        await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(first_id=split, tokens=theirs[split:], last=True)))
+        code, error, typed = await failure(call)
+    assert (code, typed.code) == (grpc.StatusCode.FAILED_PRECONDITION, "model_mismatch")
+    assert typed.field == f"vocabulary[{first}]"
+    assert f"token id {first}" in error.message
+    assert typed.value != typed.limit
+    assert request.worker.worker_id not in await known(house)
+
+
+async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(house: House, loaded: LoadedModel) -> None:
+    """It differs early, and the drafter is still showing the rest when it is refused."""
+    vocabulary = Vocabulary((*loaded.vocabulary.tokens[:3], "three", *(f"token {i} " * 20 for i in range(100_000))))
+    model = ModelInfo("large", "large", vocabulary_digest=vocabulary.digest)
+    info = WorkerInfo("large", Role.DRAFTER, "127.0.0.1:1", model)
+    enlistment = Enlistment([house.coordinator], lambda: info, vocabulary)
+    with structlog.testing.capture_logs() as logs:
+        running = asyncio.create_task(enlistment.run())
+
+        async def told() -> bool:
+            return any(entry["event"] == "not registered" for entry in logs)
+
+        try:
+            await until_async(told, 20, "told why")
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    messages = [entry["error"] for entry in logs if entry["event"] == "not registered"]
+    assert "first at token id 3" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"fingerprint": "0" * 32}, "model.fingerprint"),
+        ({"vocab_size": 300, "fingerprint": "0" * 32}, "model.vocab_size"),
+        ({"architecture": "GPT2LMHeadModel", "vocab_size": 300, "fingerprint": "0" * 32}, "model.architecture"),
+        ({"dtype": "bfloat16", "fingerprint": "0" * 32}, "model.dtype"),
+    ],
+)
+async def test_second_target_is_refused_naming_the_first_difference(
+    house: House, loaded: LoadedModel, changes: dict[str, Any], field: str
+) -> None:
+    model = wire.model_to_proto(loaded.engine.info)
+    wanted = str(getattr(model, field.removeprefix("model.")))
+    model.MergeFrom(common.ModelInfo(**changes))
+    async with registering(house) as call:
+        await call.write(worker(pb.ROLE_VERIFIER, model))
+        code, error, typed = await failure(call)
+    assert (code, typed.code, typed.field) == (grpc.StatusCode.FAILED_PRECONDITION, "model_mismatch", field)
+    assert typed.limit == wanted
+    assert typed.value == str(changes[field.removeprefix("model.")])
+    assert field.removeprefix("model.") in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"), [({"worker_id": ""}, "worker"), ({"address": ""}, "worker"), ({"role": 0}, "worker.role")]
+)
+async def test_nameless_workers_are_refused(house: House, fields: dict[str, Any], field: str) -> None:
+    async with registering(house) as call:
+        await call.write(worker(pb.ROLE_DRAFTER, common.ModelInfo(name="any"), **fields))
+        code, _, typed = await failure(call)
+    assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_silent_registration_is_ended(house: House) -> None:
+    async with registering(house) as call:
+        code, _, typed = await failure(call)
+    assert (code, typed.code, typed.field) == (grpc.StatusCode.DEADLINE_EXCEEDED, "expired", "first message")

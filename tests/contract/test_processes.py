@@ -1,0 +1,140 @@
+"""The three programs as an operator meets them: health, reflection, and clear words when something is wrong."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from outrider.serving import channel_options
+from outrider.v1 import coordinator_pb2 as pb
+from tests.cluster import ROOT, Cluster, ask, client, environment, generate, known_workers, server_info, until
+from tests.conftest import Models
+
+pytestmark = pytest.mark.timeout(120)
+
+SERVICES = {
+    "coordinator": {"outrider.v1.Outrider", "outrider.v1.Registry"},
+    "verifier": {"outrider.v1.Verifier"},
+    "drafter": {"outrider.v1.Drafter"},
+}
+
+
+def run(module: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A program that is expected to end by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(**env),
+        timeout=60,
+        check=False,
+    )
+
+
+def assert_told(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("module", SERVICES)
+def test_health_and_reflection(cluster: Cluster, module: str) -> None:
+    process = next(process for process in cluster.processes if process.name.startswith(module))
+    with grpc.insecure_channel(process.address, options=channel_options()) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ["", *SERVICES[module]]:
+            reply = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING, name
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=5)
+    listed = {service.name for service in answer.list_services_response.service}
+    assert listed >= SERVICES[module] | {"grpc.health.v1.Health"}
+
+
+def test_unknown_service_is_unknown_to_health(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.address, options=channel_options()) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    assert_told(run("verifier", "--target", missing), 1, f"there is no model at {missing}")
+
+
+def test_unknown_kind_of_drafter() -> None:
+    assert_told(run("drafter", "--kind", "oracle"), 1, "oracle")
+
+
+def test_unknown_flag() -> None:
+    assert_told(run("coordinator", "--max-sesions", "3"), 2, "--max-sesions")
+
+
+def test_unknown_environment_variable() -> None:
+    assert_told(run("coordinator", OUTRIDER_MAX_SESIONS="3"), 2, "OUTRIDER_MAX_SESIONS")
+
+
+def test_value_out_of_range() -> None:
+    assert_told(run("coordinator", "--gamma-max", "65"), 2, "--gamma-max", "65")
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_told(run("coordinator", "--port", port, "--redis-url", "redis://127.0.0.1:1"), 1, port, "in use")
+
+
+def test_drafter_with_another_vocabulary_is_left_out(cluster: Cluster, models: Models) -> None:
+    """It stays up and says why; the fleet goes on without it."""
+    stranger = cluster.add_drafter("model", models.other_vocabulary)
+    cluster.drafters.remove(stranger)
+    try:
+        stranger.start().wait_ready()
+        until(lambda: "not registered" in stranger.log(), 20, "the drafter told why")
+        assert "first at token id 257" in stranger.log()
+        assert "<|extra|>" in stranger.log()
+        assert stranger.address not in {worker.address for worker in known_workers(cluster.address)}
+        assert stranger.alive
+    finally:
+        stranger.stop()
+
+
+@pytest.fixture(scope="module")
+def without_redis(models: Models, tmp_path_factory: pytest.TempPathFactory):
+    """A fleet whose Redis was never started."""
+    fleet = Cluster(tmp_path_factory.mktemp("without-redis"), redis=False)
+    fleet.add_coordinator()
+    fleet.add_verifier(models.target)
+    fleet.start()
+    yield fleet
+    fleet.stop()
+
+
+async def test_generates_without_redis(without_redis: Cluster, cluster: Cluster) -> None:
+    request = ask("No Redis here. ", temperature=0.0, max_tokens=40, gamma=2)
+    async with client(without_redis.address) as stub, client(cluster.address) as other:
+        output = await generate(stub, request)
+        wanted = await generate(other, request)
+        # It can still be read again here, and its key still holds here.
+        resumed = [reply async for reply in stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10)]
+    assert output.token_ids == wanted.token_ids
+    assert output.stats.time_to_first_token_ms < 900, "nobody waited for Redis"
+    assert [token for reply in resumed for token in reply.chunk.token_ids] == output.token_ids
+
+
+def test_says_that_nothing_is_durable_without_redis(without_redis: Cluster, cluster: Cluster) -> None:
+    assert not server_info(without_redis.address).durable
+    assert server_info(cluster.address).durable

@@ -1,0 +1,396 @@
+"""The verify-only API over a real socket: what docs/verify-api.md promises."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from outrider.engine.load import LoadedModel
+from outrider.messages import FinishReason, TokenKind
+from outrider.serving import channel_options
+from outrider.tokenizer import save_tokenizer
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as verify
+from outrider.v1 import verifier_pb2_grpc as verifier_rpc
+from tests.cluster import failure, in_process, until_async
+from tests.contract.conftest import Greedy, verifier_serving, verifying
+from verifier.service import VerifierService
+from verifier.settings import VerifierSettings
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG_PATIENCE_US = 10_000_000
+PROMPT = [*range(40, 80)]
+
+
+@pytest.fixture(scope="module")
+def truth(greedy: Greedy) -> list[int]:
+    """What the target says after PROMPT."""
+    return greedy(PROMPT, 24)
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % 256
+
+
+async def test_plain_decoding(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        opened = await stream.open(PROMPT, max_tokens=12)
+        assert opened.position == len(PROMPT)
+        assert opened.model.architecture == "LlamaForCausalLM"
+        verdicts = await stream.rest()
+    assert stream.tokens == truth[:12]
+    assert {verdict.last for verdict in verdicts} == {TokenKind.PLAIN}
+    assert [verdict.finish_reason for verdict in verdicts] == [FinishReason.NONE] * 11 + [FinishReason.LENGTH]
+    assert all(verdict.timings.step_us >= verdict.timings.forward_us > 0 for verdict in verdicts)
+
+
+async def test_resumed_in_the_middle(verifier: str, truth: list[int]) -> None:
+    """Committed tokens come with Open: the output goes on behind them."""
+    async with verifying(verifier) as stream:
+        opened = await stream.open(PROMPT + truth[:5], prompt_length=len(PROMPT), max_tokens=12)
+        assert opened.position == len(PROMPT) + 5
+        await stream.rest()
+    assert stream.tokens == truth[5:12]
+
+
+async def test_guesses_that_hold_and_the_bonus(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=3, patience_us=LONG_PATIENCE_US)
+        first = await stream.verdict()
+        assert (list(first.tokens), first.last, first.offered) == (truth[:1], TokenKind.PLAIN, 0)
+        await stream.guess(len(PROMPT) + 1, truth[1:4])
+        second = await stream.verdict()
+    assert list(second.tokens) == truth[1:5]
+    assert (second.accepted, second.offered, second.skipped) == (3, 3, 0)
+    assert second.last == TokenKind.BONUS
+
+
+async def test_a_guess_that_fails_is_recovered(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=3, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, [truth[1], wrong(truth[2]), truth[3]])
+        verdict = await stream.verdict()
+        assert list(verdict.tokens) == truth[1:3]
+        assert (verdict.accepted, verdict.offered, verdict.last) == (1, 3, TokenKind.RECOVERED)
+        # What followed the failed guess is gone, and its branch is not offered again.
+        await stream.guess(len(PROMPT) + 3, truth[3:5], first_id=4)
+        verdict = await stream.verdict()
+    assert (list(verdict.tokens), verdict.accepted) == (truth[3:6], 2)
+
+
+async def test_trees_with_branches(verifier: str, greedy: Greedy) -> None:
+    """A long prompt keeps the verifier busy until all guesses are there."""
+    prompt = [*range(200)] * 2
+    truth = greedy(prompt, 8)
+    at = len(prompt)
+    async with verifying(verifier) as stream:
+        await stream.send_open(prompt, max_tokens=20, gamma=4, branches=4, patience_us=LONG_PATIENCE_US)
+        await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
+        await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
+        await stream.guess(at + 2, truth[2:4], first_id=7, parent=2)
+        await stream.guess(at, [wrong(truth[0])], first_id=9)
+        assert (await stream.call.read()).HasField("opened")
+        first, second = await stream.verdict(), await stream.verdict()
+    assert list(first.tokens) == truth[:1]
+    assert list(second.tokens) == truth[1:5]
+    assert (second.accepted, second.offered, second.last) == (3, 3, TokenKind.BONUS)
+    assert second.timings.session_rows > 4, "both branches went through the model"
+
+
+async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.guess(len(PROMPT), truth[0:4])
+        verdict = await stream.verdict()
+    assert (list(verdict.tokens), verdict.accepted, verdict.skipped) == (truth[1:5], 3, 3)
+
+
+@pytest.mark.parametrize("copies", [2, 5])
+async def test_duplicates_and_stale_guesses_change_nothing(verifier: str, truth: list[int], copies: int) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=16, gamma=4, patience_us=20_000)
+        await stream.verdict()
+        for copy in range(copies):
+            await stream.guess(len(PROMPT) + 1, truth[1:4], first_id=1 + 3 * copy)
+            await stream.guess(len(PROMPT) + 1, truth[1:4])
+            await stream.guess(len(PROMPT), [wrong(truth[0]), 5, 6], first_id=100 + 3 * copy)
+            await stream.guess(0, PROMPT[:4], first_id=200 + 4 * copy)
+        await stream.rest()
+    assert stream.tokens == truth[:16]
+    assert sum(verdict.accepted for verdict in stream.verdicts) >= 3
+
+
+async def test_patience_ends_with_a_plain_token(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=3, gamma=4, patience_us=150_000)
+        verdicts = await stream.rest()
+    assert stream.tokens == truth[:3]
+    assert all(verdict.last == TokenKind.PLAIN for verdict in verdicts)
+    assert all(verdict.timings.wait_us >= 150_000 for verdict in verdicts[1:])
+
+
+async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, [], first_id=0)
+        verdict = await asyncio.wait_for(stream.verdict(), LONG_PATIENCE_US / 1e6 / 2)
+    assert (list(verdict.tokens), verdict.last) == (truth[1:2], TokenKind.PLAIN)
+
+
+async def test_steer_to_plain_decoding_ends_the_wait(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=6, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.steer(gamma=0)
+        await asyncio.wait_for(stream.rest(), LONG_PATIENCE_US / 1e6 / 2)
+    assert stream.tokens == truth[:6]
+
+
+async def test_stop_id_inside_a_block_ends_it_there(verifier: str, truth: list[int]) -> None:
+    stop = next(token for token in truth[2:6] if token not in truth[:2])
+    end = truth.index(stop)
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=6, patience_us=LONG_PATIENCE_US, stop_token_ids=[stop])
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, truth[1:8])
+        verdicts = await stream.rest()
+    assert stream.tokens == truth[: end + 1]
+    last = verdicts[-1]
+    assert (last.accepted, last.last, last.finish_reason) == (end, TokenKind.NONE, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_end_token(verifier: str, loaded: LoadedModel, truth: list[int], ignore_eos: bool) -> None:
+    """Bias makes the end token come as the second one; guessed right, it still ends the output."""
+    (eos,) = loaded.engine.info.eos_token_ids
+    async with verifying(verifier) as stream:
+        await stream.open(
+            PROMPT + truth[:1],
+            prompt_length=len(PROMPT),
+            max_tokens=6,
+            gamma=4,
+            patience_us=LONG_PATIENCE_US if not ignore_eos else 1000,
+            ignore_eos=ignore_eos,
+            logit_bias={eos: 100.0},
+        )
+        await stream.guess(len(PROMPT) + 1, [eos, eos, eos])
+        verdicts = await stream.rest()
+    assert set(stream.tokens) == {eos}
+    assert len(stream.tokens) == (5 if ignore_eos else 1)
+    assert verdicts[-1].finish_reason == (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
+
+
+async def test_max_tokens_inside_a_block(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=4, gamma=8, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, truth[1:9])
+        verdicts = await stream.rest()
+    assert stream.tokens == truth[:4]
+    assert verdicts[-1].finish_reason == FinishReason.LENGTH
+
+
+async def test_a_prompt_longer_than_a_step_takes(verifier: str, greedy: Greedy) -> None:
+    """Alone, so that a step holds nothing but a piece of the prompt."""
+    prompt = [i % 251 for i in range(1200)]
+    async with verifying(verifier) as stream:
+        await stream.open(prompt, max_tokens=3)
+        await stream.rest()
+    assert stream.tokens == greedy(prompt, 3)
+
+
+async def test_half_closing_ends_the_session(verifier: str) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        assert (await probe(verifier)).load.sessions == 1
+        await stream.call.done_writing()
+        await stream.rest()
+    assert (await probe(verifier)).load.sessions == 0
+
+
+async def test_higher_epoch_takes_over_and_lower_is_fenced_off(verifier: str, truth: list[int]) -> None:
+    async with verifying(verifier) as old, verifying(verifier) as new, verifying(verifier) as older:
+        await old.open(PROMPT, session_id="fenced", epoch=5, gamma=1, patience_us=LONG_PATIENCE_US)
+        await old.verdict()
+        await new.open(PROMPT, session_id="fenced", epoch=6, max_tokens=8)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await old.rest()
+        assert caught.value.code() is grpc.StatusCode.ABORTED
+        await older.send_open(PROMPT, session_id="fenced", epoch=4)
+        code, error, typed = await failure(older.call)
+        assert code is grpc.StatusCode.ABORTED
+        assert (typed.code, typed.field, typed.value, typed.limit) == ("fenced", "open.epoch", "4", "at least 6")
+        assert "fenced" in error.message
+        await new.rest()
+    assert new.tokens == truth[:8], "the new owner never noticed"
+
+
+async def test_equal_epoch_takes_over_too(verifier: str, truth: list[int]) -> None:
+    """A coordinator that lost its connection comes back with the same epoch."""
+    async with verifying(verifier) as old, verifying(verifier) as new:
+        await old.open(PROMPT, session_id="again", epoch=5, gamma=1, patience_us=LONG_PATIENCE_US)
+        await new.open(PROMPT, session_id="again", epoch=5, max_tokens=8)
+        await new.rest()
+        assert (await failure(old.call))[0] is grpc.StatusCode.ABORTED
+    assert new.tokens == truth[:8]
+
+
+async def test_a_full_cache_queues_and_then_refuses(loaded: LoadedModel, tmp_path: Path, truth: list[int]) -> None:
+    """Room for two sessions of 40 + 60 + 64 tokens, one may wait, the next is told to come back."""
+    waiting = {"max_tokens": 60, "gamma": 2, "patience_us": LONG_PATIENCE_US}
+    async with (
+        verifier_serving(loaded, tmp_path, kv_tokens=350, max_waiting=1) as address,
+        verifying(address) as first,
+        verifying(address) as second,
+        verifying(address) as third,
+        verifying(address) as fourth,
+        verifying(address) as huge,
+    ):
+        await first.open(PROMPT, session_id="1", **waiting)
+        await second.open(PROMPT, session_id="2", **waiting)
+        await third.open(PROMPT, session_id="3", max_tokens=60)
+        load = (await probe(address)).load
+        assert (load.sessions, load.waiting, load.kv_tokens_total) == (2, 1, 350)
+        assert load.kv_tokens_used == 2 * (40 + 60 + 64)
+        await fourth.send_open(PROMPT, session_id="4", max_tokens=60)
+        code, _, typed = await failure(fourth.call)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert typed.code == "overloaded"
+        assert typed.retry_after_ms > 0
+        await huge.send_open(PROMPT, session_id="5", max_tokens=400)
+        code, _, typed = await failure(huge.call)
+        assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "params.max_tokens")
+        first.call.cancel()
+        third_tokens = await asyncio.wait_for(third.verdict(), 5)
+        assert list(third_tokens.tokens) == truth[:1], "the one that waited got the room"
+        second.call.cancel()
+        third.call.cancel()
+        await until_async(lambda: _empty(address), 2, "all room given back")
+
+
+async def test_sessions_beyond_the_limit_wait(loaded: LoadedModel, tmp_path: Path) -> None:
+    async with (
+        verifier_serving(loaded, tmp_path, max_sessions=1, max_waiting=4) as address,
+        verifying(address) as first,
+        verifying(address) as second,
+    ):
+        await first.open(PROMPT, session_id="1", gamma=2, patience_us=LONG_PATIENCE_US)
+        await second.open(PROMPT, session_id="2")
+        assert (await probe(address)).load.waiting == 1
+        await first.call.done_writing()
+        await asyncio.wait_for(second.rest(), 5)
+
+
+async def test_features_are_the_models_hidden_states(
+    verifier: str, plain_target: LlamaForCausalLM, truth: list[int]
+) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, features=True)
+        verdicts = [await stream.verdict()]
+        await stream.guess(len(PROMPT) + 1, [*truth[1:4], wrong(truth[4])])
+        verdicts.append(await stream.verdict())
+    with torch.inference_mode():
+        hidden = plain_target.model(torch.tensor([PROMPT + truth])).last_hidden_state[0]
+    assert len(verdicts[1].tokens) == 4
+    for verdict in verdicts:
+        features = verdict.features
+        assert features.position == verdict.position - 1, "of the tokens that the committed ones were drawn after"
+        assert features.width == hidden.shape[1]
+        rows = np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width)
+        assert len(rows) == len(verdict.tokens)
+        wanted = hidden[features.position : features.position + len(rows)].numpy()
+        np.testing.assert_allclose(rows, wanted, rtol=2e-3, atol=2e-3)
+
+
+async def test_no_features_unless_asked_for(verifier: str) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=2)
+        assert not any(verdict.HasField("features") or verdict.logprobs for verdict in await stream.rest())
+
+
+async def test_logprobs(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
+    """Of the raw distribution, for guessed and own tokens alike, whatever the sampling parameters."""
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, logprobs=3)
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, truth[1:4])
+        await stream.verdict()
+    with torch.inference_mode():
+        logs = torch.log_softmax(plain_target(torch.tensor([PROMPT + truth])).logits[0].double(), dim=-1)
+    entries = [entry for verdict in stream.verdicts for entry in verdict.logprobs]
+    assert len(entries) == len(stream.tokens) == 5
+    for offset, (token, entry) in enumerate(zip(stream.tokens, entries, strict=True)):
+        row = logs[len(PROMPT) - 1 + offset]
+        best = row.topk(3)
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert list(entry.top_ids) == best.indices.tolist()
+        assert list(entry.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def test_coupled_draws_do_not_depend_on_guesses(verifier: str) -> None:
+    drawing = {"temperature": 0.9, "seed": 11, "max_tokens": 16}
+    async with verifying(verifier) as plain:
+        await plain.open(PROMPT, session_id="plain", **drawing)
+        await plain.rest()
+    async with verifying(verifier) as guessed:
+        await guessed.open(PROMPT, session_id="guessed", gamma=4, patience_us=50_000, **drawing)
+        await guessed.verdict()
+        await guessed.guess(len(PROMPT) + 1, [*plain.tokens[1:4], wrong(plain.tokens[4])])
+        await guessed.rest()
+    assert guessed.tokens == plain.tokens
+    assert sum(verdict.accepted for verdict in guessed.verdicts) == 3
+
+
+async def test_tokenizer_model_info_and_probe(verifier: str, loaded: LoadedModel, tmp_path: Path) -> None:
+    async with grpc.aio.insecure_channel(verifier, options=channel_options()) as channel:
+        stub = verifier_rpc.VerifierStub(channel)
+        async for chunk in stub.GetTokenizer(verify.GetTokenizerRequest(), timeout=10):
+            assert "/" not in chunk.name
+            with (tmp_path / chunk.name).open("ab") as file:
+                file.write(chunk.data)
+        info = await stub.GetModelInfo(common.GetModelInfoRequest(), timeout=10)
+    text = "Grüße, 世界! \t x"
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == loaded.tokenizer.encode(text)
+    assert info.fingerprint == loaded.engine.info.fingerprint
+    assert (info.vocab_size, info.context_length, info.dtype, info.device) == (257, 2048, "float32", "cpu")
+    assert list(info.eos_token_ids) == [256]
+    assert info.parameters > 0
+    reply = await probe(verifier)
+    assert (reply.load.sessions, reply.draining, reply.load.kv_tokens_used) == (0, False, 0)
+    assert reply.load.kv_tokens_total > 0
+
+
+async def test_draining_refuses_new_sessions_and_finishes_old_ones(
+    loaded: LoadedModel, tmp_path: Path, truth: list[int]
+) -> None:
+    settings = VerifierSettings()
+    service = VerifierService(loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings)
+    async with in_process(service, settings) as address, verifying(address) as old, verifying(address) as new:
+        await old.open(PROMPT, max_tokens=8, gamma=2, patience_us=100_000)
+        service.drain()
+        await new.send_open(PROMPT, session_id="new")
+        assert (await failure(new.call))[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await probe(address)).draining
+        await old.rest()
+    assert old.tokens == truth[:8]
+
+
+async def probe(address: str) -> common.ProbeReply:
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        return await verifier_rpc.VerifierStub(channel).Probe(common.ProbeRequest(), timeout=5)
+
+
+async def _empty(address: str) -> bool:
+    load = (await probe(address)).load
+    return load.sessions == load.waiting == load.kv_tokens_used == 0
