@@ -24,7 +24,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
 from outrider import wire
-from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from outrider.errors import Conflict, InvalidRequest, ModelMismatch, NotFound, Overloaded, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
 from outrider.serving import first_message
@@ -40,6 +40,7 @@ MAX_KEY_CHARACTERS = 256
 _REMEMBERED_KEYS = 16_384
 _REMEMBERED_SESSIONS = 1_024
 _FLUSH_S = 3.0
+LARGE_BYTES = 16 * 1024
 _RESERVE_S = 0.25
 _TRACE_TRIES = 10
 _TRACE_WAIT_S = 0.1
@@ -98,7 +99,11 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
         target = self._target()
-        prepared = prepare(request, target, self._settings)
+        if request.ByteSize() > LARGE_BYTES:
+            # Tokenising megabytes takes seconds: other streams go on meanwhile.
+            prepared = await asyncio.to_thread(prepare, request, target, self._settings)
+        else:
+            prepared = prepare(request, target, self._settings)
         session = await self._start(prepared, request.idempotency_key, target)
         async for reply in self._stream(session, 0):
             yield reply
@@ -163,15 +168,23 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
                 await self._roster.left(info.worker_id)
 
     async def _compare_vocabulary(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+        """All of it is read before it is judged: refusing somebody who is still sending would lose the reason."""
         target = self._target()
+        difference: ModelMismatch | None = None
         async for request in requests:
             if request.WhichOneof("message") != "vocabulary":
                 continue  # a heartbeat that was on its way
             part = request.vocabulary
             tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
-            refuse_difference(target.vocabulary, part.first_id, tokens, last=part.last)
+            try:
+                if difference is None:
+                    refuse_difference(target.vocabulary, part.first_id, tokens, last=part.last)
+            except ModelMismatch as found:
+                difference = found
             if part.last:
-                return
+                break
+        if difference is not None:
+            raise difference
 
     # Sessions.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _CONTEXT = 6  # prompt tokens that the first output token is read in the light of
+_LONGEST_CONTEXT = 64  # where the prompt's end is made of bytes
 _LONGEST_CHARACTER = 4  # tokens: a byte each
 _PATIENCE = 32  # tokens; most of what is no character by then never will be
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -18,7 +19,10 @@ class Detokeniser:
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
-        self._window = list(prompt[-_CONTEXT:])
+        start = max(0, len(prompt) - _CONTEXT)
+        while start > max(0, len(prompt) - _LONGEST_CONTEXT) and _BROKEN in decode(prompt[start:]):
+            start -= 1  # not inside a character: with byte fallback the whole run of bytes would look broken
+        self._window = list(prompt[start:])
         self._shown = len(self._window)  # tokens of the window whose text is out
         self._text = decode(self._window)
 

@@ -1,4 +1,4 @@
-"""`healthcheck.py ADDRESS SERVICE`: exits 0 when the service at ADDRESS says that it can serve, else 1 with the reason."""
+"""`healthcheck.py ADDRESS SERVICE`: exits 0 when the service says that it can serve, else 1 with the reason."""
 
 from __future__ import annotations
 

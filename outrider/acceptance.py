@@ -102,8 +102,8 @@ def block(
             probability = reach[n]
         else:
             rest = float(residual(target[i], draft[i], reach[i]).sum())
-            missing = rest + 1.0 - reach[i]
-            probability = rest / missing if missing > 0.0 else 1.0
+            either = rest + (1.0 - reach[i])
+            probability = rest / either if either > 0.0 else 1.0
         if chance.accept(probability, position + i - 1, position):
             accepted = i
     path = tuple(range(1, accepted + 1))

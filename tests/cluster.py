@@ -497,15 +497,19 @@ async def generate_resuming(
 async def failure(call: Awaitable[Any] | Any) -> tuple[grpc.StatusCode, OutriderError, common.Error]:
     """How a call failed: status, our exception, and the typed error of its trailing metadata."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        if isinstance(call, grpc.aio.StreamStreamCall):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        elif hasattr(call, "__aiter__"):
-            async for reply in call:
-                assert reply is not None
-        else:
-            await call
+        await _to_the_end(call)
     error = caught.value
     typed = [value for key, value in error.trailing_metadata() or () if key == wire.ERROR_KEY]
     assert typed, f"no {wire.ERROR_KEY} with {error.code().name}: {error.details()}"
     return error.code(), wire.error_from_rpc(error), common.Error.FromString(typed[0])
+
+
+async def _to_the_end(call: Awaitable[Any] | Any) -> None:
+    if isinstance(call, grpc.aio.StreamStreamCall):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    elif hasattr(call, "__aiter__"):
+        async for reply in call:
+            assert reply is not None
+    else:
+        await call

@@ -53,7 +53,7 @@ def _few_threads() -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Peaked enough to sample from, aperiodic under argmax, repetitive enough for ngram to hit now and then."""
     folder = tmp_path_factory.mktemp("models")
-    target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.03)
+    target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1)
     return Models(
         target=target,
         draft=make_model(folder / "draft", seed=99, like=target, blur=0.05),

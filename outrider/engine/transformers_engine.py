@@ -96,7 +96,7 @@ class TransformersEngine:
             return self._model(  # type: ignore[no-any-return]
                 input_ids=torch.tensor([ids], device=self._device),
                 position_ids=torch.tensor([positions], device=self._device),
-                logits_to_keep=torch.tensor(wanted, device=self._device),
+                logits_to_keep=torch.tensor(wanted, dtype=torch.int64, device=self._device),
                 use_cache=False,
             ).logits[0]
         finally:

@@ -89,16 +89,19 @@ async def test_a_guess_that_fails_is_recovered(verifier: str, truth: list[int]) 
 async def test_trees_with_branches(verifier: str, greedy: Greedy) -> None:
     """A long prompt keeps the verifier busy until all guesses are there."""
     prompt = [*range(200)] * 2
-    truth = greedy(prompt, 8)
+    truth = greedy(prompt, 40)
     at = len(prompt)
     async with verifying(verifier) as stream:
-        await stream.send_open(prompt, max_tokens=20, gamma=4, branches=4, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=40, gamma=4, branches=4, patience_us=LONG_PATIENCE_US)
         await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
         await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
         await stream.guess(at + 2, truth[2:4], first_id=7, parent=2)
         await stream.guess(at, [wrong(truth[0])], first_id=9)
         assert (await stream.call.read()).HasField("opened")
         first, second = await stream.verdict(), await stream.verdict()
+        await stream.steer(gamma=0)
+        await stream.rest()
+    assert stream.tokens == truth, "what was left of the branches does not show"
     assert list(first.tokens) == truth[:1]
     assert list(second.tokens) == truth[1:5]
     assert (second.accepted, second.offered, second.last) == (3, 3, TokenKind.BONUS)
