@@ -80,7 +80,8 @@ def choose(conditions: Conditions, gamma_max: int, current: int | None = None) -
     """The best γ; the current one unless another is clearly better. What is slower than plain is never kept."""
     rates = [rate(conditions, gamma) for gamma in range(gamma_max + 1)]
     best = max(range(gamma_max + 1), key=rates.__getitem__)
-    if current is not None and rates[0] <= rates[current] and rates[best] < rates[current] * HYSTERESIS:
+    kept = current is not None and current <= gamma_max and rates[current] >= rates[0]
+    if current is not None and kept and rates[best] < rates[current] * HYSTERESIS:
         best = current
     return Choice(best, patience_for(conditions, best), rates[best])
 

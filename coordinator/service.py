@@ -121,6 +121,9 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
             going = not session.ended
             session.cancel()
             return pb.CancelReply(cancelled=going)
+        ended = self._recent.get(request.session_id)
+        if ended is not None and ended.finished:
+            return pb.CancelReply(cancelled=False)
         cancelled = await self._store.cancel(request.session_id)
         if cancelled is None:
             raise _unknown(request.session_id)
@@ -165,7 +168,8 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
                 await self._roster.heard_from(_worker(request))
         finally:
             if link in self._roster.links():
-                await self._roster.left(info.worker_id)
+                # This call may be cancelled while it runs, but the worker must leave Redis too, or it comes back.
+                await asyncio.shield(self._roster.left(info.worker_id))
 
     async def _compare_vocabulary(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
         """All of it is read before it is judged: refusing somebody who is still sending would lose the reason."""

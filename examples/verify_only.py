@@ -47,9 +47,7 @@ def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
             if verdict.finish_reason:
                 break
             guess = _repeat(committed)
-            outgoing.put(
-                pb.VerifyRequest(guess=common.Guess(position=len(committed), first_id=next_id, tokens=guess))
-            )
+            outgoing.put(pb.VerifyRequest(guess=common.Guess(position=len(committed), first_id=next_id, tokens=guess)))
             next_id += len(guess)
         outgoing.put(None)
     return committed[len(prompt) :]

@@ -62,6 +62,8 @@ def default_path() -> Path:
 def fetch_default(progress: Progress) -> Path:
     """The default target, downloaded and converted when it is not there yet."""
     target = default_path()
+    if (target / "config.json").is_file():
+        return target  # without a lock: the folder may be read-only
     with _lock(target):
         if not (target / "config.json").is_file():
             _convert_into(_default_gguf(progress), target, progress)

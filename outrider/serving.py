@@ -59,6 +59,8 @@ def channel_options(max_message_mib: int = 32) -> list[tuple[str, Any]]:
         # A restarted peer is found again within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # A proxy for the web is none for us.
+        ("grpc.enable_http_proxy", 0),
         # Every channel its own connection: one peer's trouble stays its own.
         ("grpc.use_local_subchannel_pool", 1),
     ]

@@ -171,7 +171,7 @@ class Stack:
                 text=True,
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
-                preexec_fn=_end_with_parent,  # noqa: PLW1509
+                preexec_fn=_end_with_parent,
             )
         threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
 

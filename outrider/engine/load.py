@@ -172,4 +172,6 @@ def convert_gguf(source: Path, into: Path) -> None:
     model.load_state_dict(quantised.state_dict())
     model.generation_config = quantised.generation_config
     model.save_pretrained(into)
+    for weights in into.glob("*.safetensors"):
+        weights.chmod(0o644)  # readable for whoever serves it
     AutoTokenizer.from_pretrained(**options).save_pretrained(into)
