@@ -127,12 +127,19 @@ class Verify:
             self.verdicts.append(reply.verdict)
 
     async def rest(self) -> list[verify.Verdict]:
-        """All verdicts until the stream ends in order."""
+        """All verdicts until the stream ends in order: the verifier says that it is over, we hang up, it agrees."""
         while (reply := await self.call.read()) is not grpc.aio.EOF:
             assert reply.WhichOneof("message") == "verdict", reply
+            assert not self.over, "nothing follows the end"
             self.verdicts.append(reply.verdict)
+            if self.over:
+                await self.call.done_writing()
         assert await self.call.code() is grpc.StatusCode.OK
         return self.verdicts
+
+    @property
+    def over(self) -> bool:
+        return bool(self.verdicts and self.verdicts[-1].finish_reason)
 
     @property
     def tokens(self) -> list[int]:

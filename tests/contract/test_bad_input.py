@@ -326,11 +326,16 @@ async def test_bad_steer_is_refused_and_the_session_goes_on(verifier: str, truth
 async def test_flood_of_guesses_is_bounded(verifier: str, truth: list[int]) -> None:
     """Thousands of branches cost a bounded amount and no correctness."""
     async with bystander(verifier, truth), verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=1000)
-        for number in range(2000):
-            await stream.guess(AT, [number % 256, 1, 2], first_id=1 + 3 * number)
-        await stream.rest()
-        assert stream.tokens == truth[:12]
+        await stream.open(PROMPT, max_tokens=GOOD_TOKENS, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+
+        async def flood() -> None:
+            for number in range(2000):
+                await stream.guess(AT, [number % 256, 1, 2], first_id=1 + 3 * number)
+            await stream.steer(gamma=0)
+
+        await asyncio.gather(flood(), stream.rest())
+        assert stream.tokens == truth
         assert max(verdict.timings.session_rows for verdict in stream.verdicts) <= len(PROMPT) + 32
 
 

@@ -96,11 +96,12 @@ def test_the_choice_is_never_slower_than_plain(conditions: Conditions, gamma_max
 def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(conditions: Conditions, current: int) -> None:
     choice = choose(conditions, GAMMA_MAX, current)
     best = max(rate(conditions, g) for g in range(GAMMA_MAX + 1))
-    if rate(conditions, current) * gamma.HYSTERESIS > best:
+    if rate(conditions, current) * gamma.HYSTERESIS > best and rate(conditions, current) >= rate(conditions, 0):
         assert choice.gamma == current
     else:
         assert choice.tokens_per_s == best
     assert choice.tokens_per_s >= best / gamma.HYSTERESIS * (1 - 1e-12)
+    assert choice.tokens_per_s >= rate(conditions, 0), "never slower than plain by choice"
 
 
 @given(any_conditions, st.integers(17, 99))
