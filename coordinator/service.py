@@ -27,7 +27,7 @@ from outrider import wire
 from outrider.errors import Conflict, InvalidRequest, ModelMismatch, NotFound, Overloaded, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
-from outrider.serving import first_message
+from outrider.serving import first_message, vital
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -70,8 +70,11 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
         rpc.add_RegistryServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
-        loops = (self._journal.run(), self._pairs.run(), self._roster.run())
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._tasks = [
+            vital(self._journal.run(), "journal"),
+            vital(self._pairs.run(), "pairs"),
+            vital(self._roster.run(), "roster"),
+        ]
 
     def drain(self) -> None:
         self._draining = True

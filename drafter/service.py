@@ -17,7 +17,7 @@ from outrider import wire
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import Role, WorkerInfo
-from outrider.serving import background, first_message
+from outrider.serving import background, first_message, vital
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
@@ -43,7 +43,7 @@ class DrafterService(rpc.DrafterServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
-        self._tasks = [asyncio.create_task(self._loop.run()), asyncio.create_task(self._enlistment.run())]
+        self._tasks = [vital(self._loop.run(), "drafting"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
         self._draining = True

@@ -53,6 +53,8 @@ class Enlistment:
                     told = error.message
                     level = log.error if isinstance(error, ModelMismatch) else log.info
                     level("not registered", coordinator=address, error=told)
+            except asyncio.InvalidStateError:
+                log.info("registration ended while it was written to", coordinator=address)
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -161,6 +162,22 @@ async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -
         ) from error
     except StopAsyncIteration as error:
         raise InvalidRequest(f"the stream ended before its first message, {what}", field="first message") from error
+
+
+def vital(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Run a loop that the service cannot do without: should it ever end by an error, so does the process.
+
+    Whoever watches it starts it again; to go on without would leave every stream hanging.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a vital loop has failed, leaving", loop=name, exc_info=error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
 
 
 @contextlib.asynccontextmanager

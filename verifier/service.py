@@ -15,7 +15,7 @@ from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import Role, WorkerInfo
-from outrider.serving import background, first_message
+from outrider.serving import background, first_message, vital
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
@@ -60,7 +60,7 @@ class VerifierService(rpc.VerifierServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
-        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._enlistment.run())]
+        self._tasks = [vital(self._scheduler.run(), "scheduler"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
         self._draining = True

@@ -161,7 +161,8 @@ class Session:
 
     def due(self, now: float) -> float:
         """When the next step may run: now if there is something to check or nothing to wait for."""
-        if not self._started or self.gamma == 0 or len(self.tree) or self.tree.passed_at >= len(self.committed):
+        nothing_to_wait_for = not self._started or self.gamma == 0 or self.remaining == 1
+        if nothing_to_wait_for or len(self.tree) or self.tree.passed_at >= len(self.committed):
             return now
         return self.idle_since + self.patience_s
 
