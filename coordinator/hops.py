@@ -78,7 +78,8 @@ class Hop(Generic[Out, In]):
     async def opened(self) -> None:
         """Wait until the peer has taken the session."""
         try:
-            reply: Any = await asyncio.wait_for(self.receive(), OPEN_TIMEOUT_S)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                reply: Any = await self.receive()
         except TimeoutError as error:
             raise PeerLost(f"{self.link.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
         if reply is None or reply.WhichOneof("message") != "opened":

@@ -172,7 +172,8 @@ class Roster:
             self._changed.clear()
             try:
                 # Cooldowns end without an event.
-                await asyncio.wait_for(self._changed.wait(), min(0.1, max(0.01, deadline - time.monotonic())))
+                async with asyncio.timeout(min(0.1, max(0.01, deadline - time.monotonic()))):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
         return link

@@ -1,4 +1,4 @@
-"""The coordinator's gRPC edge: clients on one side, workers reporting on the other."""
+"""The coordinator's gRPC edge for clients. Workers report at another: see `registration`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from coordinator.intake import prepare
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
 from coordinator.record import SessionRecord, SessionRequest
+from coordinator.registration import RegistryService
 from coordinator.roster import Roster
 from coordinator.session import Deps, Session, Token
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
 from outrider import wire
-from outrider.errors import Conflict, InvalidRequest, ModelMismatch, NotFound, Overloaded, Unavailable
+from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.messages import TokenKind as Kind
-from outrider.messages import WorkerInfo, check_tokens
-from outrider.serving import first_message, vital
+from outrider.messages import check_tokens
+from outrider.serving import vital
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
-from outrider.vocabulary import refuse_difference
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +46,7 @@ _TRACE_TRIES = 10
 _TRACE_WAIT_S = 0.1
 
 
-class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
+class CoordinatorService(rpc.OutriderServicer):
     names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
@@ -67,7 +67,8 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        rpc.add_RegistryServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+        registry = RegistryService(self._roster, self._settings)
+        rpc.add_RegistryServicer_to_server(registry, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
         self._tasks = [
@@ -155,44 +156,6 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
             ],
         )
 
-    # For workers.
-
-    async def Register(
-        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.RegisterReply]:
-        info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
-        if self._roster.vocabulary_differs(info):
-            yield pb.RegisterReply(send_vocabulary=True)
-            await self._compare_vocabulary(requests)
-        link = await self._roster.admit(info)
-        try:
-            yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            async for request in requests:
-                await self._roster.heard_from(_worker(request))
-        finally:
-            if link in self._roster.links():
-                # This call may be cancelled while it runs, but the worker must leave Redis too, or it comes back.
-                await asyncio.shield(self._roster.left(info.worker_id))
-
-    async def _compare_vocabulary(self, requests: AsyncIterator[pb.RegisterRequest]) -> None:
-        """All of it is read before it is judged: refusing somebody who is still sending would lose the reason."""
-        target = self._target()
-        difference: ModelMismatch | None = None
-        async for request in requests:
-            if request.WhichOneof("message") != "vocabulary":
-                continue  # a heartbeat that was on its way
-            part = request.vocabulary
-            tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
-            try:
-                if difference is None:
-                    refuse_difference(target.vocabulary, part.first_id, tokens, last=part.last)
-            except ModelMismatch as found:
-                difference = found
-            if part.last:
-                break
-        if difference is not None:
-            raise difference
-
     # Sessions.
 
     async def _start(self, request: SessionRequest, key: str, target: Target) -> Session:
@@ -242,7 +205,8 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
         held = self._keys.get(name)
         if held is None:
             try:
-                held = await asyncio.wait_for(self._store.reserve(name, mine), _RESERVE_S)
+                async with asyncio.timeout(_RESERVE_S):
+                    held = await self._store.reserve(name, mine)
             except (StoreDown, TimeoutError) as error:
                 log.warning("idempotency holds on this coordinator only", error=str(error))
         held = self._keys.setdefault(name, held or mine)
@@ -344,12 +308,6 @@ class CoordinatorService(rpc.OutriderServicer, rpc.RegistryServicer):
         if target is None:
             raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
         return target
-
-
-def _worker(request: pb.RegisterRequest) -> WorkerInfo:
-    if request.WhichOneof("message") != "worker":
-        raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "worker")
-    return wire.worker_from_proto(request.worker)
 
 
 def _unknown(session_id: str) -> NotFound:

@@ -13,10 +13,9 @@ from outrider.messages import (
     Guess,
     SamplingParams,
     Steering,
+    check_opening,
     check_tokens,
 )
-
-MAX_ID_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +31,9 @@ class Opening:
     steering: Steering = NO_STEERING
 
     def check(self) -> None:
-        if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:
-            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {MAX_ID_CHARACTERS} characters")
         if self.vocab_size < 1:
             raise InvalidRequest.of("open.vocab_size", self.vocab_size, "at least 1")
-        if not self.tokens:
-            raise InvalidRequest.of("open.tokens", "empty", "at least one token")
-        if not 1 <= self.prompt_length <= len(self.tokens):
-            raise InvalidRequest.of("open.prompt_length", self.prompt_length, f"in [1, {len(self.tokens)}]")
-        check_tokens("open.tokens", self.tokens, self.vocab_size)
-        self.params.check(self.vocab_size)
-        self.steering.check()
-        if self.params.seed is None:
-            raise InvalidRequest.of("params.seed", "absent", "given")
+        check_opening(self.session_id, self.tokens, self.prompt_length, self.params, self.steering, self.vocab_size)
 
 
 @dataclass(slots=True)

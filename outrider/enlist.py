@@ -79,7 +79,8 @@ class Enlistment:
     async def _heartbeat(self, call: Any, seconds: float) -> None:
         while True:
             with contextlib.suppress(TimeoutError):  # no news: time for a heartbeat
-                await asyncio.wait_for(self._news.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
             self._news.clear()
             await call.write(self._worker())
 

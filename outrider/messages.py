@@ -8,7 +8,7 @@ checked here, once, for every edge.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from outrider.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
+MAX_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
 MAX_STOP_IDS = 256
@@ -271,7 +272,29 @@ class WorkerInfo:
     round_trip_ms: float = 0.0
 
 
-def check_tokens(name: str, tokens: tuple[int, ...] | list[int], vocab_size: int) -> None:
+def check_opening(
+    session_id: str,
+    tokens: Sequence[int],
+    prompt_length: int,
+    params: SamplingParams,
+    steering: Steering,
+    vocab_size: int,
+) -> None:
+    """What must hold of the first message of a session's stream, at the verifier and at the drafter."""
+    if not 1 <= len(session_id) <= MAX_ID_CHARACTERS:
+        raise InvalidRequest.of("open.session_id", session_id, f"1 to {MAX_ID_CHARACTERS} characters")
+    if not tokens:
+        raise InvalidRequest.of("open.tokens", "empty", "at least one token")
+    if not 1 <= prompt_length <= len(tokens):
+        raise InvalidRequest.of("open.prompt_length", prompt_length, f"in [1, {len(tokens)}]")
+    check_tokens("open.tokens", tokens, vocab_size)
+    params.check(vocab_size)
+    steering.check()
+    if params.seed is None:
+        raise InvalidRequest.of("params.seed", "absent", "given: only the coordinator draws one")
+
+
+def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
     """Every id must exist in the target's vocabulary."""
     if tokens and max(tokens) >= vocab_size:
         index = next(i for i, token in enumerate(tokens) if token >= vocab_size)

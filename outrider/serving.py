@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 HEALTH_S = 0.1
+CANCEL_AGAIN_S = 1.0
 _MIB = 1024 * 1024
 
 
@@ -152,7 +153,8 @@ async def until(condition: Callable[[], bool], seconds: float, interval_s: float
 async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -> T:
     """The message that must open a stream, in time."""
     try:
-        return await asyncio.wait_for(anext(stream), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
     except TimeoutError as error:
         raise Expired(
             f"the stream said nothing for {timeout_s:g} s; its first message must be {what}",
@@ -182,13 +184,21 @@ def vital(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 
 @contextlib.asynccontextmanager
 async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Run tasks beside a block and end them with it."""
+    """Run tasks beside a block and end them with it.
+
+    A library on the way may swallow a cancellation that comes together with a
+    result (asyncio.wait_for in Python 3.11 does), so it is said again until
+    it is heard.
+    """
     running = [asyncio.create_task(task) for task in tasks]
     try:
         yield running
     finally:
-        for task in running:
-            task.cancel()
+        pending = set(running)
+        while pending:
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         await asyncio.gather(*running, return_exceptions=True)
 
 

@@ -21,12 +21,12 @@ from outrider.messages import (
     Steering,
     TokenKind,
     Verdict,
+    check_opening,
     check_tokens,
 )
 from outrider.sampling import History
 from outrider.tree import Block, GuessTree
 
-MAX_ID_CHARACTERS = 128
 MAX_TREE_NODES = 256
 MAX_BACKLOG = 64
 
@@ -45,17 +45,7 @@ class Opening:
 
     def check(self, model: ModelInfo) -> None:
         """Nothing that comes from outside is believed."""
-        if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:
-            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {MAX_ID_CHARACTERS} characters")
-        if not self.tokens:
-            raise InvalidRequest.of("open.tokens", "empty", "at least one token")
-        if not 1 <= self.prompt_length <= len(self.tokens):
-            raise InvalidRequest.of("open.prompt_length", self.prompt_length, f"in [1, {len(self.tokens)}]")
-        check_tokens("open.tokens", self.tokens, model.vocab_size)
-        self.params.check(model.vocab_size)
-        self.steering.check()
-        if self.params.seed is None:
-            raise InvalidRequest.of("params.seed", "absent", "given: the verifier draws none")
+        check_opening(self.session_id, self.tokens, self.prompt_length, self.params, self.steering, model.vocab_size)
         if self.prompt_length + self.params.max_tokens > model.context_length:
             raise InvalidRequest.of(
                 "params.max_tokens",

@@ -23,7 +23,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
-from tests.cluster import Output, ask, client, failure, follow, free_port, generate, until_async
+from tests.cluster import Output, ask, client, failure, follow, free_port, generate, generate_all, until_async
 from tests.contract.conftest import HEARTBEAT_MS, Greedy, House
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,6 +57,17 @@ async def test_generate_streams_text_tokens_and_kinds(
         assert output.stats.acceptance_length > 1
         assert sum(output.stats.accepted_per_position) == output.stats.accepted_tokens
         assert sum(output.stats.offered_per_position) == output.stats.draft_tokens
+
+
+async def test_short_outputs_end_while_their_drafter_is_being_attached(house: House) -> None:
+    """The end of the output and the drafter's answer come together in some of these: none may wait for ever."""
+    requests = [
+        ask([65 + number % 50], temperature=0.0, max_tokens=1 + number % 8, ignore_eos=True, gamma=4, drafter=drafter)
+        for number in range(200)
+        for drafter in ("model", "ngram")
+    ]
+    outputs = await generate_all(house.coordinator, requests, timeout=20)
+    assert [len(output.token_ids) for output in outputs] == [request.params.max_tokens for request in requests]
 
 
 async def test_tokens_as_input(house: House, loaded: LoadedModel, greedy: Greedy) -> None:

@@ -134,11 +134,12 @@ async def test_duplicates_and_stale_guesses_change_nothing(verifier: str, truth:
 
 async def test_patience_ends_with_a_plain_token(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=3, gamma=4, patience_us=150_000)
+        await stream.open(PROMPT, max_tokens=4, gamma=4, patience_us=150_000)
         verdicts = await stream.rest()
-    assert stream.tokens == truth[:3]
+    assert stream.tokens == truth[:4]
     assert all(verdict.last == TokenKind.PLAIN for verdict in verdicts)
-    assert all(verdict.timings.wait_us >= 150_000 for verdict in verdicts[1:])
+    assert all(verdict.timings.wait_us >= 150_000 for verdict in verdicts[1:-1])
+    assert verdicts[-1].timings.wait_us < 150_000, "no guess could be used for the last token"
 
 
 async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> None:

@@ -1,0 +1,67 @@
+"""The coordinator's gRPC edge for workers: they report, prove that they fit, and are in the roster while they stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from coordinator.roster import Roster
+from coordinator.settings import CoordinatorSettings
+from outrider import wire
+from outrider.errors import InvalidRequest, ModelMismatch
+from outrider.messages import WorkerInfo
+from outrider.serving import first_message
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.vocabulary import Vocabulary, refuse_difference
+
+
+class RegistryService(rpc.RegistryServicer):
+    def __init__(self, roster: Roster, settings: CoordinatorSettings) -> None:
+        self._roster = roster
+        self._settings = settings
+
+    async def Register(
+        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.RegisterReply]:
+        info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
+        if self._roster.target is not None and self._roster.vocabulary_differs(info):
+            yield pb.RegisterReply(send_vocabulary=True)
+            await _compare(self._roster.target.vocabulary, requests)
+        link = await self._roster.admit(info)
+        try:
+            yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
+            async for request in requests:
+                await self._roster.heard_from(_worker(request))
+        finally:
+            if link in self._roster.links():
+                # This call may be cancelled while it runs, but the worker must leave Redis too, or it comes back.
+                await asyncio.shield(self._roster.left(info.worker_id))
+
+
+async def _compare(target: Vocabulary, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+    """All of a vocabulary is read before it is judged: refusing somebody who is still sending would lose the reason."""
+    difference: ModelMismatch | None = None
+    async for request in requests:
+        if request.WhichOneof("message") != "vocabulary":
+            continue  # a heartbeat that was on its way
+        part = request.vocabulary
+        tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
+        try:
+            if difference is None:
+                refuse_difference(target, part.first_id, tokens, last=part.last)
+        except ModelMismatch as found:
+            difference = found
+        if part.last:
+            break
+    if difference is not None:
+        raise difference
+
+
+def _worker(request: pb.RegisterRequest) -> WorkerInfo:
+    if request.WhichOneof("message") != "worker":
+        raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "worker")
+    return wire.worker_from_proto(request.worker)
