@@ -8,6 +8,7 @@ token by token, that nothing is lost and nothing comes twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -40,6 +41,7 @@ from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 90.0
+STOP_S = 10.0
 POLL_S = 0.05
 _READY = re.compile(r"progress: ready at (\S+)")
 _LOG_TAIL = 4_000
@@ -346,7 +348,10 @@ async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]
         yield f"{settings.host}:{port}"
     finally:
         service.drain()
-        await service.stop()
+        # A service that a failed test has left stuck must not take the rest of the tests with it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await service.stop()
         await server.stop(None)
 
 

@@ -21,7 +21,7 @@ from tests.contract.conftest import drafter_serving, verifier_serving
 
 pytestmark = pytest.mark.timeout(60)
 
-GREEDY_BUDGET = 4.0  # bytes per guessed token, design.md section 5
+GREEDY_BUDGET = 4.0  # bytes per guessed token, beside framing
 PROBABILITIES_BUDGET = 200.0
 TOKENS = 200
 # Beside the guesses themselves the drafter's side of the socket carries, per message, what stats call framing: a
