@@ -1,0 +1,51 @@
+"""What an install brings, and that the lists kept by hand are whole."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import coordinator.settings
+import drafter.settings
+import verifier.settings
+from outrider.cli.app import app
+from outrider.config import PREFIX, VARIABLES, Settings
+
+ROOT = Path(__file__).parents[2]
+TOP_LEVEL = {"outrider", "drafter", "verifier", "coordinator", "loadtest"}
+SETTINGS = (
+    coordinator.settings.CoordinatorSettings,
+    drafter.settings.DrafterSettings,
+    verifier.settings.VerifierSettings,
+)
+
+
+def test_the_wheel_holds_our_packages_and_no_others() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for top in TOP_LEVEL
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert listed == found, "every package is listed by hand, so that proto and tests never become importable"
+    assert {name.split(".")[0] for name in listed} == TOP_LEVEL
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """An unknown OUTRIDER_ variable is refused; one that some command reads must not be."""
+    read = {PREFIX + name.upper() for settings in SETTINGS for name in settings.model_fields}
+    read |= set(_variables(typer.main.get_command(app)))
+    assert read | {"OUTRIDER_HOME"} == VARIABLES
+    assert all(issubclass(settings, Settings) for settings in SETTINGS)
+
+
+def _variables(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        named = parameter.envvar or ()
+        yield from [named] if isinstance(named, str) else named
+    for inner in getattr(command, "commands", {}).values():
+        yield from _variables(inner)
