@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.messages import MAX_GAMMA, Steering, Verdict
+from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TRIALS = 4.0
@@ -36,8 +36,12 @@ class Conditions:
     offer_rate: float  # share of steps for which the drafter has a guess at all
     draft_ms: float  # per guessed token
     link_ms: float  # from a verdict to the guess that follows it, drafting aside: both round trips
-    verify_ms: float  # a step with one row of this session
-    row_ms: float  # each further row
+    cost: CostCurve  # of a verifier's step, by its rows
+    other_rows: float = 0.0  # of the sessions that share our steps
+
+    def verify_ms(self, guesses: float) -> float:
+        """A step that checks so many guesses of ours."""
+        return self.cost.at(self.other_rows + 1.0 + guesses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,12 @@ def wait_ms(conditions: Conditions, gamma: int) -> float:
 def rate(conditions: Conditions, gamma: int) -> float:
     """Expected tokens per second with γ guesses per step."""
     if gamma == 0:
-        return 1000.0 / max(conditions.verify_ms, 1e-6)
+        return 1000.0 / max(conditions.verify_ms(0), 1e-6)
     offered = conditions.offer_rate
     tokens = offered * expected_tokens(conditions.acceptance, gamma) + (1.0 - offered)
     # A drafter without a guess says so after one link's time.
     wait = offered * wait_ms(conditions, gamma) + (1.0 - offered) * conditions.link_ms
-    verify = conditions.verify_ms + offered * gamma * conditions.row_ms
+    verify = offered * conditions.verify_ms(gamma) + (1.0 - offered) * conditions.verify_ms(0)
     return 1000.0 * tokens / max(wait + verify, 1e-6)
 
 
@@ -95,7 +99,10 @@ def patience_for(conditions: Conditions, gamma: int) -> float:
 
 @dataclass(slots=True)
 class CostLine:
-    """Step time as a line in the number of rows, fitted with exponential forgetting and held to a sane slope."""
+    """Step time as a line in the number of rows, fitted with exponential forgetting and held to a sane slope.
+
+    For verifiers that publish no curve.
+    """
 
     weight: float = 0.0
     rows: float = 0.0
@@ -143,6 +150,8 @@ class Estimator:
         self._history = PairHistory()
         self._link_ms: float | None = None
         self._cost = CostLine()
+        self._published = UNKNOWN_COST
+        self._pace: float | None = None  # steps seen, against what was published
         self._other_rows = 0.0  # of the sessions that share our steps
         self.start_from(PairHistory())
 
@@ -155,6 +164,11 @@ class Estimator:
         self._offer_rate = history.offer_rate
         self._draft_ms = history.draft_ms
 
+    def priced(self, published: CostCurve) -> None:
+        """A verifier was attached, and says what its steps take."""
+        self._published = published
+        self._pace = None
+
     def drafted(self, tokens: int, draft_us: int) -> None:
         """A guess arrived from the drafter."""
         if tokens:
@@ -164,7 +178,11 @@ class Estimator:
         """A verdict arrived. `asked` is the γ in force, `waited` whether the verifier was to wait for guesses."""
         timings = verdict.timings
         if timings.rows <= MAX_FITTED_ROWS:
-            self._cost.add(timings.rows, timings.step_us / 1000)
+            step_ms = timings.step_us / 1000
+            self._cost.add(timings.rows, step_ms)
+            if self._published.rows:
+                pace = step_ms / self._published.at(timings.rows)
+                self._pace = pace if self._pace is None else _smooth(self._pace, pace)
             self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
         if asked and (waited or verdict.offered):
             self._offer_rate = _smooth(self._offer_rate, 1.0 if verdict.offered else 0.0)
@@ -181,15 +199,20 @@ class Estimator:
 
     def conditions(self, round_trips_ms: float) -> Conditions:
         """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
-        one_row_ms, row_ms = self._cost.fit()
         return Conditions(
             acceptance=self.acceptance,
             offer_rate=self._offer_rate,
             draft_ms=self._draft_ms,
             link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
-            verify_ms=one_row_ms + row_ms * self._other_rows,
-            row_ms=row_ms,
+            cost=self._curve(),
+            other_rows=self._other_rows,
         )
+
+    def _curve(self) -> CostCurve:
+        """What the verifier published, at the pace of our own steps; without that, a line through them."""
+        if self._published.rows:
+            return self._published.scaled(self._pace or 1.0)
+        return CostCurve.line(*self._cost.fit())
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -259,7 +282,7 @@ class Controller:
     def _look(self, conditions: Conditions) -> Choice | None:
         """While plain wins: now and then take guesses if they come, without waiting for them."""
         # Plain steps that pass before a guess is there: it must reach beyond them.
-        late = min(MAX_GAMMA, math.ceil(conditions.link_ms / max(conditions.verify_ms, 1e-3)))
+        late = min(MAX_GAMMA, math.ceil(conditions.link_ms / max(conditions.verify_ms(0), 1e-3)))
         if self._probing:
             self._probing -= 1
             if self._probing == 0:

@@ -9,7 +9,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
 from outrider import wire
 from outrider.errors import InvalidRequest
-from outrider.messages import MAX_GAMMA, MAX_PATIENCE_US, check_tokens
+from outrider.messages import MAX_GAMMA, MAX_PATIENCE_US, check_salt, check_tokens
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000
@@ -40,7 +40,8 @@ def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSe
         )
     if params.seed is None:
         params = params.with_seed(secrets.randbits(64))
-    return SessionRequest(prompt, params, wish)
+    check_salt("cache_salt", request.cache_salt)
+    return SessionRequest(prompt, params, wish, request.cache_salt)
 
 
 def _wish(speculation: pb.Speculation) -> Wish:

@@ -30,12 +30,15 @@ class SessionRequest:
     prompt: tuple[int, ...]
     params: SamplingParams
     wish: Wish = Wish()
+    cache_salt: str = ""
 
     def to_json(self) -> str:
         params = asdict(self.params)
         params["verification"] = self.params.mode.name
         params["logit_bias"] = [[token, bias] for token, bias in self.params.logit_bias.items()]
-        return json.dumps({"prompt": self.prompt, "params": params, "wish": asdict(self.wish)})
+        return json.dumps(
+            {"prompt": self.prompt, "params": params, "wish": asdict(self.wish), "cache_salt": self.cache_salt}
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
@@ -45,7 +48,7 @@ class SessionRequest:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
-        return cls(tuple(data["prompt"]), SamplingParams(**params), Wish(**data["wish"]))
+        return cls(tuple(data["prompt"]), SamplingParams(**params), Wish(**data["wish"]), data.get("cache_salt", ""))
 
 
 @dataclass(slots=True)

@@ -32,12 +32,15 @@ class RegistryService(rpc.RegistryServicer):
             yield pb.RegisterReply(send_vocabulary=True)
             await _compare(self._roster.target.vocabulary, requests)
         link = await self._roster.admit(info)
+        link.registrations += 1
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
             async for request in requests:
                 await self._roster.heard_from(_worker(request))
         finally:
-            if link in self._roster.links():
+            link.registrations -= 1
+            # A worker that came back over a new stream stays when its old one ends.
+            if link in self._roster.links() and not link.registrations:
                 # This call may be cancelled while it runs, but the worker must leave Redis too, or it comes back.
                 await asyncio.shield(self._roster.left(info.worker_id))
 

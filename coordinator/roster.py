@@ -40,7 +40,7 @@ class Link:
         self.info = info
         self.sessions = 0  # that this coordinator has there
         self.round_trip_ms = 0.0
-        self.reported = False  # holds a registration stream to this coordinator
+        self.registrations = 0  # streams over which it reports to this coordinator
         self._failures = 0
         self._not_before = 0.0
         self._channel = grpc.aio.insecure_channel(info.address, options=channel_options())
@@ -120,7 +120,6 @@ class Roster:
         """
         await self._check(info)
         link = await self._put(info)
-        link.reported = True
         await self.heard_from(info)
         return link
 
@@ -197,7 +196,7 @@ class Roster:
     async def _learn(self, info: WorkerInfo) -> None:
         link = self._links.get(info.worker_id)
         if link is not None:
-            if not link.reported:
+            if not link.registrations:
                 link.info = replace(info, load=_fresher(link.info.load, info.load))
             self._seen[info.worker_id] = time.monotonic()
             return
@@ -213,7 +212,7 @@ class Roster:
         limit = LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
         for worker_id, link in list(self._links.items()):
             silent = time.monotonic() - self._seen.get(worker_id, 0.0) > limit
-            if silent and not link.reported and self._store.up and worker_id not in known:
+            if silent and not link.registrations and self._store.up and worker_id not in known:
                 await self._drop(worker_id)
 
     async def _check(self, info: WorkerInfo) -> None:
@@ -245,6 +244,11 @@ class Roster:
                     await self._drop(link.info.worker_id)
 
     async def _put(self, info: WorkerInfo) -> Link:
+        known = self._links.get(info.worker_id)
+        if known is not None and (known.info.address, known.info.role) == (info.address, info.role):
+            # The same worker again: sessions that hold its link must hear what it says from now on.
+            known.info = replace(info, load=_fresher(known.info.load, info.load))
+            return known
         await self._drop(info.worker_id)
         for link in self.links():
             if link.info.address == info.address and link.info.role is info.role:

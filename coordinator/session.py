@@ -161,6 +161,7 @@ class Session:
                 await verifier.opened()
                 link.worked()
                 self.record.verifier = link.info.worker_id
+                self._control.estimator.priced(link.info.load.cost)
                 self._verifier = verifier
                 async with background(self._keep_drafting(verifier)):
                     async for news in verifier.news():
@@ -293,6 +294,7 @@ class Session:
             prompt_length=len(request.prompt),
             params=wire.params_to_proto(request.params),
             steer=common.Steer(gamma=0),
+            cache_salt=request.cache_salt,
         )
 
     def _open_draft(self) -> draft.OpenDraft:
@@ -305,6 +307,7 @@ class Session:
             params=wire.params_to_proto(request.params),
             steer=common.Steer(gamma=self._control.gamma),
             vocab_size=self._target.info.vocab_size,
+            cache_salt=request.cache_salt,
         )
 
     # Keeping the output.

@@ -124,6 +124,7 @@ def _opening(request: pb.DraftRequest) -> Opening:
         prompt_length=given.prompt_length,
         params=wire.params_from_proto(given.params),
         vocab_size=given.vocab_size,
+        cache_salt=given.cache_salt,
         steering=wire.steering_from_proto(given.steer),
     )
 

@@ -29,11 +29,20 @@ class Opening:
     params: SamplingParams
     vocab_size: int
     steering: Steering = NO_STEERING
+    cache_salt: str = ""
 
     def check(self) -> None:
         if self.vocab_size < 1:
             raise InvalidRequest.of("open.vocab_size", self.vocab_size, "at least 1")
-        check_opening(self.session_id, self.tokens, self.prompt_length, self.params, self.steering, self.vocab_size)
+        check_opening(
+            self.session_id,
+            self.tokens,
+            self.prompt_length,
+            self.params,
+            self.steering,
+            self.vocab_size,
+            self.cache_salt,
+        )
 
 
 @dataclass(slots=True)
@@ -52,6 +61,7 @@ class Session:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
+        self._cache_salt = opening.cache_salt
         self.outbox: asyncio.Queue[Guess | None] = asyncio.Queue()
         self.rollbacks = 0
         self._vocab_size = opening.vocab_size
@@ -80,6 +90,7 @@ class Session:
             room=room,
             params=self.params,
             vocab_size=self._vocab_size,
+            cache_salt=self._cache_salt,
         )
 
     def take(self, draft: Draft, spent_us: int) -> None:

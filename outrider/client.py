@@ -114,13 +114,18 @@ class Client:
         patience_us: int | None = None,
         drafter: str = "",
         idempotency_key: str = "",
+        cache_salt: str = "",
     ) -> Iterator[Reply]:
-        """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
+        """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens.
+
+        Requests of equal `cache_salt` share what is cached of prompts that begin alike.
+        """
         request = pb.GenerateRequest(
             params=wire.params_to_proto(params or SamplingParams()),
             # With a key a request can be sent again when the answer to it was lost.
             idempotency_key=idempotency_key or secrets.token_hex(16),
             speculation=pb.Speculation(gamma=gamma, patience_us=patience_us, drafter=drafter),
+            cache_salt=cache_salt,
         )
         if prompt is not None:
             request.prompt = prompt

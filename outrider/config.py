@@ -25,12 +25,12 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ADVERTISE CHAT COORDINATORS DEVICE DRAFTER DRAFTERS DRAFTER_DEVICE DRAFT_CANDIDATES DRAIN_S DTYPE ENDPOINT "
-    "ENGINE GAMMA GAMMA_MAX GUESS_ROWS HEARTBEAT_MS HOME HOST JSON KIND KV_TOKENS LOG_JSON LOG_LEVEL "
-    "MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX "
-    "NGRAM_MIN OPEN_TIMEOUT_S PLAIN PORT PREFILL_ROWS REDIS_URL ROUNDS SEED SESSION_TTL_S "
-    "SHOW_GUESSES STOP SYSTEM TARGET TEMPERATURE THREADS TIMEOUT_S TOP_K TOP_P VERIFICATION VERIFIERS "
-    "WORKER_WAIT_S"
+    "ADVERTISE CHAT COMPILE COORDINATORS DEVICE DRAFTER DRAFTERS DRAFTER_DEVICE DRAFT_CANDIDATES DRAIN_S DTYPE "
+    "ENDPOINT ENGINE GAMMA GAMMA_MAX GUESS_ROWS HEARTBEAT_MS HOME HOST JSON KIND KV_TOKENS LOG_JSON LOG_LEVEL "
+    "MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN "
+    "OPEN_TIMEOUT_S PLAIN PLOT PORT PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS QUANTIZATION QUICK REDIS_URL ROUNDS "
+    "SEED SESSION_TTL_S SHOW_GUESSES STOP SYSTEM TARGET TEMPERATURE TENSOR_PARALLEL THREADS TIMEOUT_S TOP_K TOP_P "
+    "VERIFICATION VERIFIERS WORKER_WAIT_S"
 )
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
@@ -68,7 +68,15 @@ class WorkerSettings(Settings):
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
+    quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
+    compile: str = Field(
+        "auto", pattern="^(auto|on|off)$", description="Fast engine: auto, on (insist) or off (plain transformers)."
+    )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
+    kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
+    prefix_tokens: int = Field(
+        -1, ge=-1, description="Tokens of ended sessions kept for others that begin alike; -1: what suits the device."
+    )
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:

@@ -7,6 +7,7 @@ checked here, once, for every edge.
 
 from __future__ import annotations
 
+import bisect
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from outrider.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
 MAX_ID_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
 MAX_STOP_IDS = 256
@@ -206,6 +208,7 @@ class VerifyTimings:
     sessions: int = 1
     rows: int = 1
     session_rows: int = 1
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +249,52 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CostCurve:
+    """How long a step takes by the tokens that go through it: the line between two points, the last slope after them.
+
+    Without points it is not known.
+    """
+
+    rows: tuple[int, ...] = ()
+    ms: tuple[float, ...] = ()
+
+    @classmethod
+    def line(cls, first_ms: float, row_ms: float) -> CostCurve:
+        """So much for one row, so much for every further one."""
+        return cls((1, 2), (first_ms, first_ms + row_ms))
+
+    def at(self, rows: float) -> float:
+        if len(self.rows) < 2 or rows <= self.rows[0]:
+            return self.ms[0]
+        after = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
+        before = after - 1
+        slope = (self.ms[after] - self.ms[before]) / (self.rows[after] - self.rows[before])
+        return self.ms[before] + slope * (rows - self.rows[before])
+
+    def rows_within(self, ms: float, most: int) -> int:
+        """The most rows, up to `most`, that take no longer."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.at(middle) <= ms else (low, middle - 1)
+        return low
+
+    def scaled(self, factor: float) -> CostCurve:
+        return replace(self, ms=tuple(ms * factor for ms in self.ms))
+
+
+UNKNOWN_COST = CostCurve()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     sessions: int = 0
     waiting: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     step_ms: float = 0.0
+    cost: CostCurve = UNKNOWN_COST
+    kv_tokens_idle: int = 0
 
 
 class Role(enum.IntEnum):
@@ -279,6 +322,7 @@ def check_opening(
     params: SamplingParams,
     steering: Steering,
     vocab_size: int,
+    cache_salt: str = "",
 ) -> None:
     """What must hold of the first message of a session's stream, at the verifier and at the drafter."""
     if not 1 <= len(session_id) <= MAX_ID_CHARACTERS:
@@ -288,10 +332,16 @@ def check_opening(
     if not 1 <= prompt_length <= len(tokens):
         raise InvalidRequest.of("open.prompt_length", prompt_length, f"in [1, {len(tokens)}]")
     check_tokens("open.tokens", tokens, vocab_size)
+    check_salt("open.cache_salt", cache_salt)
     params.check(vocab_size)
     steering.check()
     if params.seed is None:
         raise InvalidRequest.of("params.seed", "absent", "given: only the coordinator draws one")
+
+
+def check_salt(name: str, salt: str) -> None:
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest.of(name, f"{len(salt)} characters", f"at most {MAX_SALT_CHARACTERS} characters")
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:

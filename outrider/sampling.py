@@ -14,7 +14,7 @@ import torch
 
 from outrider.messages import WHOLE, Distribution, SamplingParams, TokenLogprobs
 
-_NUCLEUS_FIRST_LOOK = 1024
+_NUCLEUS_LOOKS = (128, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,13 @@ def adjust(
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
     """Temperature and cuts on adjusted logits.  # [rows, vocab]"""
     vocab = logits.shape[-1]
-    scaled = logits.to(torch.float64) / params.temperature
     if 0 < params.top_k < vocab:
-        values, ids = scaled.topk(params.top_k, dim=-1)
-        return _cut(values, ids, torch.softmax(values, dim=-1), params)
-    probs = torch.softmax(scaled, dim=-1)
+        values, ids = logits.topk(params.top_k, dim=-1)
+        return _cut(ids, torch.softmax(values.to(torch.float64) / params.temperature, dim=-1), params)
+    probs = torch.softmax(logits.to(torch.float64) / params.temperature, dim=-1)
     if params.top_p < 1.0:
         top, ids = _sorted_nucleus(probs, params.top_p)
-        return _cut(top, ids, top, params)
+        return _cut(ids, top, params)
     ids = torch.arange(vocab, device=logits.device)
     if params.min_p > 0.0:
         probs = probs * (probs >= params.min_p * probs.amax(dim=-1, keepdim=True))
@@ -101,10 +100,12 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
 
 def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Enough ids for the nucleus, likeliest first, equals by id: a row comes out alike whatever its neighbours need."""
-    vocab = probs.shape[-1]
-    if vocab > _NUCLEUS_FIRST_LOOK:
-        # The nucleus is nearly always among the first thousand: sorting all ids is for the rest.
-        top, ids = probs.topk(_NUCLEUS_FIRST_LOOK, dim=-1)
+    for look in _NUCLEUS_LOOKS:
+        # The nucleus is mostly among the first hundred and nearly always among the first thousand: sorting all ids is
+        # for the rest.
+        if look >= probs.shape[-1]:
+            break
+        top, ids = probs.topk(look, dim=-1)
         ids, order = ids.sort(dim=-1)
         top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
         # The last ones may have equals that were not taken: they must not be needed.
@@ -114,7 +115,7 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, to
     return probs.sort(dim=-1, descending=True, stable=True)
 
 
-def _cut(values: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
+def _cut(ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
     """Top-p and min-p on rows sorted by falling probability."""
     if params.top_p < 1.0:
         before = probs.cumsum(dim=-1) - probs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -9,6 +10,8 @@ import grpc
 
 from outrider.errors import KINDS, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.messages import (
+    UNKNOWN_COST,
+    CostCurve,
     Distribution,
     Features,
     FinishReason,
@@ -148,6 +151,7 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
             sessions=timings.sessions,
             rows=timings.rows,
             session_rows=timings.session_rows,
+            cached_tokens=timings.cached_tokens,
         ),
         logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
     )
@@ -173,6 +177,7 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
             sessions=timings.sessions,
             rows=timings.rows,
             session_rows=timings.session_rows,
+            cached_tokens=timings.cached_tokens,
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in proto.logprobs),
         features=features_from_proto(proto.features) if proto.HasField("features") else None,
@@ -232,11 +237,30 @@ def load_to_proto(load: WorkerLoad) -> common.WorkerLoad:
         kv_tokens_used=load.kv_tokens_used,
         kv_tokens_total=load.kv_tokens_total,
         step_ms=load.step_ms,
+        cost=common.CostCurve(rows=load.cost.rows, ms=load.cost.ms),
+        kv_tokens_idle=load.kv_tokens_idle,
     )
 
 
 def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
-    return WorkerLoad(proto.sessions, proto.waiting, proto.kv_tokens_used, proto.kv_tokens_total, proto.step_ms)
+    return WorkerLoad(
+        sessions=proto.sessions,
+        waiting=proto.waiting,
+        kv_tokens_used=proto.kv_tokens_used,
+        kv_tokens_total=proto.kv_tokens_total,
+        step_ms=proto.step_ms,
+        cost=_cost_from_proto(proto.cost),
+        kv_tokens_idle=proto.kv_tokens_idle,
+    )
+
+
+def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
+    """A curve that makes no sense counts as none."""
+    rows, ms = tuple(proto.rows), tuple(proto.ms)
+    ascending = all(a < b for a, b in pairwise((0, *rows)))
+    if len(rows) != len(ms) or not ascending or not all(0 < value < math.inf for value in ms):
+        return UNKNOWN_COST
+    return CostCurve(rows, ms)
 
 
 def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:

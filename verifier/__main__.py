@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
-from outrider.config import main
+from outrider.config import flags, main
 from outrider.engine.instant import InstantEngine
-from outrider.engine.load import load_model
+from outrider.engine.load import EngineOptions, load_model
+from outrider.engine.parallel import Team, follow, ranks
+from outrider.logs import set_up_logs
 from outrider.serving import Service
 from outrider.tokenizer import save_tokenizer
 from outrider.worker import run_worker
@@ -20,22 +23,38 @@ from verifier.settings import VerifierSettings
 log = structlog.get_logger(__name__)
 
 
-def build(settings: VerifierSettings, scratch: Path, progress: Callable[[str], None]) -> VerifierService:
+def build(
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], team: Team | None
+) -> VerifierService:
     if settings.engine == "instant":
         log.warning("engine 'instant' holds no model: for measuring overhead only")
         instant = InstantEngine()
         return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings)
-    loaded = load_model(settings.target, device=settings.device, dtype=settings.dtype, progress=progress)
-    return VerifierService(loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, scratch), settings)
+    loaded = load_model(settings.target, EngineOptions.of(settings), progress, team)
+    files = save_tokenizer(loaded.tokenizer, scratch)
+    return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost)
 
 
-def run(settings: VerifierSettings) -> None:
+def serve(settings: VerifierSettings, team: Team | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
 
         def built(progress: Callable[[str], None]) -> Service:
-            return build(settings, Path(scratch), progress)
+            return build(settings, Path(scratch), progress, team)
 
         run_worker(settings, built)
+
+
+def run(settings: VerifierSettings) -> None:
+    if settings.tensor_parallel == 1:
+        serve(settings)
+        return
+    set_up_logs(settings.log_level, as_json=settings.log_json)
+    command = [sys.executable, "-m", "verifier", *flags(settings)]
+    with ranks(settings.tensor_parallel, settings, command) as team:
+        if team.leads:
+            serve(settings, team)
+        else:
+            follow(load_model(settings.target, EngineOptions.of(settings), team=team).engine, team)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from outrider import acceptance, sampling
 from outrider.acceptance import Chance, Outcome
 from outrider.drawing import shared_draw
+from outrider.engine import StepResult
 from outrider.messages import SamplingParams, TokenLogprobs, Verification
 from outrider.sampling import History
 from outrider.tree import Block
@@ -29,17 +31,40 @@ def judge(
     params: SamplingParams,
     history: History | None,
     chance: Chance,
+    likeliest: Sequence[int] = (),
 ) -> Judgement:
-    """`logits` answers row 0, the token at position − 1, and each guess of the block.  # [1 + guesses, vocab]"""
+    """`logits` answers row 0, the token at position − 1, and each guess of the block.  # [1 + guesses, vocab]
+
+    `likeliest` is the argmax of each row, where somebody has it already.
+    """
+    if likeliest and params.logprobs is None and plainly_greedy(params):
+        outcome = acceptance.walk(block.tokens, block.parents, likeliest)
+        return Judgement(outcome, _tokens(block, outcome), ())
     paths = [block.path_to(row) for row in range(len(block.tokens) + 1)] if history or block.tokens else [[]]
     adjusted = sampling.adjust(logits, params, history, paths)
     outcome = _outcome(adjusted, block, paths, position, params, chance)
-    tokens = (*(block.tokens[row - 1] for row in outcome.path), outcome.final)
+    tokens = _tokens(block, outcome)
     found: Sequence[TokenLogprobs] = ()
     if params.logprobs is not None:
         rows = torch.tensor([0, *outcome.path], device=logits.device)
         found = sampling.logprobs(logits[rows], tokens, params.logprobs)
     return Judgement(outcome, tokens, tuple(found))
+
+
+def plainly_greedy(params: SamplingParams) -> bool:
+    return params.greedy and not params.penalised and not params.logit_bias
+
+
+def likeliest_of_all(done: StepResult, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """The argmax of every row of a step at once, per Rows; empty when no session of it draws that way."""
+    if not any(plainly_greedy(each) for each in params):
+        return [[] for _ in done.logits]
+    rows = iter(done.together.argmax(dim=-1).tolist())
+    return [list(islice(rows, len(part))) for part in done.logits]
+
+
+def _tokens(block: Block, outcome: Outcome) -> tuple[int, ...]:
+    return (*(block.tokens[row - 1] for row in outcome.path), outcome.final)
 
 
 def _outcome(

@@ -19,10 +19,12 @@ import structlog
 import torch
 
 from outrider.engine import Engine, Rows
+from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
-from outrider.messages import Features, FinishReason, Verdict, VerifyTimings, WorkerLoad
+from outrider.messages import UNKNOWN_COST, CostCurve, Features, FinishReason, Verdict, VerifyTimings, WorkerLoad
 from outrider.tree import Block
-from verifier.judge import Judgement, judge
+from verifier.judge import Judgement, judge, likeliest_of_all
+from verifier.pace import Pace
 from verifier.session import Opening, Session, last_kind
 
 log = structlog.get_logger(__name__)
@@ -38,6 +40,7 @@ class Limits:
     max_waiting: int
     kv_tokens: int
     prefill_rows: int  # prompt tokens cached per step, all sessions together
+    prefill_stretch: float  # how many times as long they may make a step while others decode
     guess_rows: int  # guesses checked per session and step
 
 
@@ -50,6 +53,10 @@ class Work:
     block: Block
     judged: bool  # False: a piece of the prompt, nothing to decide
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.pending) + len(self.block.tokens)
+
     def rows(self) -> Rows:
         offset = len(self.pending) - 1
         if not self.judged:
@@ -58,7 +65,8 @@ class Work:
         return Rows(
             self.session.key,
             self.pending + self.block.tokens,
-            parents if self.block.tokens else (),
+            # Most blocks are chains, which the engine masks without looking at every pair of rows.
+            parents if parents != tuple(range(-1, len(parents) - 1)) else (),
             logits_from=offset,
         )
 
@@ -77,9 +85,10 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, limits: Limits) -> None:
+    def __init__(self, engine: Engine, limits: Limits, cost: CostCurve = UNKNOWN_COST) -> None:
         self._engine = engine
         self._limits = limits
+        self._pace = Pace(cost)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
@@ -106,11 +115,11 @@ class Scheduler:
                 limit=f"at least {known}",
             )
         session = Session(opening, self._engine.info, self._engine.device)
-        if session.reserved_tokens > self._limits.kv_tokens:
+        if self._needs(session) > self._limits.kv_tokens:
             raise InvalidRequest.of(
                 "params.max_tokens",
                 opening.params.max_tokens,
-                f"at most {self._limits.kv_tokens - session.reserved_tokens + opening.params.max_tokens}: "
+                f"at most {max(0, self._limits.kv_tokens - session.prompt_length - self._limits.guess_rows)}: "
                 f"this verifier's cache holds {self._limits.kv_tokens} tokens",
             )
         self._remember_epoch(opening.session_id, opening.epoch)
@@ -141,7 +150,7 @@ class Scheduler:
         session.end(error)
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
-            self._reserved -= session.reserved_tokens
+            self._reserved -= self._needs(session)
             self._gone.append(session)
         else:
             self._waiting.remove(session)
@@ -161,6 +170,8 @@ class Scheduler:
             kv_tokens_used=self._reserved,
             kv_tokens_total=self._limits.kv_tokens,
             step_ms=self._step_ms,
+            cost=self._pace.curve(),
+            kv_tokens_idle=self._engine.idle_tokens,
         )
 
     # The loop.
@@ -171,6 +182,7 @@ class Scheduler:
             self._wake.clear()
             self._free_gone()
             self._admit()
+            self._begin()
             work, wait_s = self._schedule()
             if not work:
                 await self._sleep(wait_s)
@@ -189,30 +201,52 @@ class Scheduler:
         for session in [*self._sessions.values(), *self._waiting]:
             self.close(session, Unavailable("this verifier is leaving"))
         self._thread.shutdown(wait=True)
+        self._free_gone()
+
+    def _begin(self) -> None:
+        """New sessions start from what is in the cache of their prompt already."""
+        for session in self._sessions.values():
+            if not session.begun:
+                session.begun = True
+                session.cached = session.found = self._engine.adopt(session.key, session.committed, session.cache_salt)
 
     def _schedule(self) -> tuple[list[Work], float | None]:
         """What the next step does; when nothing, how long at most to wait (None: until woken)."""
         now = time.monotonic()
         work: list[Work] = []
+        prompts: list[Session] = []
+        decoding = 0
         soonest: float | None = None
-        prompt_rows = self._limits.prefill_rows
         for session in self._sessions.values():
             if session.stalls():
                 continue  # nobody reads: nothing is gained by going on
             pending = session.committed[session.cached :]
             if len(pending) > 1:
-                taken = pending[:prompt_rows]
-                prompt_rows -= len(taken)
-                if taken:
-                    whole = len(taken) == len(pending)
-                    work.append(Work(session, tuple(taken), Block(), judged=whole))
+                prompts.append(session)
                 continue
+            decoding += 1
             due = session.due(now)
             if due <= now:
                 work.append(Work(session, tuple(pending), session.block(self._limits.guess_rows), judged=True))
             elif soonest is None or due < soonest:
                 soonest = due
+        work += self._pieces(prompts, sum(item.num_rows for item in work), decoding)
         return work, None if soonest is None else max(0.0, soonest - now)
+
+    def _pieces(self, prompts: list[Session], rows: int, decoding: int) -> list[Work]:
+        """As much of the prompts as the others can bear, the oldest first."""
+        room = self._limits.prefill_rows
+        if decoding:
+            room = self._pace.prompt_rows(max(rows, decoding), self._limits.prefill_stretch, room)
+        pieces: list[Work] = []
+        for session in prompts:
+            taken = session.committed[session.cached : session.cached + room]
+            if not taken:
+                break
+            room -= len(taken)
+            whole = session.cached + len(taken) == len(session.committed)
+            pieces.append(Work(session, tuple(taken), Block(), judged=whole))
+        return pieces
 
     def _execute(self, work: list[Work]) -> Step:
         """In the engine's thread: one forward pass, then each session's judgement."""
@@ -220,6 +254,7 @@ class Scheduler:
         wants_features = any(item.session.features and item.judged for item in work)
         done = self._engine.extend([item.rows() for item in work], features=wants_features)
         forward = time.perf_counter()
+        likeliest = likeliest_of_all(done, [item.session.params for item in work if item.judged])
         results: list[Result] = []
         for index, item in enumerate(work):
             session = item.session
@@ -233,6 +268,7 @@ class Scheduler:
                 session.params,
                 session.history,
                 session.chance,
+                likeliest[index],
             )
             offset = len(item.pending) - 1
             kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
@@ -245,8 +281,9 @@ class Scheduler:
         return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
 
     def _commit(self, work: list[Work], step: Step, started: float) -> None:
-        rows = sum(len(item.pending) + len(item.block.tokens) for item in work)
+        rows = sum(item.num_rows for item in work)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        self._pace.took(rows, step.step_us / 1000, prompts=any(len(item.pending) > 1 for item in work))
         for item, result in zip(work, step.results, strict=True):
             session = item.session
             if session.closed:
@@ -262,8 +299,10 @@ class Scheduler:
                 step_us=step.step_us,
                 sessions=len(work),
                 rows=rows,
-                session_rows=len(item.pending) + len(item.block.tokens),
+                session_rows=item.num_rows,
+                cached_tokens=session.found,
             )
+            session.found = 0
             verdict = _verdict(item, result, timings)
             session.commit(verdict)
             if verdict.finish_reason is not FinishReason.NONE:
@@ -281,13 +320,18 @@ class Scheduler:
         while self._waiting and self._fits(self._waiting[0]):
             session = self._waiting.popleft()
             self._sessions[session.id] = session
-            self._reserved += session.reserved_tokens
+            self._reserved += self._needs(session)
 
     def _fits(self, session: Session) -> bool:
         return (
             len(self._sessions) < self._limits.max_sessions
-            and self._reserved + session.reserved_tokens <= self._limits.kv_tokens
+            and self._reserved + self._needs(session) <= self._limits.kv_tokens
         )
+
+    def _needs(self, session: Session) -> int:
+        """Room in the cache, in whole pages, that a session may come to need: a step never finds the cache full."""
+        tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
+        return pages_for(tokens) * PAGE_TOKENS
 
     def _free_gone(self) -> None:
         for session in self._gone:

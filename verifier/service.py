@@ -14,7 +14,7 @@ from outrider import wire
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.messages import Role, WorkerInfo
+from outrider.messages import UNKNOWN_COST, CostCurve, Role, WorkerInfo
 from outrider.serving import background, first_message, vital
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
@@ -35,7 +35,12 @@ class VerifierService(rpc.VerifierServicer):
     names: tuple[str, ...] = ("outrider.v1.Verifier",)
 
     def __init__(
-        self, engine: Engine, vocabulary: Vocabulary, tokenizer_files: dict[str, Path], settings: VerifierSettings
+        self,
+        engine: Engine,
+        vocabulary: Vocabulary,
+        tokenizer_files: dict[str, Path],
+        settings: VerifierSettings,
+        cost: CostCurve = UNKNOWN_COST,
     ) -> None:
         self._engine = engine
         self._settings = settings
@@ -47,8 +52,10 @@ class VerifierService(rpc.VerifierServicer):
                 max_waiting=settings.max_waiting,
                 kv_tokens=settings.kv_tokens,
                 prefill_rows=settings.prefill_rows,
+                prefill_stretch=settings.prefill_stretch,
                 guess_rows=settings.guess_rows,
             ),
+            cost,
         )
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary)
@@ -162,6 +169,7 @@ def _opening(request: pb.VerifyRequest) -> Opening:
         params=wire.params_from_proto(given.params),
         steering=wire.steering_from_proto(given.steer),
         features=given.features,
+        cache_salt=given.cache_salt,
     )
 
 

@@ -42,10 +42,19 @@ class Opening:
     params: SamplingParams
     steering: Steering = NO_STEERING
     features: bool = False
+    cache_salt: str = ""
 
     def check(self, model: ModelInfo) -> None:
         """Nothing that comes from outside is believed."""
-        check_opening(self.session_id, self.tokens, self.prompt_length, self.params, self.steering, model.vocab_size)
+        check_opening(
+            self.session_id,
+            self.tokens,
+            self.prompt_length,
+            self.params,
+            self.steering,
+            model.vocab_size,
+            self.cache_salt,
+        )
         if self.prompt_length + self.params.max_tokens > model.context_length:
             raise InvalidRequest.of(
                 "params.max_tokens",
@@ -97,7 +106,10 @@ class Session:
         self.history = (
             History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
         )
+        self.cache_salt = opening.cache_salt
         self.cached = 0
+        self.found = 0  # tokens that were in the cache before
+        self.begun = False
         self.gamma = 0
         self.patience_s = 0.0
         self.idle_since = time.monotonic()
@@ -114,10 +126,6 @@ class Session:
     def key(self) -> str:
         """Name of the cache in the engine: streams of different epochs never share one."""
         return f"{self.id}@{self.epoch}@{id(self)}"
-
-    @property
-    def reserved_tokens(self) -> int:
-        return self.prompt_length + self.params.max_tokens + MAX_GAMMA
 
     @property
     def remaining(self) -> int:

@@ -17,7 +17,10 @@ class VerifierSettings(WorkerSettings):
         pattern="^(transformers|instant)$",
         description="transformers; or instant, a stand-in without a model for measuring overhead only.",
     )
-    kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
+    tensor_parallel: int = Field(1, ge=1, description="Processes that share the model, on CUDA each with its device.")
     max_waiting: int = Field(256, ge=0, description="Sessions that may wait for room before new ones are refused.")
-    prefill_rows: int = Field(512, ge=1, description="Prompt tokens cached per step, all sessions together.")
+    prefill_rows: int = Field(512, ge=1, description="Prompt tokens cached per step, all sessions together, at most.")
+    prefill_stretch: float = Field(
+        1.6, ge=1.1, le=1000, description="While others decode, prompts may make a step so many times as long."
+    )
     guess_rows: int = Field(32, ge=1, le=256, description="Guesses checked per session and step.")

@@ -30,6 +30,7 @@ class Ask:
     room: int
     params: SamplingParams
     vocab_size: int
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

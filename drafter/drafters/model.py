@@ -11,8 +11,8 @@ from drafter.settings import DrafterSettings
 from outrider import noise, sampling
 from outrider.drawing import shared_draw
 from outrider.engine import Engine, Rows
-from outrider.engine.load import load_model
-from outrider.errors import StartupError
+from outrider.engine.load import EngineOptions, load_model
+from outrider.errors import Overloaded, StartupError
 from outrider.messages import Distribution, ModelInfo
 from outrider.sampling import History
 from outrider.vocabulary import Vocabulary
@@ -34,24 +34,41 @@ class ModelDrafter:
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         able = [ask for ask in asks if len(ask.tokens) < self.info.context_length]
-        batch = [self._rows(ask) for ask in able]
         drafts: dict[str, Draft] = {}
-        if batch:
-            result = self._engine.extend(batch)
+        while able:
+            batch = [self._rows(ask) for ask in able]
+            try:
+                result = self._engine.extend(batch)
+            except Overloaded:
+                self._make_room(able)
+                continue
             for ask, rows, logits in zip(able, batch, result.logits, strict=True):
                 cached = self._cached[ask.session]
                 cached.extend(rows.tokens)
                 # A prompt longer than a step's share is not through yet: ask again.
                 drafts[ask.session] = self._draw(ask, logits) if len(cached) == len(ask.tokens) else Draft()
+            break
         return [drafts.get(ask.session, Draft(done=True)) for ask in asks]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
         self._cached.pop(session, None)
 
+    def _make_room(self, able: list[Ask]) -> None:
+        """The cache is full: give up the session that was drafted longest ago; when there is no other, one that asks.
+
+        What is given up is cached again when it is asked for again.
+        """
+        asking = {ask.session for ask in able}
+        idle = next((session for session in self._cached if session not in asking), None)
+        self.forget(idle or able.pop().session)
+
     def _rows(self, ask: Ask) -> Rows:
         """Roll back to what is still true, then the tokens not seen yet."""
-        cached = self._cached.setdefault(ask.session, [])
+        cached = self._cached.pop(ask.session, None)
+        if cached is None:
+            cached = list(ask.tokens[: self._engine.adopt(ask.session, ask.tokens, ask.cache_salt)])
+        self._cached[ask.session] = cached  # the last of them is the one asked for last
         same = _common(cached, ask.tokens)
         same = min(same, len(ask.tokens) - 1)  # the last one must go through for its logits
         del cached[same:]
@@ -103,5 +120,5 @@ def _only_best(logits: torch.Tensor, count: int) -> torch.Tensor:
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
     if not settings.model:
         raise StartupError("kind model needs --model", field="model", value="", limit="a directory, file or hub id")
-    loaded = load_model(settings.model, device=settings.device, dtype=settings.dtype, progress=progress)
+    loaded = load_model(settings.model, EngineOptions.of(settings), progress)
     return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates)

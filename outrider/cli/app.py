@@ -35,6 +35,7 @@ app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(doctor.doctor)
 bench_app.command()(bench.overhead)
+bench_app.command()(bench.engine)
 
 
 @app.command(

@@ -80,6 +80,17 @@ def _torch() -> Iterator[Finding]:
     else:
         text = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
         yield Finding("device", "note", f"CPU only: {text}", "for large targets install a CUDA build of torch")
+    yield from _kernels()
+
+
+def _kernels() -> Iterator[Finding]:
+    build = importlib.import_module("outrider.engine.native.build")
+    try:
+        build.library()
+    except build.NoCompiler as error:
+        yield Finding("kernels", "note", str(error), "for full speed on a CPU install one (Debian: gcc)")
+        return
+    yield Finding("kernels", "ok", "the fast engine for CPUs can run here")
 
 
 def _memory() -> Iterator[Finding]:

@@ -45,6 +45,8 @@ class Plan:
     threads: int = 0
     kv_tokens: int = 65_536
     engine: str = "transformers"
+    quantization: str = "none"
+    compile: str = "auto"
     log_level: str = "info"
     log_json: bool = False
 
@@ -99,6 +101,10 @@ class Stack:
                 self.plan.engine,
                 "--kv-tokens",
                 str(self.plan.kv_tokens),
+                "--quantization",
+                self.plan.quantization,
+                "--compile",
+                self.plan.compile,
             ]
             self._spawn(f"verifier-{i + 1}", "verifier", [*common, *flags, "--device", self.plan.device])
         for i, (kind, model) in enumerate(self.plan.drafters):

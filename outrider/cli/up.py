@@ -32,6 +32,8 @@ Port = Annotated[int, options.option("--port", "Port of the first coordinator; f
 Device = Annotated[str, options.option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
 DrafterDevice = Annotated[str, options.option("--drafter-device", "Device of the drafters.")]
 Dtype = Annotated[str, options.option("--dtype", "auto, float32, bfloat16 or float16.")]
+Quantization = Annotated[str, options.option("--quantization", "The target's weights: none or int8 (on a CPU).")]
+Compile = Annotated[str, options.option("--compile", "Fast engine: auto, on (insist) or off (plain transformers).")]
 Threads = Annotated[int, options.option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
 
 
@@ -46,6 +48,8 @@ def up(
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     dtype: Dtype = "auto",
+    quantization: Quantization = "none",
+    compile: Compile = "auto",  # noqa: A002
     threads: Threads = 0,
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
@@ -62,6 +66,8 @@ def up(
         device=device,
         drafter_device=drafter_device,
         dtype=dtype,
+        quantization=quantization,
+        compile=compile,
         threads=threads,
         kv_tokens=kv_tokens,
         log_level=log_level,

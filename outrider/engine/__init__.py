@@ -1,6 +1,5 @@
 """The engine: a model with the KV caches of many sessions. One engine serves drafter and verifier alike."""
 
 from outrider.engine.interface import Engine, Rows, StepResult
-from outrider.engine.transformers_engine import TransformersEngine
 
-__all__ = ["Engine", "Rows", "StepResult", "TransformersEngine"]
+__all__ = ["Engine", "Rows", "StepResult"]

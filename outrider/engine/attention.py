@@ -2,8 +2,8 @@
 
 Registered with transformers under one name, so that any model whose
 attention goes through its attention interface runs here unchanged. The model
-hands over queries, keys and values of all sessions at once; each session's
-part is written to its own cache and attends to nothing else.
+hands over queries, keys and values of all sessions at once; keys and values
+go to their pages, and each session's rows attend to its own pages only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from outrider.engine.interface import Rows
-from outrider.engine.kv import SessionCache
+from outrider.engine.kv import KvStore, Where
+from outrider.engine.paged import Segment, Step
+from outrider.engine.pages import PAGE_TOKENS
 
 NAME = "outrider_ragged"
 
@@ -24,43 +25,53 @@ current_step: ContextVar[RaggedStep] = ContextVar("current_step")
 
 
 @dataclass(slots=True)
-class Segment:
-    """One session's share of a step."""
+class Part:
+    """One session's share of a step, as attention sees it."""
 
-    cache: SessionCache
-    rows: Rows
-    start: int
-    end: int
+    segment: Segment
+    device: torch.device
+    where: Where = field(init=False)  # its tokens, cached and new
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+    def __post_init__(self) -> None:
+        pages, length = self.segment.pages, self.segment.base + self.segment.count
+        first = pages[0]
+        if all(page == first + i for i, page in enumerate(pages)):
+            self.where = slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
+        else:
+            starts = torch.tensor(pages)[:, None] * PAGE_TOKENS
+            self.where = (starts + torch.arange(PAGE_TOKENS)).flatten()[:length].to(self.device)
+
+    def new_slots(self) -> torch.Tensor:
+        base = self.segment.base
+        if isinstance(self.where, slice):
+            return torch.arange(self.where.start + base, self.where.stop, device=self.device)
+        return self.where[base:]
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
         """Which cached and new tokens each new row sees, made once per step; None: all.  # [rows, cached + rows]"""
         if window not in self.masks:
-            self.masks[window] = self._make_mask(window, device)
+            self.masks[window] = self._make_mask(window)
         return self.masks[window]
 
-    def _make_mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        old, new = self.cache.length, self.end - self.start
+    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+        old, new = self.segment.base, self.segment.count
         if new == 1 and (window is None or old + 1 <= window):
             return None
-        among = torch.ones((new, new), dtype=torch.bool).tril()
-        if self.rows.parents:
-            among = torch.eye(new, dtype=torch.bool)
-            for row, parent in enumerate(self.rows.parents):
-                if parent >= 0:
-                    among[row] |= among[parent]
-        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), among], dim=1)
+        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.sees()], dim=1)
         if window is not None:
-            depths = torch.tensor(self.rows.depths())
+            depths = torch.tensor(self.segment.rows.depths())
             key_positions = torch.cat([torch.arange(old), depths + old])
             mask &= key_positions[None, :] > (depths[:, None] + old - window)
-        return mask.to(device)
+        return mask.to(self.device)
 
 
-@dataclass(slots=True)
 class RaggedStep:
-    segments: list[Segment]
-    layers_run: int = 0
+    def __init__(self, step: Step, store: KvStore, device: torch.device) -> None:
+        self.store = store
+        self.parts = [Part(segment, device) for segment in step.segments]
+        self.slots = torch.cat([part.new_slots() for part in self.parts])
+        self.layers_run = 0
 
 
 def ragged_attention(
@@ -83,13 +94,14 @@ def ragged_attention(
     group = heads // kv_heads
     scale = scaling if scaling is not None else dim**-0.5
     out = query.new_empty((1, query.shape[2], heads, value.shape[3]))
-    for segment in step.segments:
-        new = segment.end - segment.start
-        here = slice(segment.start, segment.end)
-        keys, values = segment.cache.write(layer, key[0, :, here], value[0, :, here])
+    step.store.write(layer, step.slots, key[0], value[0])
+    for part in step.parts:
+        new = part.segment.count
+        here = slice(part.segment.start, part.segment.end)
+        keys, values = step.store.read(layer, part.where)
         # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
         grouped = query[0, :, here].reshape(kv_heads, group * new, dim)
-        mask = segment.mask(sliding_window, query.device)
+        mask = part.mask(sliding_window)
         if mask is not None and group > 1:
             mask = mask.repeat(group, 1)
         if softcap is None and s_aux is None:

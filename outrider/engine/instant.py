@@ -43,8 +43,19 @@ class InstantEngine:
         self._lengths: dict[str, int] = {}
 
     @property
+    def capacity_tokens(self) -> int:
+        return 1 << 30
+
+    @property
     def cached_tokens(self) -> int:
         return sum(self._lengths.values())
+
+    @property
+    def idle_tokens(self) -> int:
+        return 0
+
+    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return 0
 
     def length(self, session: str) -> int:
         return self._lengths.get(session, 0)
@@ -54,7 +65,9 @@ class InstantEngine:
         for rows in batch:
             self._lengths[rows.session] = self.length(rows.session) + len(rows.tokens)
             logits.append(self._answers[list(rows.tokens[rows.logits_from :])])
-        return StepResult(logits, [torch.zeros(len(part), 1) for part in logits] if features else None)
+        return StepResult(
+            torch.cat(logits), logits, [torch.zeros(len(part), 1) for part in logits] if features else None
+        )
 
     def truncate(self, session: str, length: int) -> None:
         self._lengths[session] = min(self.length(session), length)

@@ -39,8 +39,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per Rows, in order: logits [rows wanted, vocab], and hidden states [rows wanted, width] when asked for."""
+    """Per Rows, in order: logits [rows wanted, vocab], and hidden states [rows wanted, width] when asked for.
 
+    `together` are the logits of all of them in one tensor.
+    """
+
+    together: torch.Tensor
     logits: list[torch.Tensor]
     features: list[torch.Tensor] | None
 
@@ -53,16 +57,33 @@ class Engine(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def capacity_tokens(self) -> int:
+        """Room for tokens, all sessions together."""
+        ...
+
+    @property
     def cached_tokens(self) -> int:
-        """Tokens in all caches together."""
+        """Room that sessions hold."""
+        ...
+
+    @property
+    def idle_tokens(self) -> int:
+        """Room that holds prefixes of ended sessions, given up when needed."""
         ...
 
     def length(self, session: str) -> int:
         """Tokens in this session's cache; 0 for a new one."""
         ...
 
+    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        """Begin a session with what others under the same salt left of these tokens; how many that saves."""
+        ...
+
     def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
-        """One forward pass over the new rows of several sessions; their keys and values stay cached."""
+        """One forward pass over the new rows of several sessions; their keys and values stay cached.
+
+        The result is good until the next call. Raises Overloaded when the cache is full.
+        """
         ...
 
     def truncate(self, session: str, length: int) -> None:

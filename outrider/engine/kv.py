@@ -1,4 +1,4 @@
-"""Keys and values of one session, per layer, in buffers that grow by doubling."""
+"""Keys and values of all sessions in torch tensors, per layer, one slot per token."""
 
 from __future__ import annotations
 
@@ -6,45 +6,39 @@ from collections.abc import Sequence
 
 import torch
 
-_FIRST_CAPACITY = 64
+Where = slice | torch.Tensor  # slots in order: a run of neighbours, or their numbers
 
 
-class SessionCache:
-    """`length` tokens are valid; forgetting is lowering it, so rollback costs nothing."""
+class KvStore:
+    """Made for a layer when it first writes: only the model knows the shapes."""
 
-    def __init__(self) -> None:
-        self.length = 0
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._device = device
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new rows behind the valid ones without making them valid yet; all rows so far.  # [heads, rows, dim]"""
-        start, end = self.length, self.length + keys.shape[1]
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values [heads, tokens, dim] of new tokens into their slots."""
         held = self._layers.get(layer)
-        if held is None or held[0].shape[1] < end:
-            held = (self._grown(held and held[0], keys, end), self._grown(held and held[1], values, end))
-            self._layers[layer] = held
-        held[0][:, start:end] = keys
-        held[1][:, start:end] = values
-        return held[0][:, :end], held[1][:, :end]
+        if held is None:
+            held = self._layers[layer] = self._room_like(keys), self._room_like(values)
+        held[0].index_copy_(1, slots, keys)
+        held[1].index_copy_(1, slots, values)
 
-    def keep(self, base: int, rows: Sequence[int]) -> None:
-        """Make base + len(rows) tokens valid, moving the chosen rows together."""
-        if any(row != i for i, row in enumerate(rows)):
-            for held in self._layers.values():
-                for buffer in held:
-                    index = torch.tensor(rows, dtype=torch.int64, device=buffer.device) + base
-                    buffer[:, base : base + len(rows)] = buffer[:, index]
-        self.length = base + len(rows)
+    def read(self, layer: int, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
+        """[heads, tokens, dim] each; without a copy where the slots are neighbours."""
+        keys, values = self._layers[layer]
+        if isinstance(where, slice):
+            return keys[:, where], values[:, where]
+        return keys.index_select(1, where), values.index_select(1, where)
 
-    def copy(self) -> SessionCache:
-        twin = SessionCache()
-        twin.length = self.length
-        twin._layers = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._layers.items()}
-        return twin
+    def move(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """All are read before any is written."""
+        source = torch.tensor(old, device=self._device)
+        target = torch.tensor(new, device=self._device)
+        for layer in self._layers.values():
+            for buffer in layer:
+                buffer.index_copy_(1, target, buffer.index_select(1, source))
 
-    def _grown(self, old: torch.Tensor | None, like: torch.Tensor, needed: int) -> torch.Tensor:
-        capacity = max(_FIRST_CAPACITY, 1 << (needed - 1).bit_length())
-        new = torch.empty((like.shape[0], capacity, like.shape[2]), dtype=like.dtype, device=like.device)
-        if old is not None:
-            new[:, : self.length] = old[:, : self.length]
-        return new
+    def _room_like(self, new: torch.Tensor) -> torch.Tensor:
+        return torch.empty((new.shape[0], self._num_slots, new.shape[2]), dtype=new.dtype, device=new.device)

@@ -7,6 +7,8 @@ code from a model repository is ever run.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
 from collections.abc import Callable
@@ -18,12 +20,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from outrider.config import WorkerSettings
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
-from outrider.engine.interface import Rows
+from outrider.engine.cost import measure_cost
+from outrider.engine.graphs import GraphEngine
+from outrider.engine.interface import Engine, Rows
+from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.paged import PagedEngine
+from outrider.engine.parallel import ParallelEngine, Team, whole
+from outrider.engine.plan import NoPlan, Plan, plan
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.errors import ModelMismatch, StartupError
-from outrider.messages import ModelInfo
+from outrider.messages import UNKNOWN_COST, CostCurve, ModelInfo
 from outrider.models import locate
+from outrider.threads import let_go
 from outrider.vocabulary import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,30 +42,73 @@ disable_progress_bar()
 
 _SAMPLED_WEIGHTS = 64
 _WARM_UP_TOKENS = 8
+_CHECK_TOKENS = 24
+# How far a fast engine may be from the model itself, by the weights' format: rounding, and no more.
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-1}
+_GPU_TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # all arithmetic is in this format
+_CPU_IDLE_SHARE = 8  # of a CPU's cache, one part in this many may hold what nobody uses now
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is to be run. `compile`: auto takes the fast engine where it works, on insists, off does without."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "none"
+    compile: str = "auto"
+    threads: int = 0
+    kv_tokens: int = 65_536
+    prefix_tokens: int | None = None  # kept of ended sessions; None: what suits the device
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> EngineOptions:
+        return cls(
+            device=settings.device,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            compile=settings.compile,
+            threads=settings.threads,
+            kv_tokens=settings.kv_tokens,
+            prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    engine: TransformersEngine
+    engine: Engine
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
+    cost: CostCurve
 
 
 def load_model(
-    name: str, *, device: str = "auto", dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+    name: str,
+    options: EngineOptions | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    team: Team | None = None,
 ) -> LoadedModel:
-    """Load a model and prove with a real step that it runs. Raises StartupError with what to do about it."""
-    place = pick_device(device)
-    path = locate(name, progress)
+    """Load a model, or a rank's share of it, and prove with real steps that it runs.
+
+    Raises StartupError with what to do about it.
+    """
+    options = options or EngineOptions()
+    place = pick_device(options.device) if team is None else team.device
+    dtype = pick_dtype(options.dtype, place)
+    with contextlib.nullcontext() if team is None else team.rank_0_first():
+        path = locate(name, progress)
+        source = _source(path)
+        if team is not None:
+            team.check_model(name, source)
     progress(f"loading {name}")
-    options = _source(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**options)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
-            **options,
-            dtype=pick_dtype(dtype, place),
+            **source,
+            dtype=dtype,
             attn_implementation=RAGGED_ATTENTION,
             use_safetensors=True,
+            **({} if team is None else team.sharding()),
         )
     except (OSError, ValueError, KeyError) as error:
         raise StartupError(
@@ -63,11 +116,125 @@ def load_model(
         ) from error
     model = model.to(place).eval()
     vocabulary = Vocabulary.of(tokenizer)
-    info = describe(Path(path).name, model, tokenizer, vocabulary)
-    engine = TransformersEngine(model, info)
+    info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
+    engine = make_engine(model, info, options, progress, team)
+    if team is not None and not team.leads:
+        return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 has all of them warm up and measures
     progress("warming up")
     warm_up(engine)
-    return LoadedModel(engine, tokenizer, vocabulary)
+    # What is there now stays: looking through it again and again would delay steps.
+    gc.collect()
+    gc.freeze()
+    progress("measuring what steps cost")
+    cost = measure_cost(engine)
+    let_go()  # another thread may run the model
+    return LoadedModel(engine, tokenizer, vocabulary, cost)
+
+
+def make_engine(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    options: EngineOptions,
+    progress: Callable[[str], None],
+    team: Team | None = None,
+) -> Engine:
+    """The fastest engine that answers what the model answers."""
+    idle = options.prefix_tokens
+    if idle is None and model.device.type == "cpu":
+        idle = options.kv_tokens // _CPU_IDLE_SHARE
+    if team is not None:
+        share = TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle)
+        return ParallelEngine(share, team) if team.leads else share
+    if options.compile != "off":
+        make = _native_engine if model.device.type == "cpu" else _graph_engine
+        try:
+            return make(model, info, options, idle, progress)
+        except (NoPlan, NoCompiler) as reason:
+            if options.compile == "on":
+                raise StartupError(
+                    f"no fast engine: {reason}", field="compile", value="on", limit="auto or off here"
+                ) from reason
+            progress(f"running through transformers, slower: {reason}")
+    if options.quantization != "none":
+        raise StartupError(
+            f"{options.quantization} needs the fast CPU engine, which this model, device or machine does not have",
+            field="quantization",
+            value=options.quantization,
+            limit="none here",
+        )
+    return TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle)
+
+
+def _native_engine(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    options: EngineOptions,
+    idle_tokens: int | None,
+    progress: Callable[[str], None],
+) -> NativeEngine:
+    weights = options.quantization if options.quantization != "none" else str(model.dtype).removeprefix("torch.")
+    if weights not in _TOLERANCES:
+        raise NoPlan(f"weights in {weights} on a CPU")
+    with torch.inference_mode():
+        built = plan(model)
+        progress("preparing kernels")
+        engine = NativeEngine(
+            built,
+            info,
+            kv_tokens=options.kv_tokens,
+            idle_tokens=idle_tokens,
+            weights=weights,
+            threads=options.threads,
+        )
+        _hold_against(model, engine, _TOLERANCES[weights])
+    _let_go(model, built)
+    return engine
+
+
+def _graph_engine(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    options: EngineOptions,
+    idle_tokens: int | None,
+    progress: Callable[[str], None],
+) -> GraphEngine:
+    weights = str(model.dtype).removeprefix("torch.")
+    if model.device.type != "cuda" or options.quantization != "none" or weights not in _GPU_TOLERANCES:
+        named = options.quantization if options.quantization != "none" else weights
+        raise NoPlan(f"weights in {named} on {model.device.type}")
+    with torch.inference_mode():
+        built = plan(model)
+        engine = GraphEngine(built, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
+        _hold_against(model, engine, _GPU_TOLERANCES[weights])
+    _let_go(model, built)
+    engine.warm_up(progress)
+    return engine
+
+
+def _hold_against(model: PreTrainedModel, engine: PagedEngine, tolerance: float) -> None:
+    """A family may change in a release of transformers: then its plan must not be trusted."""
+    asked = Rows("check", torch.randint(engine.info.vocab_size, (_CHECK_TOKENS,), generator=_seeded()).tolist())
+    truth = TransformersEngine(model, engine.info, kv_tokens=_CHECK_TOKENS).extend([asked]).logits[0].float()
+    found = engine.extend([asked]).logits[0].float()
+    engine.free(asked.session)
+    engine.forget_idle()
+    distance = float((found - truth).norm() / truth.norm())
+    if not distance <= tolerance:
+        raise NoPlan(f"its plan is {distance:.2g} away from the model itself")
+
+
+def _let_go(model: PreTrainedModel, built: Plan) -> None:
+    """The engine has its own copy of the weights; only the embeddings are still read."""
+    kept = {parameter.data_ptr() for parameter in model.get_input_embeddings().parameters()}
+    if built.rotations == ():  # positions are embedded too
+        kept |= {parameter.data_ptr() for name, parameter in model.named_parameters() if "wpe" in name}
+    for parameter in model.parameters():
+        if parameter.data_ptr() not in kept:
+            parameter.data = torch.empty(0)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def pick_device(device: str) -> torch.device:
@@ -93,7 +260,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def warm_up(engine: TransformersEngine) -> None:
+def warm_up(engine: Engine) -> None:
     """Run a step, a guess block and a rollback: a worker serves only when this works."""
     session = "warm-up"
     length = min(_WARM_UP_TOKENS, engine.info.context_length - 2)
@@ -108,14 +275,18 @@ def warm_up(engine: TransformersEngine) -> None:
 
 
 def describe(
-    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Vocabulary,
+    quantization: str = "none",
 ) -> ModelInfo:
     config = model.config.get_text_config()
     parameter = next(model.parameters())
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    dtype = str(parameter.dtype).removeprefix("torch.") if quantization == "none" else quantization
     return ModelInfo(
         name=name,
-        fingerprint=fingerprint(model, vocabulary),
+        fingerprint=fingerprint(model, vocabulary, quantization),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         vocabulary_digest=vocabulary.digest,
@@ -127,17 +298,19 @@ def describe(
     )
 
 
-def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
+def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: str = "none") -> str:
     """A digest that differs when the text could: architecture, number format, vocabulary, samples of the weights."""
     digest = hashlib.sha256()
     digest.update(f"{type(model).__name__} {vocabulary.digest}".encode())
+    if quantization != "none":
+        digest.update(quantization.encode())
     for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
+        flat = whole(weight.detach()).reshape(-1)
         stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(flat[::stride].cpu().to(torch.float64).numpy().tobytes())
     config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
-    for changing in ("transformers_version", "dtype", "torch_dtype"):
+    for changing in ("transformers_version", "dtype", "torch_dtype", "distributed_config"):
         config.pop(changing, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:32]

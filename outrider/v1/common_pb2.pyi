@@ -234,6 +234,8 @@ class WorkerLoad(google.protobuf.message.Message):
     KV_TOKENS_USED_FIELD_NUMBER: builtins.int
     KV_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
     STEP_MS_FIELD_NUMBER: builtins.int
+    COST_FIELD_NUMBER: builtins.int
+    KV_TOKENS_IDLE_FIELD_NUMBER: builtins.int
     sessions: builtins.int
     waiting: builtins.int
     """sessions waiting for room"""
@@ -243,6 +245,12 @@ class WorkerLoad(google.protobuf.message.Message):
     """tokens of KV cache there are; 0: no cache"""
     step_ms: builtins.float
     """recent mean duration of one forward pass, ms"""
+    kv_tokens_idle: builtins.int
+    """tokens of ended sessions kept for others that begin alike"""
+    @property
+    def cost(self) -> global___CostCurve:
+        """what a step would take now, by its rows; verifiers only"""
+
     def __init__(
         self,
         *,
@@ -251,10 +259,37 @@ class WorkerLoad(google.protobuf.message.Message):
         kv_tokens_used: builtins.int = ...,
         kv_tokens_total: builtins.int = ...,
         step_ms: builtins.float = ...,
+        cost: global___CostCurve | None = ...,
+        kv_tokens_idle: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "sessions", b"sessions", "step_ms", b"step_ms", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cost", b"cost"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cost", b"cost", "kv_tokens_idle", b"kv_tokens_idle", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "sessions", b"sessions", "step_ms", b"step_ms", "waiting", b"waiting"]) -> None: ...
 
 global___WorkerLoad = WorkerLoad
+
+@typing.final
+class CostCurve(google.protobuf.message.Message):
+    """Duration of a verifier's step by the tokens that go through the model: rows
+    ascend, between two points the line holds, after the last the slope goes on.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    MS_FIELD_NUMBER: builtins.int
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        rows: collections.abc.Iterable[builtins.int] | None = ...,
+        ms: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ms", b"ms", "rows", b"rows"]) -> None: ...
+
+global___CostCurve = CostCurve
 
 @typing.final
 class Distribution(google.protobuf.message.Message):

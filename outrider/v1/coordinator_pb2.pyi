@@ -99,10 +99,13 @@ class GenerateRequest(google.protobuf.message.Message):
     PARAMS_FIELD_NUMBER: builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """taken as it is"""
     idempotency_key: builtins.str
     """the same key never generates twice"""
+    cache_salt: builtins.str
+    """separates tenants: cached prefixes are shared among requests of equal salt only"""
     @property
     def chat(self) -> global___Chat:
         """goes through the target's chat template"""
@@ -124,9 +127,10 @@ class GenerateRequest(google.protobuf.message.Message):
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
         idempotency_key: builtins.str = ...,
         speculation: global___Speculation | None = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "chat", "tokens"] | None: ...
 
 global___GenerateRequest = GenerateRequest
@@ -317,6 +321,7 @@ class Stats(google.protobuf.message.Message):
     MEAN_STEP_MS_FIELD_NUMBER: builtins.int
     MEAN_WAIT_MS_FIELD_NUMBER: builtins.int
     MEAN_DRAFT_MS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """verifier steps"""
     drafts: builtins.int
@@ -349,6 +354,8 @@ class Stats(google.protobuf.message.Message):
     """verifier: from a verdict to the next step"""
     mean_draft_ms: builtins.float
     """drafter: per message of guesses"""
+    cached_tokens: builtins.int
+    """prompt tokens whose keys and values the verifier had already"""
     @property
     def offered_per_position(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """[i]: steps that checked a guess i tokens ahead"""
@@ -380,8 +387,9 @@ class Stats(google.protobuf.message.Message):
         mean_step_ms: builtins.float = ...,
         mean_wait_ms: builtins.float = ...,
         mean_draft_ms: builtins.float = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___Stats = Stats
 

@@ -50,12 +50,15 @@ class OpenDraft(google.protobuf.message.Message):
     PARAMS_FIELD_NUMBER: builtins.int
     STEER_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     prompt_length: builtins.int
     """how many of them are the prompt"""
     vocab_size: builtins.int
     """the target's; no id at or above it may be guessed"""
+    cache_salt: builtins.str
+    """cached prefixes are shared among sessions of equal salt only"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then what is committed already"""
@@ -76,9 +79,10 @@ class OpenDraft(google.protobuf.message.Message):
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
         steer: outrider.v1.common_pb2.Steer | None = ...,
         vocab_size: builtins.int = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size"]) -> None: ...
 
 global___OpenDraft = OpenDraft
 

@@ -114,6 +114,7 @@ class OpenVerify(google.protobuf.message.Message):
     PARAMS_FIELD_NUMBER: builtins.int
     STEER_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     """a stream of a lower epoch than one seen is refused, of an equal or higher one takes over"""
@@ -121,6 +122,8 @@ class OpenVerify(google.protobuf.message.Message):
     """how many of them are the prompt"""
     features: builtins.bool
     """send hidden states with every verdict"""
+    cache_salt: builtins.str
+    """cached prefixes are shared among sessions of equal salt only"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then what is committed already"""
@@ -141,9 +144,10 @@ class OpenVerify(google.protobuf.message.Message):
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
         steer: outrider.v1.common_pb2.Steer | None = ...,
         features: builtins.bool = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens"]) -> None: ...
 
 global___OpenVerify = OpenVerify
 
@@ -262,6 +266,7 @@ class VerifyTimings(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     SESSION_ROWS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     wait_us: builtins.int
     """from the previous verdict to the start of this step, patience included"""
     forward_us: builtins.int
@@ -274,6 +279,8 @@ class VerifyTimings(google.protobuf.message.Message):
     """tokens that went through the model in the step"""
     session_rows: builtins.int
     """of these, this session's"""
+    cached_tokens: builtins.int
+    """first verdict of a stream: tokens that were found in the cache"""
     def __init__(
         self,
         *,
@@ -283,8 +290,9 @@ class VerifyTimings(google.protobuf.message.Message):
         sessions: builtins.int = ...,
         rows: builtins.int = ...,
         session_rows: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["forward_us", b"forward_us", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "forward_us", b"forward_us", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
 
 global___VerifyTimings = VerifyTimings
 

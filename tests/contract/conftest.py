@@ -19,7 +19,7 @@ from coordinator.settings import CoordinatorSettings
 from drafter.drafters import make
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
-from outrider.engine.load import LoadedModel, load_model
+from outrider.engine.load import EngineOptions, LoadedModel, load_model
 from outrider.serving import channel_options
 from outrider.serving import until as soon
 from outrider.tokenizer import save_tokenizer
@@ -36,7 +36,7 @@ Greedy = Callable[[list[int], int], list[int]]
 
 @pytest.fixture(scope="session")
 def loaded(models: Models) -> LoadedModel:
-    return load_model(str(models.target), device="cpu")
+    return load_model(str(models.target), EngineOptions(device="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -152,7 +152,7 @@ class Verify:
         return tokens
 
 
-_OPEN = ("session_id", "epoch", "prompt_length", "features")
+_OPEN = ("session_id", "epoch", "prompt_length", "features", "cache_salt")
 _STEER = ("gamma", "branches", "patience_us")
 
 

@@ -260,13 +260,14 @@ async def test_bad_guess_is_refused_and_the_session_goes_on(verifier: str, truth
 
 async def test_guess_with_a_wrong_position_for_its_parent(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        prompt = PROMPT * 10  # long enough that all guesses are there before the first step is over
-        await stream.send_open(prompt, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US)
-        await stream.guess(len(prompt), [1, 2, 3])
-        await stream.guess(len(prompt) + 1, [7], first_id=4, parent=3)
-        assert (await stream.call.read()).HasField("opened")
+        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.verdict()
+        await stream.guess(AT, truth[1:3])
+        assert (await stream.verdict()).accepted == 2
+        await stream.guess(AT + 1, [7], first_id=3, parent=2)
         refused = await stream.refused()
-    assert (refused.field, refused.value) == ("guess.position", str(len(prompt) + 1))
+        assert (refused.field, refused.value) == ("guess.position", str(AT + 1))
+        assert f"{AT + 2}" in refused.limit
 
 
 _DISTRIBUTIONS: dict[str, tuple[list[common.Distribution], str, str]] = {

@@ -77,6 +77,23 @@ async def test_tokens_as_input(house: House, loaded: LoadedModel, greedy: Greedy
     assert output.token_ids == greedy(ids, 8)
 
 
+async def test_cached_prompt_tokens_are_told_and_kept_apart_by_salt(house: House, loaded: LoadedModel) -> None:
+    ids = [(11 * i) % 251 for i in range(100)]
+
+    async def cached(salt: str) -> int:
+        request = ask(ids, temperature=0.0, max_tokens=4, ignore_eos=True)
+        request.cache_salt = salt
+        async with client(house.coordinator) as stub:
+            return (await generate(stub, request)).stats.cached_tokens
+
+    assert [await cached(salt) for salt in ("a", "a", "b", "")] == [0, 96, 0, 0]
+    request = ask(ids, max_tokens=4)
+    request.cache_salt = "x" * 257
+    async with client(house.coordinator) as stub:
+        code, _, typed = await failure(stub.Generate(request, timeout=10))
+    assert (code, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "cache_salt")
+
+
 async def test_chat_goes_through_the_template(house: House, loaded: LoadedModel, greedy: Greedy) -> None:
     chat = [("system", "Be brief."), ("user", "Hello?")]
     ids = loaded.tokenizer.encode("<system>Be brief.\n<user>Hello?\n<assistant>")
@@ -281,6 +298,32 @@ async def test_worker_registers_and_leaves(house: House) -> None:
         return worker_id not in await known(house)
 
     await until_async(gone, 5, "the worker gone with its stream")
+
+
+async def test_a_worker_that_registers_again_is_the_same_one(house: House) -> None:
+    """Its connection broke and it came back before we noticed: sessions go on with the link they hold."""
+    request = worker(pb.ROLE_DRAFTER, common.ModelInfo(name="any"), draining=True)
+    worker_id = request.worker.worker_id
+
+    def link() -> Any:
+        return next(link for link in house.service._roster.links() if link.info.worker_id == worker_id)
+
+    async with registering(house) as second:
+        async with registering(house) as first:
+            await first.write(request)
+            assert (await first.read()).accepted
+            held = link()
+            request.worker.capacity = 78
+            await second.write(request)
+            assert (await second.read()).accepted
+            assert link() is held
+            assert held.info.capacity == 78
+
+        async def first_is_over() -> bool:
+            return bool(held.registrations == 1)
+
+        await until_async(first_is_over, 5, "the old stream's end seen")
+        assert worker_id in await known(house), "it still reports over its new stream"
 
 
 async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: House) -> None:

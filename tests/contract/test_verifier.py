@@ -86,12 +86,12 @@ async def test_a_guess_that_fails_is_recovered(verifier: str, truth: list[int]) 
     assert (list(verdict.tokens), verdict.accepted) == (truth[3:6], 2)
 
 
-async def test_trees_with_branches(verifier: str, greedy: Greedy) -> None:
-    """A long prompt keeps the verifier busy until all guesses are there."""
-    prompt = [*range(200)] * 2
+async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: Greedy) -> None:
+    """A long prompt, taken in small pieces, keeps the verifier busy until all guesses are there."""
+    prompt = [*range(200)] * 4
     truth = greedy(prompt, 40)
     at = len(prompt)
-    async with verifying(verifier) as stream:
+    async with verifier_serving(loaded, tmp_path, prefill_rows=2) as address, verifying(address) as stream:
         await stream.send_open(prompt, max_tokens=40, gamma=4, branches=4, patience_us=LONG_PATIENCE_US)
         await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
         await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
@@ -251,7 +251,7 @@ async def test_equal_epoch_takes_over_too(verifier: str, truth: list[int]) -> No
 
 
 async def test_a_full_cache_queues_and_then_refuses(loaded: LoadedModel, tmp_path: Path, truth: list[int]) -> None:
-    """Room for two sessions of 40 + 60 + 64 tokens, one may wait, the next is told to come back."""
+    """Room for two of 40 + 60 tokens and 32 guesses in pages of 32, one may wait, the next is told to come back."""
     waiting = {"max_tokens": 60, "gamma": 2, "patience_us": LONG_PATIENCE_US}
     async with (
         verifier_serving(loaded, tmp_path, kv_tokens=350, max_waiting=1) as address,
@@ -266,7 +266,7 @@ async def test_a_full_cache_queues_and_then_refuses(loaded: LoadedModel, tmp_pat
         await third.open(PROMPT, session_id="3", max_tokens=60)
         load = (await probe(address)).load
         assert (load.sessions, load.waiting, load.kv_tokens_total) == (2, 1, 350)
-        assert load.kv_tokens_used == 2 * (40 + 60 + 64)
+        assert load.kv_tokens_used == 2 * 160
         await fourth.send_open(PROMPT, session_id="4", max_tokens=60)
         code, _, typed = await failure(fourth.call)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from coordinator import gamma
 from coordinator.gamma import Conditions, Controller, CostLine, Estimator, PairHistory, choose, expected_tokens, rate
-from outrider.messages import Steering, TokenKind, Verdict, VerifyTimings
+from outrider.messages import CostCurve, Steering, TokenKind, Verdict, VerifyTimings
 
 GAMMA_MAX = 16
 
-FAIR = Conditions(acceptance=(0.8,) * 8, offer_rate=1.0, draft_ms=2.0, link_ms=4.0, verify_ms=40.0, row_ms=1.0)
+FAIR = Conditions(acceptance=(0.8,) * 8, offer_rate=1.0, draft_ms=2.0, link_ms=4.0, cost=CostCurve.line(40.0, 1.0))
 
 any_conditions = st.builds(
     Conditions,
@@ -24,8 +24,7 @@ any_conditions = st.builds(
     offer_rate=st.floats(0.0, 1.0),
     draft_ms=st.floats(0.0, 100.0),
     link_ms=st.floats(0.0, 500.0),
-    verify_ms=st.floats(0.01, 500.0),
-    row_ms=st.floats(0.0, 50.0),
+    cost=st.builds(CostCurve.line, st.floats(0.01, 500.0), st.floats(0.0, 50.0)),
 )
 
 
@@ -72,8 +71,10 @@ def test_gamma_grows_with_acceptance() -> None:
 
 
 def test_gamma_falls_with_the_cost_of_drafting_and_of_rows() -> None:
-    for name in ("draft_ms", "row_ms"):
-        chosen = [choose(replace(FAIR, **{name: float(cost)}), GAMMA_MAX).gamma for cost in range(0, 60, 3)]
+    slower = [replace(FAIR, draft_ms=float(ms)) for ms in range(0, 60, 3)]
+    steeper = [replace(FAIR, cost=CostCurve.line(40.0, float(ms))) for ms in range(0, 60, 3)]
+    for conditions in (slower, steeper):
+        chosen = [choose(each, GAMMA_MAX).gamma for each in conditions]
         assert chosen == sorted(chosen, reverse=True)
         assert chosen[0] > chosen[-1] == 0
 
@@ -119,11 +120,11 @@ def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions) -> None
 
 
 def test_absurd_conditions_do_not_raise() -> None:
-    nothing = Conditions((0.0,), 0.0, 0.0, 0.0, 0.0, 0.0)
+    nothing = Conditions((0.0,), 0.0, 0.0, 0.0, CostCurve.line(0.0, 0.0))
     choose(nothing, 0).steering().check()
     choose(nothing, 64).steering().check()
-    choose(Conditions((1.0,), 1.0, 0.0, 0.0, 0.0, 0.0), 64, current=3).steering().check()
-    choose(Conditions((1.0,), 1.0, 1e9, 1e9, 1e9, 1e9), 64).steering().check()
+    choose(Conditions((1.0,), 1.0, 0.0, 0.0, CostCurve.line(0.0, 0.0)), 64, current=3).steering().check()
+    choose(Conditions((1.0,), 1.0, 1e9, 1e9, CostCurve.line(1e9, 1e9)), 64).steering().check()
 
 
 # --- the cost line ---------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
     for _ in range(50):
         estimator.judged(verdict(), asked=0, waited=False)
     estimator.judged(verdict(rows=512, step_ms=3000.0), asked=0, waited=False)
-    assert estimator.conditions(0.0).verify_ms == pytest.approx(40.0, rel=0.02)
+    assert estimator.conditions(0.0).verify_ms(0) == pytest.approx(40.0, rel=0.02)
 
 
 def test_zeros_everywhere_do_not_raise() -> None:
@@ -261,7 +262,8 @@ class World:
     jitter: float = 0.1
 
     def best_rate(self) -> float:
-        conditions = Conditions((self.acceptance,), 1.0, self.draft_ms, self.link_ms, self.verify_ms, self.row_ms)
+        cost = CostCurve.line(self.verify_ms, self.row_ms)
+        conditions = Conditions((self.acceptance,), 1.0, self.draft_ms, self.link_ms, cost)
         return max(rate(conditions, g) for g in range(GAMMA_MAX + 1))
 
 
@@ -336,6 +338,23 @@ def test_the_controller_comes_near_the_best_fixed_gamma(world: World) -> None:
     simulation = Simulation(controller())
     simulation.run(world, 150)
     assert simulation.run(world, 600) > 0.93 * world.best_rate()
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
+def test_a_published_cost_curve_brings_it_nearer(world: World) -> None:
+    informed = controller()
+    informed.estimator.priced(CostCurve.line(2 * world.verify_ms, 2 * world.row_ms))  # of a machine half as fast
+    simulation = Simulation(informed)
+    simulation.run(world, 150)
+    assert simulation.run(world, 600) > 0.95 * world.best_rate()
+
+
+def test_gamma_stops_where_the_curve_turns_up() -> None:
+    """A line through the first points would ask for all."""
+    turn = CostCurve((1, 6, 7, 17), (40.0, 41.0, 80.0, 480.0))
+    assert choose(replace(FAIR, acceptance=(0.95,) * 16, cost=turn), GAMMA_MAX).gamma == 5
+    crowded = replace(FAIR, acceptance=(0.95,) * 16, cost=turn, other_rows=3.0)
+    assert choose(crowded, GAMMA_MAX).gamma == 2
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -222,3 +222,22 @@ def test_alike_distributions_mostly_draw_alike(seed: int) -> None:
     same = noise.race(keys, torch.arange(3), target) == noise.race(keys, torch.arange(3), draft)
     bound = (1 - 0.05) / (1 + 0.05)
     assert float(same.to(torch.float64).mean()) > bound - 5 * (bound * (1 - bound) / 400) ** 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    sharpness=st.sampled_from([0.0, 0.5, 3.0, 12.0]),
+    zeros=st.sampled_from([0.0, 0.9, 0.999]),
+)
+def test_a_race_of_many_is_won_by_the_one_who_would_win_it_looked_at_closely(
+    seed: int, sharpness: float, zeros: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.arange(40_000)
+    weights = torch.softmax(torch.randn((2, len(ids)), generator=generator).double() * sharpness, dim=-1)
+    weights = weights * (torch.rand(weights.shape, generator=generator) >= zeros)
+    keys = [noise.key(seed, Use.COUPLED, position) for position in (0, 1)]
+    states = torch.tensor([key - (1 << 64) if key >= 1 << 63 else key for key in keys])
+    closely = (noise.exponentials(states[:, None], ids) / weights).argmin(dim=-1)
+    assert torch.equal(noise.race(keys, ids, weights), closely)

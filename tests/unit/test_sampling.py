@@ -226,7 +226,7 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(
 
 def test_a_flat_neighbour_does_not_change_a_peaked_rows_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flat row needs the full sort; the peaked one must come out of it as from its own fast look."""
-    monkeypatch.setattr(sampling, "_NUCLEUS_FIRST_LOOK", 8)
+    monkeypatch.setattr(sampling, "_NUCLEUS_LOOKS", (8,))
     peaked = torch.linspace(8.0, -8.0, VOCAB)
     params = SamplingParams(top_p=0.9)
     alone = dense(peaked[None], params)
@@ -255,7 +255,7 @@ def test_the_first_look_finds_the_nucleus_that_the_full_sort_finds(
     params = SamplingParams(top_p=top_p)
     whole = dense(logits, params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_NUCLEUS_FIRST_LOOK", look)
+        patch.setattr(sampling, "_NUCLEUS_LOOKS", (look,))
         quick = dense(logits, params)
     assert torch.equal(quick > 0, whole > 0)
     assert torch.allclose(quick, whole, rtol=1e-12, atol=0.0)

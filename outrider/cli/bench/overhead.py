@@ -1,12 +1,7 @@
-"""`outrider bench`: measurements of a running system that it starts itself."""
+"""`outrider bench overhead`: what the services cost, measured with engines that answer at once."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli import options
+from outrider.cli.bench.report import Row, Times, write_json
 from outrider.cli.stack import Plan, stack
 from outrider.client import Client, Finished, Tokens
 from outrider.messages import SamplingParams
@@ -58,13 +54,7 @@ def overhead(
     }
     _show(rows, summary)
     if json_file is not None:
-        report = {"machine": machine(), "command": " ".join(sys.argv), "rows": rows, "summary": summary}
-        json_file.write_text(json.dumps(report, indent=2))
-
-
-def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
-    return {"cpus": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
+        write_json(json_file, rows, summary)
 
 
 def _rounds(client: Client, rounds: int, gamma: int) -> tuple[tuple[list[float], int], Finished]:
@@ -85,18 +75,18 @@ def _rounds(client: Client, rounds: int, gamma: int) -> tuple[tuple[list[float],
     raise AssertionError("a stream ends with Finished or raises")
 
 
-def _row(name: str, measured: tuple[list[float], int]) -> dict[str, Any]:
-    gaps = sorted(measured[0])
+def _row(name: str, measured: tuple[list[float], int]) -> Row:
+    gaps = Times(measured[0])
     return {
         "name": name,
-        "rounds": len(gaps),
-        "p50_ms": statistics.median(gaps),
-        "p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
-        "per_s": 1000 * len(gaps) / sum(gaps),
+        "rounds": len(gaps.ms),
+        "p50_ms": gaps.median,
+        "p99_ms": gaps.p99,
+        "per_s": 1000 * len(gaps.ms) / sum(gaps.ms),
     }
 
 
-def _show(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+def _show(rows: list[Row], summary: dict[str, Any]) -> None:
     console = Console()
     table = Table("", "rounds", "p50 ms", "p99 ms", "rounds/s")
     for row in rows:

@@ -1,0 +1,6 @@
+"""`outrider bench`: measurements, each of what it starts itself."""
+
+from outrider.cli.bench.engine import engine
+from outrider.cli.bench.overhead import overhead
+
+__all__ = ["engine", "overhead"]

@@ -1,0 +1,109 @@
+"""Compile kernels.c, once per machine and source, and load it.
+
+`python -m outrider.engine.native.build DIRECTORY` compiles it ahead for
+machines that have no compiler, such as containers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from outrider.config import home
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_AHEAD = Path(__file__).with_name("built")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+# Machines that are compiled for ahead, best first, and what torch says of a processor that can run it.
+_LEVELS = {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}
+
+
+class NoCompiler(Exception):
+    """The kernels can be neither compiled nor found here."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels for this machine. Raises NoCompiler."""
+    built = _built_ahead() or _built_here()
+    try:
+        found = ctypes.CDLL(str(built))
+    except OSError as error:
+        raise NoCompiler(f"{built.name} cannot be loaded: {error}") from error
+    for name in ("outrider_lanes", "outrider_page", "outrider_most_queries", "outrider_forward"):
+        getattr(found, name).restype = ctypes.c_int
+    return found
+
+
+def compile_for(march: str, into: Path) -> Path:
+    target = into / f"kernels-{march}-{_digest(march)}.so"
+    if target.exists():
+        return target
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise NoCompiler("there is no C compiler (cc) on this machine")
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        parts = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        # Linked without OpenMP: the threads are torch's, whose library is loaded already. Two would fight.
+        commands = (
+            [compiler, *_FLAGS, f"-march={march}", "-c", str(_SOURCE), "-o", str(parts[0])],
+            [compiler, "-shared", str(parts[0]), "-o", str(parts[1]), "-lm"],
+        )
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[:500]}")
+        parts[1].rename(target)  # whole or not at all, whoever else builds it
+    return target
+
+
+def _built_ahead() -> Path | None:
+    able = torch.cpu.get_capabilities() if platform.machine() == "x86_64" else {}
+    for level, needed in _LEVELS.items():
+        found = _AHEAD / f"kernels-{level}-{_digest(level)}.so"
+        if able.get(needed) and found.exists():
+            return found
+    return None
+
+
+def _built_here() -> Path:
+    return compile_for("native", home() / "kernels")
+
+
+def _digest(march: str) -> str:
+    """Of all that the result depends on."""
+    digest = hashlib.sha256(_SOURCE.read_bytes())
+    digest.update(" ".join(_FLAGS).encode())
+    if march == "native":
+        digest.update(_processor().encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def main() -> None:
+    """Compile for every level of this processor family, into the package or a directory."""
+    into = Path(sys.argv[1]) if len(sys.argv) > 1 else _AHEAD
+    levels = list(_LEVELS) if platform.machine() == "x86_64" else ["native"]
+    for level in levels:
+        compile_for(level, into)
+
+
+if __name__ == "__main__":
+    main()

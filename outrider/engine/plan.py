@@ -1,0 +1,342 @@
+"""What a decoder of a common family is made of, taken out of its transformers model.
+
+One skeleton covers them: norm, attention, norm, feed-forward, with a few
+switches. Whoever runs a plan must hold it against the model itself before
+trusting it (`load` does): a family that changed in some release is then run
+by transformers, slower and right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+NormKind = Literal["rms", "layer"]
+Cosines = tuple[torch.Tensor, torch.Tensor]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class NoPlan(Exception):
+    """This model is not one of the families that the skeleton covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: torch.Tensor  # [outputs, inputs]
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    kind: NormKind
+    weight: torch.Tensor
+    eps: float
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    qkv: Linear  # all queries, all keys, all values
+    out: Linear
+    up: Linear  # gate and up one after the other when gated
+    down: Linear
+    scale: float
+    attention_in: Norm | None
+    mlp_in: Norm | None
+    attention_out: Norm | None = None
+    mlp_out: Norm | None = None
+    query: Norm | None = None
+    key: Norm | None = None
+    window: int | None = None
+    rope: int | None = None  # which of the plan's rotations
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    layers: tuple[Layer, ...]
+    embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids, positions → [tokens, hidden]
+    rotations: tuple[Callable[[torch.Tensor], Cosines], ...]  # positions → cos and sin [tokens, rotated]
+    rotated: int
+    final: Norm
+    head: Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool
+    activation: str
+    parallel: bool = False  # attention and feed-forward read the same input
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+
+    @property
+    def hidden(self) -> int:
+        return int(self.final.weight.shape[0])
+
+    @property
+    def inner(self) -> int:
+        return int(self.layers[0].down.weight.shape[1])
+
+
+def plan(model: PreTrainedModel) -> Plan:
+    """Raises NoPlan for what the skeleton does not cover."""
+    kind = model.config.model_type
+    if kind not in _FAMILIES:
+        raise NoPlan(f"no plan for models of type {kind!r}")
+    try:
+        return _FAMILIES[kind](model)
+    except (AttributeError, KeyError, TypeError) as error:  # another release of transformers, another build of it
+        raise NoPlan(f"this {kind!r} model is not built as known: {error}") from error
+
+
+def _llama(model: Any) -> Plan:
+    """Llama, Mistral, Qwen 2 and 3, Phi-3 and the Gemmas: RMS norms, rotation, a gated feed-forward."""
+    config, body = model.config, model.model
+    gemma = config.model_type.startswith("gemma")
+    local = _is_local(config)
+    rotations = _rotations(body.rotary_emb, config)
+    layers = []
+    for index, layer in enumerate(body.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        wrapped = hasattr(layer, "pre_feedforward_layernorm")
+        queries, keys = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        layers.append(
+            Layer(
+                qkv=_joined(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+                out=_linear(attention.o_proj),
+                up=_joined(mlp, "gate_up_proj", "gate_proj", "up_proj"),
+                down=_linear(mlp.down_proj),
+                scale=float(attention.scaling),
+                attention_in=_rms(layer.input_layernorm, gemma),
+                attention_out=_rms(layer.post_attention_layernorm, gemma) if wrapped else None,
+                mlp_in=_rms(layer.pre_feedforward_layernorm if wrapped else layer.post_attention_layernorm, gemma),
+                mlp_out=_rms(layer.post_feedforward_layernorm, gemma) if wrapped else None,
+                query=_rms(queries, gemma) if queries is not None else None,
+                key=_rms(keys, gemma) if keys is not None else None,
+                window=config.sliding_window if local(index) else None,
+                rope=0 if len(rotations) == 1 else ["full_attention", "sliding_attention"].index(attention.layer_type),
+            )
+        )
+
+    def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return body.embed_tokens(ids)  # type: ignore[no-any-return]
+
+    if config.model_type in ("gemma", "gemma2") and not hasattr(body.embed_tokens, "embed_scale"):
+        scale = torch.tensor(config.hidden_size**0.5, dtype=body.embed_tokens.weight.dtype)
+
+        def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            return body.embed_tokens(ids) * scale  # type: ignore[no-any-return]
+
+    head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
+    return Plan(
+        layers=tuple(layers),
+        embed=embed,
+        rotations=rotations,
+        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
+        final=_rms(body.norm, gemma),
+        head=_linear(model.lm_head),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        gated=True,
+        activation=_activation(getattr(config, "hidden_activation", None) or config.hidden_act),
+        softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+    )
+
+
+def _gpt2(model: Any) -> Plan:
+    config, body = model.config, model.transformer
+    layers = tuple(
+        Layer(
+            qkv=_linear(block.attn.c_attn),
+            out=_linear(block.attn.c_proj),
+            up=_linear(block.mlp.c_fc),
+            down=_linear(block.mlp.c_proj),
+            scale=float(block.attn.scaling),
+            attention_in=_layer_norm(block.ln_1),
+            mlp_in=_layer_norm(block.ln_2),
+        )
+        for block in body.h
+    )
+    return Plan(
+        layers=layers,
+        embed=lambda ids, positions: body.wte(ids) + body.wpe(positions),
+        rotations=(),
+        rotated=0,
+        final=_layer_norm(body.ln_f),
+        head=_linear(model.lm_head),
+        heads=config.n_head,
+        kv_heads=config.n_head,
+        head_dim=config.n_embd // config.n_head,
+        gated=False,
+        activation=_activation(config.activation_function),
+    )
+
+
+def _gpt_neox(model: Any) -> Plan:
+    config, body = model.config, model.gpt_neox
+    head_dim = config.hidden_size // config.num_attention_heads
+    layers = tuple(
+        Layer(
+            qkv=_sorted_by_kind(_linear(layer.attention.query_key_value), config.num_attention_heads, head_dim),
+            out=_linear(layer.attention.dense),
+            up=_linear(layer.mlp.dense_h_to_4h),
+            down=_linear(layer.mlp.dense_4h_to_h),
+            scale=float(layer.attention.scaling),
+            attention_in=_layer_norm(layer.input_layernorm),
+            mlp_in=_layer_norm(layer.post_attention_layernorm),
+            rope=0,
+        )
+        for layer in body.layers
+    )
+    rotations = _rotations(body.rotary_emb, config)
+    return Plan(
+        layers=layers,
+        embed=lambda ids, _: body.embed_in(ids),
+        rotations=rotations,
+        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
+        final=_layer_norm(body.final_layer_norm),
+        head=_linear(model.get_output_embeddings()),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_dim=head_dim,
+        gated=False,
+        activation=_activation(config.hidden_act),
+        parallel=bool(config.use_parallel_residual),
+    )
+
+
+def _phi(model: Any) -> Plan:
+    config, body = model.config, model.model
+    layers = tuple(
+        Layer(
+            qkv=_joined(layer.self_attn, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+            out=_linear(layer.self_attn.dense),
+            up=_linear(layer.mlp.fc1),
+            down=_linear(layer.mlp.fc2),
+            scale=float(layer.self_attn.scaling),
+            attention_in=_layer_norm(layer.input_layernorm),
+            mlp_in=None,
+            query=_layer_norm(layer.self_attn.q_layernorm) if config.qk_layernorm else None,
+            key=_layer_norm(layer.self_attn.k_layernorm) if config.qk_layernorm else None,
+            rope=0,
+        )
+        for layer in body.layers
+    )
+    rotations = _rotations(body.rotary_emb, config)
+    return Plan(
+        layers=layers,
+        embed=lambda ids, _: body.embed_tokens(ids),
+        rotations=rotations,
+        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
+        final=_layer_norm(body.final_layernorm),
+        head=_linear(model.lm_head),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        gated=False,
+        activation=_activation(config.hidden_act),
+        parallel=True,
+    )
+
+
+_FAMILIES: dict[str, Callable[[Any], Plan]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), _llama),
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "phi": _phi,
+}
+
+
+def _linear(module: Any) -> Linear:
+    weight = module.weight.detach()
+    bias = getattr(module, "bias", None)
+    return Linear(weight.T if isinstance(module, Conv1D) else weight, None if bias is None else bias.detach())
+
+
+def _joined(parent: Any, whole: str, *parts: str) -> Linear:
+    """Projections of the same input as one; from then on the model reads its weights there too, so none lie twice."""
+    if hasattr(parent, whole):
+        return _linear(getattr(parent, whole))
+    modules = [getattr(parent, part) for part in parts]
+    linears = [_linear(module) for module in modules]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise NoPlan("some of the joined projections have a bias and some have none")
+    with torch.inference_mode(False), torch.no_grad():  # the model stays one that may also be trained
+        weight = torch.cat([linear.weight for linear in linears])
+    parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
+    for module, part in zip(modules, parts_of, strict=True):
+        module.weight.data = part
+    return Linear(weight, torch.cat(biases) if biases else None)
+
+
+def _sorted_by_kind(linear: Linear, heads: int, dim: int) -> Linear:
+    """From query, key and value head by head to all queries, all keys, all values."""
+
+    def sort(rows: torch.Tensor) -> torch.Tensor:
+        return rows.reshape(heads, 3, dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    return Linear(sort(linear.weight), None if linear.bias is None else sort(linear.bias))
+
+
+def _rms(module: Any, from_one: bool) -> Norm:
+    """`from_one`: the Gemmas keep the distance of the weight from 1."""
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight.detach().float()
+    return Norm("rms", weight + 1.0 if from_one else weight, float(eps))
+
+
+def _layer_norm(module: Any) -> Norm:
+    bias = None if module.bias is None else module.bias.detach().float()
+    return Norm("layer", module.weight.detach().float(), float(module.eps), bias)
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise NoPlan(f"activation {name!r}")
+    return _ACTIVATIONS[name]
+
+
+def _is_local(config: Any) -> Callable[[int], bool]:
+    """Whether a layer sees a sliding window only."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return lambda index: types[index] == "sliding_attention"
+    return lambda _: window is not None
+
+
+def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosines], ...]:
+    """The model's own rotations, scaled as it scales them; Gemma 3 has one per kind of layer."""
+    like = torch.empty(0)
+
+    def turn(kind: dict[str, str], positions: torch.Tensor) -> Cosines:
+        cos, sin = rotary(like.to(positions.device), positions[None], **kind)
+        return cos[0], sin[0]
+
+    kinds: list[dict[str, str]] = [{}]
+    if config.model_type == "gemma3_text":
+        kinds = [{"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}]
+    turns = tuple(partial(turn, kind) for kind in kinds)
+    last = int(config.max_position_embeddings) - 1
+    for each in turns:
+        if not torch.equal(each(torch.tensor([1]))[0][0], each(torch.tensor([1, last]))[0][0]):
+            # Sessions of one step would turn each other's keys.
+            raise NoPlan("its rotation changes with the length of the context")
+    return turns

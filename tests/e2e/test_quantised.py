@@ -1,0 +1,40 @@
+"""A quantised target keeps the promises, against itself: the text of plain decoding, whoever drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, ask, generate_all
+from tests.conftest import Models
+from tests.e2e.prompts import mixed
+
+PROMPTS = mixed(12)
+WAYS = [(0, ""), (1, "model"), (4, "model"), (4, "ngram"), (8, "ngram")]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("weights", [("--quantization", "int8"), ("--dtype", "bfloat16")], ids=["int8", "bfloat16"])
+async def test_guesses_do_not_change_the_text(models: Models, tmp_path: Path, weights: tuple[str, ...]) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.add_coordinator()
+    cluster.add_verifier(models.target, *weights, "--compile", "on")
+    cluster.add_drafter("model", models.draft)
+    cluster.add_drafter("ngram")
+    cluster.start()
+    try:
+        for temperature in (0.0, 0.9):
+            texts = []
+            for gamma, drafter in WAYS:
+                requests = [
+                    ask(prompt, gamma=gamma, drafter=drafter, temperature=temperature, max_tokens=64, seed=index)
+                    for index, prompt in enumerate(PROMPTS)
+                ]
+                outputs = await generate_all(cluster.address, requests, timeout=60)
+                texts.append([output.token_ids for output in outputs])
+                accepted = sum(output.stats.accepted_tokens for output in outputs)
+                assert accepted > 0 or gamma == 0 or drafter == "ngram"
+            assert all(each == texts[0] for each in texts)
+    finally:
+        cluster.stop()
