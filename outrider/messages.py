@@ -135,6 +135,7 @@ class Steering:
     gamma: int | None = None
     branches: int | None = None
     patience_us: int | None = None
+    features: bool | None = None
 
     def check(self) -> None:
         for name, value, high in (
@@ -212,6 +213,15 @@ class VerifyTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceTally:
+    """How one of a session's drafters did in a step."""
+
+    source: int
+    offered: int  # length of its longest path that was checked
+    accepted: int  # accepted tokens that it had guessed
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What one verifier step committed for one session."""
 
@@ -225,6 +235,8 @@ class Verdict:
     timings: VerifyTimings = VerifyTimings()
     logprobs: tuple[TokenLogprobs, ...] = ()
     features: Features | None = None
+    sources: tuple[SourceTally, ...] = ()
+    nodes: int = 0  # guesses that were checked, all branches together
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:
@@ -313,6 +325,7 @@ class WorkerInfo:
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
     round_trip_ms: float = 0.0
+    features: bool = False  # a drafter that wants hidden states
 
 
 def check_opening(

@@ -19,6 +19,7 @@ from outrider.messages import (
     ModelInfo,
     Role,
     SamplingParams,
+    SourceTally,
     Steering,
     TokenKind,
     TokenLogprobs,
@@ -78,7 +79,12 @@ def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
 
 
 def steering_to_proto(steering: Steering) -> common.Steer:
-    return common.Steer(gamma=steering.gamma, branches=steering.branches, patience_us=steering.patience_us)
+    return common.Steer(
+        gamma=steering.gamma,
+        branches=steering.branches,
+        patience_us=steering.patience_us,
+        features=steering.features,
+    )
 
 
 def steering_from_proto(proto: common.Steer) -> Steering:
@@ -86,6 +92,7 @@ def steering_from_proto(proto: common.Steer) -> Steering:
         gamma=proto.gamma if proto.HasField("gamma") else None,
         branches=proto.branches if proto.HasField("branches") else None,
         patience_us=proto.patience_us if proto.HasField("patience_us") else None,
+        features=proto.features if proto.HasField("features") else None,
     )
 
 
@@ -154,6 +161,8 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
             cached_tokens=timings.cached_tokens,
         ),
         logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
+        sources=[tally_to_proto(tally) for tally in verdict.sources],
+        nodes=verdict.nodes,
     )
     if verdict.features is not None:
         proto.features.CopyFrom(features_to_proto(verdict.features))
@@ -181,7 +190,17 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in proto.logprobs),
         features=features_from_proto(proto.features) if proto.HasField("features") else None,
+        sources=tuple(tally_from_proto(tally) for tally in proto.sources),
+        nodes=proto.nodes,
     )
+
+
+def tally_to_proto(tally: SourceTally) -> verifier.SourceTally:
+    return verifier.SourceTally(source=tally.source, offered=tally.offered, accepted=tally.accepted)
+
+
+def tally_from_proto(proto: verifier.SourceTally) -> SourceTally:
+    return SourceTally(proto.source, proto.offered, proto.accepted)
 
 
 def logprobs_to_proto(entry: TokenLogprobs) -> verifier.TokenLogprobs:
@@ -274,6 +293,7 @@ def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
         load=load_to_proto(worker.load),
         draining=worker.draining,
         round_trip_ms=worker.round_trip_ms,
+        features=worker.features,
     )
 
 
@@ -290,6 +310,7 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
         load=load_from_proto(proto.load),
         draining=proto.draining,
         round_trip_ms=proto.round_trip_ms,
+        features=proto.features,
     )
 
 

@@ -412,23 +412,29 @@ class Steer(google.protobuf.message.Message):
     GAMMA_FIELD_NUMBER: builtins.int
     BRANCHES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """tokens ahead of the committed position; 0: none"""
     branches: builtins.int
     """siblings per position a drafter may push; default 1"""
     patience_us: builtins.int
     """how long a verifier waits for guesses, microseconds"""
+    features: builtins.bool
+    """send hidden states with verdicts from now on; verifiers only"""
     def __init__(
         self,
         *,
         gamma: builtins.int | None = ...,
         branches: builtins.int | None = ...,
         patience_us: builtins.int | None = ...,
+        features: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_features", b"_features", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "features", b"features", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_features", b"_features", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "features", b"features", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_features", b"_features"]) -> typing.Literal["features"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
     @typing.overload

@@ -144,21 +144,27 @@ class Speculation(google.protobuf.message.Message):
     GAMMA_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
     DRAFTER_FIELD_NUMBER: builtins.int
+    BRANCHES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """fixes γ; absent: adaptive; 0: plain decoding"""
     patience_us: builtins.int
     """fixes the wait for guesses, microseconds"""
     drafter: builtins.str
     """only drafters of this kind, e.g. ngram; empty: any"""
+    branches: builtins.int
+    """siblings per position a drafter may push; absent: as the drafter thinks best"""
     def __init__(
         self,
         *,
         gamma: builtins.int | None = ...,
         patience_us: builtins.int | None = ...,
         drafter: builtins.str = ...,
+        branches: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_gamma", b"_gamma", "_patience_us", b"_patience_us", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gamma", b"_gamma", "_patience_us", b"_patience_us", "drafter", b"drafter", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "drafter", b"drafter", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
     @typing.overload
@@ -322,6 +328,8 @@ class Stats(google.protobuf.message.Message):
     MEAN_WAIT_MS_FIELD_NUMBER: builtins.int
     MEAN_DRAFT_MS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    FEATURE_BYTES_FIELD_NUMBER: builtins.int
+    DRAFTERS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """verifier steps"""
     drafts: builtins.int
@@ -356,6 +364,8 @@ class Stats(google.protobuf.message.Message):
     """drafter: per message of guesses"""
     cached_tokens: builtins.int
     """prompt tokens whose keys and values the verifier had already"""
+    feature_bytes: builtins.int
+    """hidden states that crossed to drafters"""
     @property
     def offered_per_position(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """[i]: steps that checked a guess i tokens ahead"""
@@ -363,6 +373,10 @@ class Stats(google.protobuf.message.Message):
     @property
     def accepted_per_position(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """[i]: those of them that accepted it"""
+
+    @property
+    def drafters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DrafterShare]:
+        """in the order in which they were first attached"""
 
     def __init__(
         self,
@@ -388,10 +402,42 @@ class Stats(google.protobuf.message.Message):
         mean_wait_ms: builtins.float = ...,
         mean_draft_ms: builtins.float = ...,
         cached_tokens: builtins.int = ...,
+        feature_bytes: builtins.int = ...,
+        drafters: collections.abc.Iterable[global___DrafterShare] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafters", b"drafters", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "feature_bytes", b"feature_bytes", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___Stats = Stats
+
+@typing.final
+class DrafterShare(google.protobuf.message.Message):
+    """What one kind of drafter did for one request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    ATTACHED_ORDER_FIELD_NUMBER: builtins.int
+    GUESSED_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """model, ngram, ..."""
+    attached_order: builtins.int
+    """1: the first kind that was attached"""
+    guessed: builtins.int
+    """tokens it sent"""
+    accepted: builtins.int
+    """accepted tokens that it had guessed; several may have guessed the same"""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        attached_order: builtins.int = ...,
+        guessed: builtins.int = ...,
+        accepted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "attached_order", b"attached_order", "guessed", b"guessed", "kind", b"kind"]) -> None: ...
+
+global___DrafterShare = DrafterShare
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
@@ -501,6 +547,7 @@ class Worker(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: global___Role.ValueType
     address: builtins.str
@@ -512,6 +559,8 @@ class Worker(google.protobuf.message.Message):
     draining: builtins.bool
     round_trip_ms: builtins.float
     """as the answering coordinator measures it"""
+    features: builtins.bool
+    """drafters: wants hidden states with Committed"""
     @property
     def model(self) -> outrider.v1.common_pb2.ModelInfo: ...
     @property
@@ -528,9 +577,10 @@ class Worker(google.protobuf.message.Message):
         load: outrider.v1.common_pb2.WorkerLoad | None = ...,
         draining: builtins.bool = ...,
         round_trip_ms: builtins.float = ...,
+        features: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "kind", b"kind", "load", b"load", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "features", b"features", "kind", b"kind", "load", b"load", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
 
 global___Worker = Worker
 

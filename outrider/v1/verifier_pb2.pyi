@@ -214,6 +214,8 @@ class Verdict(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute position of the first token"""
     accepted: builtins.int
@@ -225,6 +227,8 @@ class Verdict(google.protobuf.message.Message):
     skipped: builtins.int
     """how many of the path's tokens fitted only after being skipped forward"""
     finish_reason: global___FinishReason.ValueType
+    nodes: builtins.int
+    """guesses that were checked, all branches together"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """committed now: final"""
@@ -236,7 +240,13 @@ class Verdict(google.protobuf.message.Message):
         """one per token when asked for"""
 
     @property
-    def features(self) -> outrider.v1.common_pb2.Features: ...
+    def features(self) -> outrider.v1.common_pb2.Features:
+        """of the newest positions that went through the model"""
+
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SourceTally]:
+        """drafters whose guesses were among those checked"""
+
     def __init__(
         self,
         *,
@@ -250,11 +260,39 @@ class Verdict(google.protobuf.message.Message):
         timings: global___VerifyTimings | None = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
         features: outrider.v1.common_pb2.Features | None = ...,
+        sources: collections.abc.Iterable[global___SourceTally] | None = ...,
+        nodes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["features", b"features", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "logprobs", b"logprobs", "offered", b"offered", "position", b"position", "skipped", b"skipped", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
+
+@typing.final
+class SourceTally(google.protobuf.message.Message):
+    """How one of a session's drafters did in a step. What several guessed alike counts for each."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    OFFERED_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    source: builtins.int
+    """as in Guess"""
+    offered: builtins.int
+    """length of its longest path that was checked"""
+    accepted: builtins.int
+    """accepted tokens that it had guessed"""
+    def __init__(
+        self,
+        *,
+        source: builtins.int = ...,
+        offered: builtins.int = ...,
+        accepted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "offered", b"offered", "source", b"source"]) -> None: ...
+
+global___SourceTally = SourceTally
 
 @typing.final
 class VerifyTimings(google.protobuf.message.Message):

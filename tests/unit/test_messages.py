@@ -32,6 +32,7 @@ from outrider.messages import (
     ModelInfo,
     Role,
     SamplingParams,
+    SourceTally,
     Steering,
     TokenKind,
     TokenLogprobs,
@@ -244,7 +245,13 @@ params_strategy = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     verification=st.sampled_from([Verification.COUPLED, Verification.BLOCK, Verification.REJECTION]),
 )
-steerings = st.builds(Steering, gamma=st.none() | uint32, branches=st.none() | uint32, patience_us=st.none() | uint32)
+steerings = st.builds(
+    Steering,
+    gamma=st.none() | uint32,
+    branches=st.none() | uint32,
+    patience_us=st.none() | uint32,
+    features=st.none() | st.booleans(),
+)
 guesses = st.builds(
     Guess,
     position=uint32,
@@ -271,6 +278,8 @@ verdicts = st.builds(
     timings=st.builds(VerifyTimings, *[uint32] * 6),
     logprobs=st.lists(logprob_entries, max_size=2).map(tuple),
     features=st.none() | feature_blocks,
+    sources=st.lists(st.builds(SourceTally, uint32, uint32, uint32), max_size=3).map(tuple),
+    nodes=uint32,
 )
 models = st.builds(
     ModelInfo,
@@ -297,6 +306,7 @@ workers = st.builds(
     load=loads,
     draining=st.booleans(),
     round_trip_ms=finite,
+    features=st.booleans(),
 )
 
 MESSAGES = {
