@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from outrider.engine.paged import PagedEngine, Segment, Step, slot_of
+from outrider.engine.paged import PagedEngine, Segment, Step, slot_of, wanted_rows
 from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.engine.plan import Plan
 from outrider.engine.skeleton import FEW_ROWS, Part, Skeleton
@@ -139,7 +139,7 @@ class GraphEngine(PagedEngine):
             inputs.append(padded.rows)
             first = parts[-1].end
         ids, positions, slots = torch.cat(inputs, dim=1)
-        wanted = torch.tensor(_wanted(step.segments, at), dtype=torch.int64, device=self.device)
+        wanted = torch.tensor(wanted_rows(step.segments, at), dtype=torch.int64, device=self.device)
         return self._skeleton.run(ids, positions, slots, wanted, parts)
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -219,7 +219,7 @@ class Padded:
             table[i, : len(segment.pages)] = segment.pages
             if segment.rows.parents:
                 sees[i, :count, :count] = segment.sees().numpy()
-        chosen = _wanted(segments, {segment.start: i * self.shape.rows for i, segment in enumerate(segments)})
+        chosen = wanted_rows(segments, {segment.start: i * self.shape.rows for i, segment in enumerate(segments)})
         wanted[: len(chosen)] = chosen
 
 
@@ -296,8 +296,3 @@ class Bucket:
 def _bucket(least: int) -> int:
     """The next power of two."""
     return 1 << (least - 1).bit_length()
-
-
-def _wanted(segments: Sequence[Segment], at: Mapping[int, int]) -> list[int]:
-    """Rows whose logits are asked for, from where each segment's rows were put."""
-    return [at[segment.start] + row for segment in segments for row in range(segment.rows.logits_from, segment.count)]

@@ -60,14 +60,15 @@ class InstantEngine:
     def length(self, session: str) -> int:
         return self._lengths.get(session, 0)
 
-    def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
+    def extend(self, batch: Sequence[Rows]) -> StepResult:
         logits: list[torch.Tensor] = []
         for rows in batch:
             self._lengths[rows.session] = self.length(rows.session) + len(rows.tokens)
             logits.append(self._answers[list(rows.tokens[rows.logits_from :])])
-        return StepResult(
-            torch.cat(logits), logits, [torch.zeros(len(part), 1) for part in logits] if features else None
-        )
+        features = [
+            torch.zeros(0 if rows.features_from is None else len(rows.tokens) - rows.features_from, 1) for rows in batch
+        ]
+        return StepResult(torch.cat(logits), logits, features)
 
     def truncate(self, session: str, length: int) -> None:
         self._lengths[session] = min(self.length(session), length)

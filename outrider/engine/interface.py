@@ -19,13 +19,17 @@ class Rows:
 
     They follow the session's cached tokens. `parents[i]` is the index in
     `tokens` that token i hangs from, −1 for the cached prefix; empty means a
-    chain. `logits_from` is the first row whose logits are wanted.
+    chain. `logits_from` is the first row whose logits are wanted,
+    `features_from` the first whose hidden state is (None: of none).
+    `inputs` stand for what the model's own embeddings would give.
     """
 
     session: str
     tokens: Sequence[int]
     parents: Sequence[int] = CHAIN
     logits_from: int = 0
+    features_from: int | None = None
+    inputs: torch.Tensor | None = None  # [tokens, width]
 
     def depths(self) -> list[int]:
         """How far each row is past the cached prefix, from 0."""
@@ -39,14 +43,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per Rows, in order: logits [rows wanted, vocab], and hidden states [rows wanted, width] when asked for.
+    """Per Rows, in order: logits [rows wanted, vocab] and hidden states [rows wanted, width].
 
     `together` are the logits of all of them in one tensor.
     """
 
     together: torch.Tensor
     logits: list[torch.Tensor]
-    features: list[torch.Tensor] | None
+    features: list[torch.Tensor]
 
 
 class Engine(Protocol):
@@ -79,7 +83,7 @@ class Engine(Protocol):
         """Begin a session with what others under the same salt left of these tokens; how many that saves."""
         ...
 
-    def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
+    def extend(self, batch: Sequence[Rows]) -> StepResult:
         """One forward pass over the new rows of several sessions; their keys and values stay cached.
 
         The result is good until the next call. Raises Overloaded when the cache is full.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,9 +45,27 @@ class Segment:
 class Step:
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)  # rows whose logits are asked for
-    counts: list[int] = field(default_factory=list)  # how many of them per segment
+    wanted: list[int] = field(default_factory=list)  # rows that are asked for, see `wanted_rows`
+    counts: list[int] = field(default_factory=list)  # per segment, how many logits
     segments: list[Segment] = field(default_factory=list)
+    inputs: torch.Tensor | None = None  # [rows, width], in place of embeddings
+
+    @property
+    def num_logits(self) -> int:
+        """How many of `wanted`, from the first, are asked for their logits; the others for their hidden state only."""
+        return sum(self.counts)
+
+
+def wanted_rows(segments: Sequence[Segment], at: Mapping[int, int]) -> list[int]:
+    """All rows whose logits are asked for, then those of which only the hidden state is. `at`: where each segment's
+    rows were put, by its start."""
+    logits, hidden = [], []
+    for segment in segments:
+        rows, first = segment.rows, at[segment.start]
+        logits += range(first + rows.logits_from, first + segment.count)
+        if rows.features_from is not None:
+            hidden += range(first + rows.features_from, first + rows.logits_from)
+    return logits + hidden
 
 
 class PagedEngine(ABC):
@@ -86,7 +104,7 @@ class PagedEngine(ABC):
         return self._book.adopt(session, tokens, salt)
 
     @torch.inference_mode()
-    def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
+    def extend(self, batch: Sequence[Rows]) -> StepResult:
         step = Step()
         for rows in batch:
             base = self.length(rows.session)
@@ -98,16 +116,19 @@ class PagedEngine(ABC):
             segment = Segment(len(step.ids), rows, base, held.pages)
             step.ids += rows.tokens
             step.positions += [base + depth for depth in rows.depths()]
-            step.wanted += range(segment.start + rows.logits_from, segment.end)
             step.counts.append(segment.count - rows.logits_from)
             step.segments.append(segment)
+        step.wanted = wanted_rows(step.segments, {segment.start: segment.start for segment in step.segments})
+        if batch and batch[0].inputs is not None:
+            step.inputs = torch.cat([rows.inputs for rows in batch if rows.inputs is not None])
         logits, hidden = self._run(step)
+        logits = logits[: step.num_logits]
         for rows in batch:
             self._book.add(rows.session, rows.tokens, branching=bool(rows.parents))
         return StepResult(
             logits,
             list(torch.split(logits, step.counts)),
-            list(torch.split(hidden, step.counts)) if features else None,
+            list(_features(step, hidden)),
         )
 
     def truncate(self, session: str, length: int) -> None:
@@ -134,7 +155,8 @@ class PagedEngine(ABC):
 
     @abstractmethod
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and final hidden states of the wanted rows; keys and values of all rows into their pages."""
+        """Final hidden states of the wanted rows and logits of at least the first `num_logits` of them; keys and
+        values of all rows into their pages."""
 
     @abstractmethod
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None: ...
@@ -143,6 +165,21 @@ class PagedEngine(ABC):
     def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Keys and values from slots to slots; a slot is page · PAGE_TOKENS + offset. All are read before any is
         written."""
+
+
+def _features(step: Step, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Per segment what of the wanted rows' hidden states was asked for, in the order of its rows."""
+    with_logits, only = 0, step.num_logits
+    for segment, count in zip(step.segments, step.counts, strict=True):
+        first = segment.rows.features_from
+        if first is None:
+            yield hidden[:0]
+        else:
+            before = max(0, segment.rows.logits_from - first)
+            after = hidden[with_logits + max(0, first - segment.rows.logits_from) : with_logits + count]
+            yield torch.cat([hidden[only : only + before], after]) if before else after
+            only += before
+        with_logits += count
 
 
 def slot_of(pages: Sequence[int], index: int) -> int:

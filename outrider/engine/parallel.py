@@ -230,12 +230,15 @@ class ParallelEngine:
         self._untold.append(["adopt", session, list(tokens[: saved + 1]), salt])
         return saved
 
-    def extend(self, batch: Sequence[Rows], *, features: bool = False) -> StepResult:
-        rows = [[part.session, list(part.tokens), list(part.parents), part.logits_from] for part in batch]
+    def extend(self, batch: Sequence[Rows]) -> StepResult:
+        rows = [
+            [part.session, list(part.tokens), list(part.parents), part.logits_from, part.features_from]
+            for part in batch
+        ]
         told, self._untold = [*self._untold, ["extend", rows]], []
         with self._team.step():
             self._team.tell(told)
-            result = self._engine.extend(batch, features=features)
+            result = self._engine.extend(batch)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a lost rank must show here, under the step's clock
         return result

@@ -34,7 +34,7 @@ class TransformersEngine(PagedEngine):
         token = current_step.set(ragged)
         try:
             logits = self._model(
-                input_ids=torch.tensor([step.ids], device=self.device),
+                **self._inputs(step),
                 position_ids=torch.tensor([step.positions], device=self.device),
                 logits_to_keep=torch.tensor(step.wanted, dtype=torch.int64, device=self.device),
                 use_cache=False,
@@ -49,6 +49,11 @@ class TransformersEngine(PagedEngine):
                 value=self.info.name,
             )
         return logits, self._hidden[0]
+
+    def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
+        if step.inputs is None:
+            return {"input_ids": torch.tensor([step.ids], device=self.device)}
+        return {"inputs_embeds": step.inputs.to(self.device, self._model.dtype)[None]}
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:

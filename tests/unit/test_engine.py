@@ -171,10 +171,39 @@ def test_a_piece_of_a_prompt_wants_no_logits(kind: str) -> None:
 def test_features_are_what_the_head_sees(kind: str) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
-    done = engine_of(kind, model).extend([Rows("s", [1, 2, 3])], features=True)
-    assert done.features is not None
+    done = engine_of(kind, model).extend([Rows("s", [1, 2, 3], features_from=0)])
     with torch.no_grad():
         assert near(model.lm_head(done.features[0]), done.logits[0])
+
+
+def test_features_of_rows_without_logits(kind: str) -> None:
+    """A piece of a prompt may want the hidden states of its end, beside others that want logits."""
+    engine, rows = small(kind), [1, 2, 3, 4, 5]
+    whole = engine.extend([Rows("all", rows, features_from=0)]).features[0].clone()
+    batch = [
+        Rows("none", rows, logits_from=3),
+        Rows("piece", rows, logits_from=5, features_from=2),
+        Rows("end", rows, logits_from=4, features_from=1),
+        Rows("late", rows, logits_from=1, features_from=3),
+    ]
+    done = engine.extend(batch)
+    assert [len(part) for part in done.logits] == [2, 0, 1, 4]
+    assert [len(part) for part in done.features] == [0, 3, 4, 2]
+    for part, rows_from in zip(done.features[1:], (2, 1, 3), strict=True):
+        assert near(part, whole[rows_from:])
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers"])
+def test_inputs_in_place_of_embeddings(kind: str) -> None:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
+    engine = engine_of(kind, model)
+    told = engine.extend([Rows("ids", [1, 2, 3])]).logits[0].clone()
+    inputs = model.get_input_embeddings().weight.detach()[[1, 2, 3]]
+    before = inputs.clone()
+    given = engine.extend([Rows("inputs", [0, 0, 0], inputs=inputs)]).logits[0]
+    assert near(given, told)
+    assert torch.equal(inputs, before), "what was given is not written to"
 
 
 def test_a_model_that_keeps_other_state_is_refused() -> None:

@@ -86,7 +86,7 @@ class _Segment(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("rows", "num_segments", "num_wanted", "threads")),
+        *((name, ctypes.c_int32) for name in ("rows", "num_segments", "num_wanted", "num_logits", "threads", "unused")),
         ("segments", ctypes.POINTER(_Segment)),
         ("wanted", ctypes.c_void_p),
         ("cos", ctypes.c_void_p * 2),
@@ -157,7 +157,10 @@ class NativeEngine(PagedEngine):
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         plan, rows, wanted = self._plan, len(step.ids), len(step.wanted)
         positions = torch.tensor(step.positions)
-        x = plan.embed(torch.tensor(step.ids), positions).float().contiguous()
+        if step.inputs is None:
+            x = plan.embed(torch.tensor(step.ids), positions).float().contiguous()
+        else:
+            x = step.inputs.to(torch.float32, copy=True)  # the kernels add to it
         turns = [tuple(part.float().contiguous() for part in turn(positions)) for turn in plan.rotations]
         segments, alive = self._segments(step)
         longest = max(-(-(segment.base + segment.count) // PAGE_TOKENS) * PAGE_TOKENS for segment in step.segments)
@@ -166,11 +169,12 @@ class NativeEngine(PagedEngine):
         dims = -(-plan.head_dim // self._panel) * self._panel
         per_thread = -(-most * (longest + plan.head_dim + dims + 2) // 64) * 64
         hidden = self._buffer("hidden", wanted, plan.hidden)
-        logits = self._buffer("logits", wanted, self._vocab)
+        logits = self._buffer("logits", step.num_logits, self._vocab)
         done = _Step(
             rows=rows,
             num_segments=len(step.segments),
             num_wanted=wanted,
+            num_logits=step.num_logits,
             threads=self._threads,
             segments=segments,
             wanted=_address(alive, torch.tensor(step.wanted, dtype=torch.int32)),

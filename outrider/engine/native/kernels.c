@@ -98,13 +98,13 @@ typedef struct {
 } Segment;
 
 typedef struct {
-    int32_t rows, num_segments, num_wanted, threads;
+    int32_t rows, num_segments, num_wanted, num_logits, threads, unused;
     const Segment *segments;
-    const int32_t *wanted; /* rows whose logits are asked for */
+    const int32_t *wanted; /* rows whose hidden state is asked for, those with logits first */
     const float *cos[2], *sin[2];
     float *x;      /* [rows, hidden] in: embeddings */
     float *hidden; /* [wanted, hidden] out */
-    float *logits; /* [wanted, outputs of the head] out */
+    float *logits; /* [num_logits, outputs of the head] out */
     float *normed, *mixed, *inner, *attended, *scores;
     int64_t scores_per_thread;
 } Step;
@@ -599,8 +599,8 @@ int outrider_forward(const Model *model, const Step *step) {
         else
             memcpy(to, from, 4 * (size_t)model->hidden);
     }
-    if (step->num_wanted)
-        product(&model->head, step->hidden, step->num_wanted, step->logits, model->head.outputs, 0, step->threads);
+    if (step->num_logits)
+        product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step->threads);
     return 0;
 }
 
