@@ -174,7 +174,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """A chain of tokens for position, position+1, …; see Guess in common.proto."""
+    """Tokens for position, position+1, … in a chain, or in a tree with `parents`; see Guess in common.proto."""
 
     position: int
     first_id: int
@@ -183,6 +183,7 @@ class Guess:
     draft_probs: tuple[Distribution, ...] = ()
     draft_us: int = 0
     source: int = 0
+    parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

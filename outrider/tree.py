@@ -33,6 +33,10 @@ class Node:
     skipped: bool = False  # fits only because earlier tokens of its guess were committed meanwhile
 
 
+# What a guess may hang from, and the position after it; no node: the committed prefix.
+Place = tuple[Node | None, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """The part of a tree that one step checks. Guess i sits in row i + 1 and hangs from row parents[i]; row 0 is the
@@ -83,9 +87,9 @@ class GuessTree:
 
     def add(self, guess: Guess) -> int:
         """Take what fits; returns how many tokens were new. Raises InvalidRequest for what no honest drafter sends."""
-        length = len(self._committed)
         parent, after = self._locate(guess)
         self._check_ids(guess)
+        self._check_parents(guess)
         if after is None:
             return 0  # hangs from something that did not come true
         if guess.position != after:
@@ -93,29 +97,35 @@ class GuessTree:
         if not guess.tokens:
             self.passed_at = max(self.passed_at, guess.position)
             return 0
-        committed = guess.tokens[: max(0, length - guess.position)]
-        if not self._agrees(guess, committed):
-            return 0
         before = self._size
-        for i in range(len(committed), len(guess.tokens)):
-            node = self._plant(parent, guess, i, skipped=bool(committed))
-            if node is None:
-                break
-            parent = node
+        places: list[Place | None] = [(parent, guess.position)]
+        for i in range(len(guess.tokens)):
+            place = places[guess.parents[i] if guess.parents else i]
+            places.append(None if place is None else self._put(guess, i, *place))
         return self._size - before
 
-    def _plant(self, parent: Node | None, guess: Guess, i: int, *, skipped: bool) -> Node | None:
-        """Token i of a guess below `parent`, a new node or the one that is there; None: no room for it."""
-        token, position = guess.tokens[i], guess.position + i
+    def _put(self, guess: Guess, i: int, parent: Node | None, position: int) -> Place | None:
+        """Token i of a guess at `position`: what hangs from it has its place there. None: it does not fit."""
         key = (guess.source, guess.first_id + i)
+        if position < len(self._committed):  # committed meanwhile: skipped forward when it was right
+            if self._committed[position] != guess.tokens[i]:
+                return None
+            self._hold(key, position)
+            return None, position + 1
+        node = self._plant(guess, i, parent, position, key)
+        return None if node is None else (node, position + 1)
+
+    def _plant(self, guess: Guess, i: int, parent: Node | None, position: int, key: NodeKey) -> Node | None:
+        """A new node below `parent` or the one that is there; None: no room for it."""
         if position >= len(self._committed) + self._max_ahead:
             return None
-        node = self._child(parent, token)
+        node = self._child(parent, guess.tokens[i])
         if node is None:
             if self._full(parent):
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
-            node = Node(token, position, draft_prob, parent, skipped=skipped)
+            skipped = guess.position < len(self._committed)
+            node = Node(guess.tokens[i], position, draft_prob, parent, skipped=skipped)
             self._siblings(parent).append(node)
             self._size += 1
         elif self._single and key not in node.keys:
@@ -199,13 +209,16 @@ class GuessTree:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
         self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
 
-    def _agrees(self, guess: Guess, committed: Sequence[int]) -> bool:
-        """Skip forward: whether the guess said what was committed meanwhile. Its tokens up to there are remembered."""
-        for i, token in enumerate(committed):
-            if self._committed[guess.position + i] != token:
-                return False
-            self._hold((guess.source, guess.first_id + i), guess.position + i)
-        return True
+    def _check_parents(self, guess: Guess) -> None:
+        if not guess.parents:
+            return
+        if len(guess.parents) != len(guess.tokens):
+            raise InvalidRequest.of(
+                "guess.parents", f"{len(guess.parents)} parents", f"none or as many as tokens, {len(guess.tokens)}"
+            )
+        for i, parent in enumerate(guess.parents):
+            if parent > i:
+                raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
 
     def _hold(self, key: NodeKey, position: int) -> None:
         self._held[key] = position

@@ -115,6 +115,7 @@ def guess_to_proto(guess: Guess) -> common.Guess:
         draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
         draft_us=guess.draft_us,
         source=guess.source,
+        parents=guess.parents,
     )
 
 
@@ -127,12 +128,13 @@ def guess_from_proto(proto: common.Guess) -> Guess:
         draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
         draft_us=proto.draft_us,
         source=proto.source,
+        parents=tuple(proto.parents),
     )
 
 
 def guess_bytes(proto: common.Guess) -> tuple[int, int]:
     """Bytes that a guess takes on a hop: those of its tokens and probabilities alone, and all with framing."""
-    payload = sum(varint_bytes(token) for token in proto.tokens)
+    payload = sum(varint_bytes(token) for token in proto.tokens) + len(proto.parents)
     payload += sum(distribution.ByteSize() for distribution in proto.draft_probs)
     return payload, proto.ByteSize() + FRAMING_BYTES
 

@@ -448,8 +448,8 @@ class Guess(google.protobuf.message.Message):
     The first hangs from `parent`: a node id given earlier on this stream, or 0 for
     the committed prefix, of which the drafter then knew exactly `position` tokens.
     The tokens themselves get the node ids first_id, first_id+1, ... and each
-    hangs from the one before it. No tokens at all says: nothing to guess here, do
-    not wait for me.
+    hangs from the one before it, unless `parents` says otherwise. No tokens at all
+    says: nothing to guess here, do not wait for me.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -461,6 +461,7 @@ class Guess(google.protobuf.message.Message):
     DRAFT_PROBS_FIELD_NUMBER: builtins.int
     DRAFT_US_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    PARENTS_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute, counted from the first prompt token"""
     first_id: builtins.int
@@ -476,6 +477,10 @@ class Guess(google.protobuf.message.Message):
     def draft_probs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Distribution]:
         """one per token in rejection and block mode, else none"""
 
+    @property
+    def parents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """a tree, per token: 0 hangs from `parent`, k from the k-th token, an earlier one"""
+
     def __init__(
         self,
         *,
@@ -486,8 +491,9 @@ class Guess(google.protobuf.message.Message):
         draft_probs: collections.abc.Iterable[global___Distribution] | None = ...,
         draft_us: builtins.int = ...,
         source: builtins.int = ...,
+        parents: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["draft_probs", b"draft_probs", "draft_us", b"draft_us", "first_id", b"first_id", "parent", b"parent", "position", b"position", "source", b"source", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draft_probs", b"draft_probs", "draft_us", b"draft_us", "first_id", b"first_id", "parent", b"parent", "parents", b"parents", "position", b"position", "source", b"source", "tokens", b"tokens"]) -> None: ...
 
 global___Guess = Guess
 

@@ -261,6 +261,7 @@ guesses = st.builds(
     draft_probs=st.lists(distributions(), max_size=3).map(tuple),
     draft_us=uint32,
     source=uint32,
+    parents=tokens,
 )
 logprob_entries = st.builds(
     TokenLogprobs, logprob=finite, top_ids=tokens, top_logprobs=st.lists(finite, max_size=4).map(tuple)

@@ -54,6 +54,33 @@ def test_a_later_guess_hangs_from_an_earlier_one() -> None:
     assert paths(tree) == {(7,), (7, 8), (7, 8, 9), (7, 5)}
 
 
+def test_a_whole_tree_in_one_guess() -> None:
+    tree = tree_over([1])
+    assert tree.add(Guess(1, 1, 0, (7, 5, 8, 6, 9), parents=(0, 0, 1, 1, 3))) == 5
+    assert paths(tree) == {(7,), (5,), (7, 8), (7, 6), (7, 8, 9)}
+    assert tree.add(Guess(3, 6, 4, (4, 3), parents=(0, 0))) == 2, "ids are given in the order of the tokens"
+    assert {(7, 6, 4), (7, 6, 3)} <= paths(tree)
+
+
+def test_a_late_tree_is_skipped_forward_branch_by_branch() -> None:
+    committed = [1]
+    tree = tree_over(committed)
+    commit(tree, committed, 7, 8)
+    assert tree.add(Guess(1, 1, 0, (5, 7, 6, 8, 9, 4), parents=(0, 0, 2, 2, 4, 1))) == 1
+    assert paths(tree) == {(9,)}
+    tree.add(Guess(3, 7, 4, (2,)))
+    assert paths(tree) == {(9,), (2,)}, "a committed guess can be hung from by its id"
+
+
+@pytest.mark.parametrize(
+    ("parents", "value"), [((0,), "1 parents"), ((0, 2), "2"), ((1, 0), "1"), ((0, 0, 0), "3 parents")]
+)
+def test_a_tree_that_makes_no_sense_is_refused(parents: tuple[int, ...], value: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        tree_over([1]).add(Guess(1, 1, 0, (7, 8), parents=parents))
+    assert refused.value.value == value
+
+
 def test_what_is_there_already_is_not_stored_twice_and_both_ids_work() -> None:
     tree = tree_over([1])
     tree.add(chain(1, 1, 7, 8))
