@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,8 +21,9 @@ import torch
 from outrider.engine import Engine, Rows
 from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
-from outrider.messages import UNKNOWN_COST, CostCurve, Features, FinishReason, Verdict, VerifyTimings, WorkerLoad
+from outrider.messages import UNKNOWN_COST, CostCurve, FinishReason, Verdict, VerifyTimings, WorkerLoad
 from outrider.tree import Block
+from verifier.hidden import as_sent
 from verifier.judge import Judgement, judge, likeliest_of_all
 from verifier.pace import Pace
 from verifier.session import Opening, Session, last_kind
@@ -52,6 +53,12 @@ class Work:
     pending: tuple[int, ...]  # committed tokens not cached yet
     block: Block
     judged: bool  # False: a piece of the prompt, nothing to decide
+    features_from: int | None  # first row whose hidden state is wanted; None: of none
+
+    @classmethod
+    def of(cls, session: Session, pending: Sequence[int], block: Block, *, judged: bool) -> Work:
+        features_from = session.hidden.wanted_from(session.cached, len(pending), len(session.committed))
+        return cls(session, tuple(pending), block, judged, features_from)
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +67,7 @@ class Work:
     def rows(self) -> Rows:
         offset = len(self.pending) - 1
         if not self.judged:
-            return Rows(self.session.key, self.pending, logits_from=len(self.pending))
+            return Rows(self.session.key, self.pending, logits_from=len(self.pending), features_from=self.features_from)
         parents = (*range(-1, offset), *(offset + parent for parent in self.block.parents))
         return Rows(
             self.session.key,
@@ -68,13 +75,21 @@ class Work:
             # Most blocks are chains, which the engine masks without looking at every pair of rows.
             parents if parents != tuple(range(-1, len(parents) - 1)) else (),
             logits_from=offset,
+            features_from=self.features_from,
         )
+
+    def hidden(self, rows: torch.Tensor, path: Sequence[int]) -> torch.Tensor | None:
+        """Of the wanted rows those of committed tokens and of the accepted `path`."""
+        if self.features_from is None:
+            return None
+        committed = len(self.pending) - self.features_from
+        return as_sent(rows, [*range(committed), *(committed - 1 + row for row in path)])
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     judgement: Judgement | None
-    features: torch.Tensor | None
+    hidden: torch.Tensor | None  # of consecutive positions, as sent  # [rows, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +242,7 @@ class Scheduler:
             decoding += 1
             due = session.due(now)
             if due <= now:
-                work.append(Work(session, tuple(pending), session.block(self._limits.guess_rows), judged=True))
+                work.append(Work.of(session, pending, session.block(self._limits.guess_rows), judged=True))
             elif soonest is None or due < soonest:
                 soonest = due
         work += self._pieces(prompts, sum(item.num_rows for item in work), decoding)
@@ -245,21 +260,20 @@ class Scheduler:
                 break
             room -= len(taken)
             whole = session.cached + len(taken) == len(session.committed)
-            pieces.append(Work(session, tuple(taken), Block(), judged=whole))
+            pieces.append(Work.of(session, taken, Block(), judged=whole))
         return pieces
 
     def _execute(self, work: list[Work]) -> Step:
         """In the engine's thread: one forward pass, then each session's judgement."""
         started = time.perf_counter()
-        wants_features = any(item.session.features and item.judged for item in work)
-        done = self._engine.extend([item.rows() for item in work], features=wants_features)
+        done = self._engine.extend([item.rows() for item in work])
         forward = time.perf_counter()
         likeliest = likeliest_of_all(done, [item.session.params for item in work if item.judged])
         results: list[Result] = []
         for index, item in enumerate(work):
             session = item.session
             if not item.judged:
-                results.append(Result(None, None))
+                results.append(Result(None, item.hidden(done.features[index], ())))
                 continue
             judgement = judge(
                 done.logits[index],
@@ -273,10 +287,7 @@ class Scheduler:
             offset = len(item.pending) - 1
             kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
             self._engine.keep(session.key, session.cached, kept)
-            hidden = None
-            if done.features is not None and session.features:
-                hidden = done.features[index][torch.tensor([0, *judgement.outcome.path])]
-            results.append(Result(judgement, hidden))
+            results.append(Result(judgement, item.hidden(done.features[index], judgement.outcome.path)))
         finished = time.perf_counter()
         return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
 
@@ -291,6 +302,8 @@ class Scheduler:
             session.cached += len(item.pending)
             if result.judgement is None:
                 session.idle_since = time.monotonic()
+                if result.hidden is not None:
+                    session.hidden.keep(result.hidden)
                 continue
             session.cached += len(result.judgement.outcome.path)
             timings = VerifyTimings(
@@ -356,9 +369,9 @@ def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
     tokens, reason = session.cut(result.judgement.tokens)
     accepted = min(len(outcome.path), len(tokens))
     features = None
-    if result.features is not None:
-        rows = result.features[: len(tokens)].to(torch.float16).cpu().contiguous()
-        features = Features(position - 1, rows.shape[-1], rows.numpy().tobytes())
+    if result.hidden is not None:
+        cut = len(result.judgement.tokens) - len(tokens)
+        features = session.hidden.take(position - 1 + len(tokens), result.hidden[: len(result.hidden) - cut])
     return Verdict(
         position=position,
         tokens=tuple(tokens),

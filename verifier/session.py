@@ -26,6 +26,7 @@ from outrider.messages import (
 )
 from outrider.sampling import History
 from outrider.tree import Block, GuessTree
+from verifier.hidden import Hidden
 
 MAX_TREE_NODES = 256
 MAX_BACKLOG = 64
@@ -92,7 +93,7 @@ class Session:
         self.epoch = opening.epoch
         self.params = opening.params
         self.prompt_length = opening.prompt_length
-        self.features = opening.features
+        self.hidden = Hidden(opening.features)
         self.committed = list(opening.tokens)
         self.outbox: asyncio.Queue[Verdict | Refused | Ended] = asyncio.Queue()
         self.tree = GuessTree(
@@ -137,6 +138,8 @@ class Session:
             self.gamma = steering.gamma
         if steering.patience_us is not None:
             self.patience_s = steering.patience_us / 1e6
+        if steering.features is not None:
+            self.hidden.steer(steering.features)
 
     def guess(self, guess: Guess) -> None:
         """Check and plant a guess. Raises InvalidRequest; the session goes on regardless."""

@@ -296,25 +296,102 @@ async def test_sessions_beyond_the_limit_wait(loaded: LoadedModel, tmp_path: Pat
         await asyncio.wait_for(second.rest(), 5)
 
 
+def check_features(verdicts: list[verify.Verdict], target: LlamaForCausalLM, tokens: list[int], first: int) -> None:
+    """From position `first` on, without a gap, up to what the last token was drawn after."""
+    with torch.inference_mode():
+        hidden = target.model(torch.tensor([tokens])).last_hidden_state[0]
+    at = first
+    for verdict in verdicts:
+        features = verdict.features
+        assert (features.position, features.width) == (at, hidden.shape[1])
+        rows = np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width)
+        at += len(rows)
+        assert at == verdict.position + len(verdict.tokens) - 1, (
+            "of the tokens that the committed ones were drawn after"
+        )
+        np.testing.assert_allclose(rows, hidden[features.position : at].numpy(), rtol=2e-3, atol=2e-3)
+
+
 async def test_features_are_the_models_hidden_states(
     verifier: str, plain_target: LlamaForCausalLM, truth: list[int]
 ) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, features=True)
+        await stream.open(
+            PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, features=True, cache_salt="features"
+        )
         verdicts = [await stream.verdict()]
         await stream.guess(len(PROMPT) + 1, [*truth[1:4], wrong(truth[4])])
         verdicts.append(await stream.verdict())
-    with torch.inference_mode():
-        hidden = plain_target.model(torch.tensor([PROMPT + truth])).last_hidden_state[0]
-    assert len(verdicts[1].tokens) == 4
-    for verdict in verdicts:
-        features = verdict.features
-        assert features.position == verdict.position - 1, "of the tokens that the committed ones were drawn after"
-        assert features.width == hidden.shape[1]
-        rows = np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width)
-        assert len(rows) == len(verdict.tokens)
-        wanted = hidden[features.position : features.position + len(rows)].numpy()
-        np.testing.assert_allclose(rows, wanted, rtol=2e-3, atol=2e-3)
+    assert [len(verdict.tokens) for verdict in verdicts] == [1, 4]
+    check_features(verdicts, plain_target, PROMPT + truth, first=0)
+
+
+async def test_features_of_a_branch_that_is_not_the_first(
+    loaded: LoadedModel, tmp_path: Path, plain_target: LlamaForCausalLM, greedy: Greedy
+) -> None:
+    """A prompt in small pieces: of its last 256 positions, and then of the accepted path through the tree."""
+    prompt = [(7 * i) % 251 for i in range(500)]
+    truth = greedy(prompt, 6)
+    at = len(prompt)
+    async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
+        await stream.send_open(
+            prompt, max_tokens=6, gamma=4, branches=2, patience_us=LONG_PATIENCE_US, features=True, cache_salt="tree"
+        )
+        await stream.guess(at, [truth[0], wrong(truth[1]), 7, 8])
+        await stream.guess(at + 1, truth[1:4], first_id=5, parent=1)
+        assert (await stream.call.read()).HasField("opened")
+        verdicts = [await stream.verdict(), await stream.verdict()]
+    assert [verdict.accepted for verdict in verdicts] == [0, 3]
+    check_features(verdicts, plain_target, prompt + truth, first=at - 256)
+
+
+async def test_features_begin_behind_what_the_cache_had(
+    verifier: str, plain_target: LlamaForCausalLM, truth: list[int]
+) -> None:
+    asked = {"max_tokens": 3, "features": True, "cache_salt": "begun"}
+    async with verifying(verifier) as first, verifying(verifier) as second:
+        await first.open(PROMPT, session_id="1", **asked)
+        await first.rest()
+        await second.open(PROMPT, session_id="2", **asked)
+        verdicts = await second.rest()
+    cached = verdicts[0].timings.cached_tokens
+    assert cached > 0
+    check_features(verdicts, plain_target, PROMPT + truth, first=cached)
+
+
+async def test_features_end_with_the_output(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
+    """max_tokens cuts an accepted path short: no hidden states of what was not committed."""
+    stop = next(i for i in range(2, 6) if truth[i] not in truth[:i])
+    async with verifying(verifier) as stream:
+        await stream.open(
+            PROMPT,
+            max_tokens=20,
+            gamma=8,
+            patience_us=LONG_PATIENCE_US,
+            stop_token_ids=[truth[stop]],
+            features=True,
+            cache_salt="end",
+        )
+        await stream.verdict()
+        await stream.guess(len(PROMPT) + 1, truth[1:9])
+        verdicts = await stream.rest()
+    assert stream.tokens == truth[: stop + 1]
+    check_features(verdicts, plain_target, PROMPT + truth, first=0)
+
+
+async def test_features_are_steered_on_and_off(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        first = await stream.verdict()
+        await stream.steer(features=True)
+        await stream.guess(len(PROMPT) + 1, truth[1:4])
+        second = await stream.verdict()
+        await stream.steer(features=False)
+        await stream.guess(len(PROMPT) + 5, truth[5:7], first_id=4)
+        third = await stream.verdict()
+    assert not first.HasField("features")
+    assert not third.HasField("features")
+    check_features([second], plain_target, PROMPT + truth, first=len(PROMPT))
 
 
 async def test_no_features_unless_asked_for(verifier: str) -> None:
