@@ -8,12 +8,12 @@ drafter (`source`) and the id that the drafter gave it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import InvalidRequest
-from outrider.messages import Distribution, Guess
+from outrider.messages import Distribution, Guess, SourceTally
 
 NodeKey = tuple[int, int]
 
@@ -60,6 +60,18 @@ class Block:
         for parent in self.parents:
             depths.append(depths[parent] + 1)
         return max(depths)
+
+    def tallies(self, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
+        """How each drafter did whose guesses are in here; `accepted` are the rows of the path that held."""
+        depths = [0]
+        longest: dict[int, int] = {}
+        held: Counter[int] = Counter()
+        for row, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True), start=1):
+            depths.append(depths[parent] + 1)
+            sources = {source for source, _ in node.keys}
+            longest.update((source, max(depths[row], longest.get(source, 0))) for source in sources)
+            held.update(sources if row in accepted else ())
+        return tuple(SourceTally(source, longest[source], held[source]) for source in sorted(longest))
 
 
 class GuessTree:

@@ -383,4 +383,6 @@ def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
         timings=timings,
         logprobs=result.judgement.logprobs[: len(tokens)],
         features=features,
+        sources=item.block.tallies(outcome.path[:accepted]),
+        nodes=len(item.block.tokens),
     )

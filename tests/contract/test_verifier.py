@@ -108,6 +108,22 @@ async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: 
     assert second.timings.session_rows > 4, "both branches went through the model"
 
 
+async def test_two_drafters_in_one_tree_are_tallied(loaded: LoadedModel, tmp_path: Path, greedy: Greedy) -> None:
+    prompt = [*range(100)] * 5
+    truth = greedy(prompt, 8)
+    at = len(prompt)
+    async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
+        await stream.send_open(prompt, max_tokens=8, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.guess(at, [*truth[:3], wrong(truth[3])], source=1)
+        await stream.guess(at, [*truth[:2], wrong(truth[2])], source=2)
+        assert (await stream.call.read()).HasField("opened")
+        first, second = await stream.verdict(), await stream.verdict()
+    assert not first.sources
+    assert first.nodes == 0
+    assert [(tally.source, tally.offered, tally.accepted) for tally in second.sources] == [(1, 3, 2), (2, 2, 1)]
+    assert (second.offered, second.accepted, second.nodes) == (3, 2, 4)
+
+
 async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
         await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.errors import InvalidRequest
-from outrider.messages import WHOLE, Distribution, Guess
+from outrider.messages import WHOLE, Distribution, Guess, SourceTally
 from outrider.tree import Block, GuessTree
 
 EVERYTHING = 10_000
@@ -246,6 +246,22 @@ def test_a_block_takes_the_nearest_guesses_first() -> None:
     assert block.depth == 2
     assert tree.block(9, 1).depth == 1
     assert tree.block(0, 9) == tree.block(9, 0) == Block()
+
+
+def test_drafters_are_tallied_each_on_its_own() -> None:
+    """What two guessed alike counts for both; the length is that of a drafter's longest path, whatever held of it."""
+    tree = tree_over([1])
+    tree.add(chain(1, 1, 7, 8, 9, source=3))
+    tree.add(chain(1, 1, 7, 5, source=4))
+    tree.add(chain(2, 4, 5, 6, parent=1, source=3))
+    tree.add(chain(1, 1, 2, source=9))
+    block = tree.block(EVERYTHING, EVERYTHING)
+    row = {tuple(block.path_to(row)): row for row in range(1, len(block.tokens) + 1)}
+    path = [row[7,], row[7, 5], row[7, 5, 6]]
+    assert block.tallies(path) == (SourceTally(3, 3, 3), SourceTally(4, 2, 2), SourceTally(9, 1, 0))
+    assert block.tallies(path[:1]) == (SourceTally(3, 3, 1), SourceTally(4, 2, 1), SourceTally(9, 1, 0))
+    assert tree.block(1, EVERYTHING).tallies(()) == (SourceTally(3, 1, 0), SourceTally(4, 1, 0))
+    assert Block().tallies(()) == ()
 
 
 def test_repeating_a_guess_for_ever_takes_no_room() -> None:
