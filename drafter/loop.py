@@ -85,7 +85,6 @@ class DraftingLoop:
             if not asked:
                 await self._wake.wait()
                 continue
-            rollbacks = [session.rollbacks for session, _ in asked]
             started = time.perf_counter()
             try:
                 drafts = await loop.run_in_executor(self._thread, self._drafter.draft, [ask for _, ask in asked])
@@ -94,17 +93,13 @@ class DraftingLoop:
                 for session, _ in asked:
                     self.close(session)
                 continue
-            self._take(asked, drafts, rollbacks, time.perf_counter() - started)
+            self._take(asked, drafts, time.perf_counter() - started)
 
     def stop(self) -> None:
         self.drain()
         self._thread.shutdown(wait=True)
 
-    def _take(
-        self, asked: list[tuple[Session, Ask]], drafts: list[Draft], rollbacks: list[int], spent_s: float
-    ) -> None:
+    def _take(self, asked: list[tuple[Session, Ask]], drafts: list[Draft], spent_s: float) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
-        for (session, _), draft, before in zip(asked, drafts, rollbacks, strict=True):
-            if session.rollbacks != before:
-                continue  # rolled back meanwhile: these tokens follow a path that did not come true
+        for (session, _), draft in zip(asked, drafts, strict=True):
             session.take(draft, int(spent_s * 1e6))

@@ -69,7 +69,10 @@ class DrafterService(rpc.DrafterServicer):
         session = self._loop.open(_opening(first))
         failed: list[OutriderError] = []
         try:
-            yield pb.DraftReply(opened=pb.DraftOpened(model=wire.model_to_proto(self._drafter.info)))
+            opened = pb.DraftOpened(
+                model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+            )
+            yield pb.DraftReply(opened=opened)
             async with background(self._take(session, requests, failed)):
                 while (guess := await session.outbox.get()) is not None:
                     yield pb.DraftReply(guess=wire.guess_to_proto(guess))
@@ -110,6 +113,7 @@ class DrafterService(rpc.DrafterServicer):
             capacity=self._settings.max_sessions,
             load=self._loop.load(),
             draining=self._draining,
+            features=self._drafter.wants_features,
         )
 
 
@@ -132,7 +136,9 @@ def _opening(request: pb.DraftRequest) -> Opening:
 def _apply(session: Session, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
-        session.commit(request.committed.position, tuple(request.committed.tokens))
+        committed = request.committed
+        features = wire.features_from_proto(committed.features) if committed.HasField("features") else None
+        session.commit(committed.position, tuple(committed.tokens), features)
     elif kind == "steer":
         session.steer(wire.steering_from_proto(request.steer))
     else:

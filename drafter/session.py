@@ -1,21 +1,26 @@
-"""One session at the drafter: what is committed, the open chain of guesses, and what of it has been sent."""
+"""One session at the drafter: what is committed, the tree of open guesses, and what of it has been sent."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from dataclasses import dataclass
 
 from drafter.drafters import Ask, Draft
 from outrider.errors import InvalidRequest
 from outrider.messages import (
+    MAX_GAMMA,
     NO_STEERING,
     Distribution,
+    Features,
     Guess,
     SamplingParams,
     Steering,
     check_opening,
     check_tokens,
 )
+
+MAX_TREE = 128  # guesses of a session that are open at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +50,31 @@ class Opening:
         )
 
 
-@dataclass(slots=True)
-class _Open:
-    """A guessed token whose fate is not known yet."""
+class _Fate(enum.Enum):
+    OPEN = enum.auto()
+    HELD = enum.auto()  # committed, just as guessed
+    GONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A guessed token."""
 
     token: int
+    position: int
+    parent: _Node | None  # None: hangs from what is committed
     draft_prob: Distribution | None
     node_id: int = 0  # given when it is sent
+    fate: _Fate = _Fate.OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the numbers of an ask stand for."""
+
+    committed: int
+    tip: _Node | None  # where `ask.tokens` ends
+    nodes: tuple[_Node, ...]
 
 
 class Session:
@@ -63,12 +86,14 @@ class Session:
         self.params = opening.params
         self._cache_salt = opening.cache_salt
         self.outbox: asyncio.Queue[Guess | None] = asyncio.Queue()
-        self.rollbacks = 0
         self._vocab_size = opening.vocab_size
         self._prompt_length = opening.prompt_length
         self._committed = list(opening.tokens)
-        self._chain: list[_Open] = []
+        self._tree: list[_Node] = []  # parents before children
+        self._asked = _Asked(len(self._committed), None, ())
+        self._features: list[Features] = []
         self._gamma = 0
+        self._branches = 1
         self._exhausted = False
         self._passed_at = -1
         self._next_id = 1
@@ -77,78 +102,174 @@ class Session:
 
     def ask(self) -> Ask | None:
         """What the drafter is to do for this session now."""
-        last_useful = self._prompt_length + self.params.max_tokens - 1
-        ahead = min(self._gamma, last_useful - len(self._committed))
-        room = ahead - len(self._chain)
-        if room <= 0 or self._exhausted:
+        if not self._wants_more:
             return None
+        tip = self._tip
+        path = self._path(tip)
+        features, self._features = tuple(self._features), []
+        at = {id(node): i for i, node in enumerate(self._tree)}
+        self._asked = _Asked(len(self._committed), tip, tuple(self._tree))
         return Ask(
             session=self.key,
-            tokens=self._committed + [guess.token for guess in self._chain],
+            tokens=self._committed + path,
             committed=len(self._committed),
             prompt_length=self._prompt_length,
-            room=room,
+            room=min(self._depth - len(path), self._budget),
             params=self.params,
             vocab_size=self._vocab_size,
             cache_salt=self._cache_salt,
+            open_tokens=tuple(node.token for node in self._tree),
+            open_parents=tuple(-1 if node.parent is None else at[id(node.parent)] for node in self._tree),
+            branches=self._siblings,
+            budget=self._budget,
+            depth=self._depth,
+            features=features,
         )
 
     def take(self, draft: Draft, spent_us: int) -> None:
-        """Lengthen the chain; send it when it reaches γ or nothing more will come."""
-        probs: tuple[Distribution | None, ...] = draft.draft_probs or (None,) * len(draft.tokens)
-        self._chain.extend(_Open(token, prob) for token, prob in zip(draft.tokens, probs, strict=True))
-        self._exhausted = draft.done
+        """The answer to the last ask: add to the tree what still fits; send it when it is as large as it may be or
+        nothing more will come."""
+        asked = self._asked
+        places: list[_Node | None] = [None, *asked.nodes]
+        under = asked.tip
+        for i, token in enumerate(draft.tokens):
+            if draft.parents:
+                under = places[draft.parents[i] + 1]
+            position = asked.committed if under is None else under.position + 1
+            under = self._plant(token, position, under, draft.draft_probs[i] if draft.draft_probs else None)
+            places.append(under)
+        if asked.committed == len(self._committed):
+            self._exhausted = draft.done
         self._draft_us += spent_us
-        if self.ask() is None:
+        if not self._wants_more:
             self._send()
 
-    def commit(self, position: int, tokens: tuple[int, ...]) -> None:
-        """The target has spoken: keep the chain as far as it agrees, drop the rest."""
+    def commit(self, position: int, tokens: tuple[int, ...], features: Features | None = None) -> None:
+        """The target has spoken: keep the tree as far as it agrees, drop the rest."""
         known = len(self._committed)
         if position > known:
             raise InvalidRequest.of("committed.position", position, f"at most {known}, the tokens known here")
         new = tokens[known - position :]
         check_tokens("committed.tokens", new, self._vocab_size)
-        if not new:
-            return
+        if features is not None:
+            self._features.append(features)
         for token in new:
-            if self._chain and self._chain[0].token == token:
-                del self._chain[0]
-            else:
-                self.rollbacks += 1
-                self._chain.clear()
-        self._committed.extend(new)
-        self._exhausted = False
+            self._advance(token)
+            self._exhausted = False
 
     def steer(self, steering: Steering) -> None:
         steering.check()
         if steering.gamma is not None:
             self._gamma = steering.gamma
+        if steering.branches is not None:
+            self._branches = max(1, steering.branches)
+        if steering.gamma is not None or steering.branches is not None:
             self._exhausted = False
 
+    @property
+    def _depth(self) -> int:
+        """How far ahead of what is committed a guess is of use."""
+        last_useful = self._prompt_length + self.params.max_tokens - 1
+        return min(self._gamma, last_useful - len(self._committed))
+
+    @property
+    def _budget(self) -> int:
+        """How many more guesses may be open."""
+        return min(self._gamma * self._siblings, MAX_TREE) - len(self._tree)
+
+    @property
+    def _siblings(self) -> int:
+        # A drawn token has none: choosing among several by value would bias the text.
+        return 1 if self.params.mode.needs_draft_probs else self._branches
+
+    @property
+    def _wants_more(self) -> bool:
+        tip = self._tip
+        deepest = 0 if tip is None else tip.position + 1 - len(self._committed)
+        return min(self._depth - deepest, self._budget) > 0 and not self._exhausted
+
+    @property
+    def _tip(self) -> _Node | None:
+        """The end of the longest chain; of equals the first, which is the likeliest."""
+        return max(self._tree, key=lambda node: node.position, default=None)
+
+    def _path(self, tip: _Node | None) -> list[int]:
+        path: list[int] = []
+        while tip is not None:
+            path.append(tip.token)
+            tip = tip.parent
+        return path[::-1]
+
+    def _plant(self, token: int, position: int, under: _Node | None, prob: Distribution | None) -> _Node:
+        """A drafted token in its place: what was asked for may have been committed meanwhile, or not come true."""
+        node = _Node(token, position, under, prob)
+        if under is not None and under.fate is _Fate.GONE:
+            node.fate = _Fate.GONE
+        elif position < len(self._committed):
+            node.fate = _Fate.HELD if self._committed[position] == token else _Fate.GONE
+        else:
+            node.parent = under if under is not None and under.fate is _Fate.OPEN else None
+            twin = next((other for other in self._tree if other.parent is node.parent and other.token == token), None)
+            if twin is not None:
+                return twin
+            self._tree.append(node)
+        return node
+
+    def _advance(self, token: int) -> None:
+        """One more token is committed."""
+        self._committed.append(token)
+        kept: list[_Node] = []
+        for node in self._tree:
+            if node.parent is None:
+                node.fate = _Fate.HELD if node.token == token else _Fate.GONE
+            elif node.parent.fate is _Fate.GONE:
+                node.fate = _Fate.GONE
+            else:
+                kept.append(node)
+                if node.parent.fate is _Fate.HELD:
+                    node.parent = None
+        self._tree = kept
+
     def _send(self) -> None:
-        unsent = [guess for guess in self._chain if not guess.node_id]
-        position = len(self._committed) + len(self._chain) - len(unsent)
+        unsent = [node for node in self._tree if not node.node_id]
         if not unsent:
-            if not self._chain and self._exhausted and self._passed_at < position:
+            position = len(self._committed)
+            if not self._tree and self._exhausted and self._passed_at < position:
                 self._passed_at = position
                 self.outbox.put_nowait(Guess(position, 0, 0, (), draft_us=self._spent()))
             return
-        parent = self._chain[-len(unsent) - 1].node_id if len(self._chain) > len(unsent) else 0
+        # One message for all that hangs from the same place: a step of the verifier sees all of it or nothing.
+        while unsent:
+            unsent = self._send_below(unsent[0].parent, unsent)
+
+    def _send_below(self, top: _Node | None, unsent: list[_Node]) -> list[_Node]:
+        """Send all that hangs from `top`, directly or not; what is left."""
+        numbers: dict[int, int] = {id(top): 0}
+        sent: list[_Node] = []
+        left: list[_Node] = []
+        for node in unsent:
+            if id(node.parent) in numbers and len(sent) < MAX_GAMMA:
+                sent.append(node)
+                numbers[id(node)] = len(sent)
+            else:
+                left.append(node)
+        parents = tuple(numbers[id(node.parent)] for node in sent)
         first_id = self._next_id
-        for guess in unsent:
-            guess.node_id = self._next_id
+        for node in sent:
+            node.node_id = self._next_id
             self._next_id += 1
         self.outbox.put_nowait(
             Guess(
-                position=position,
+                position=sent[0].position,
                 first_id=first_id,
-                parent=parent,
-                tokens=tuple(guess.token for guess in unsent),
-                draft_probs=tuple(guess.draft_prob for guess in unsent if guess.draft_prob is not None),
+                parent=0 if top is None else top.node_id,
+                tokens=tuple(node.token for node in sent),
+                draft_probs=tuple(node.draft_prob for node in sent if node.draft_prob is not None),
                 draft_us=self._spent(),
+                parents=() if parents == tuple(range(len(sent))) else parents,
             )
         )
+        return left
 
     def _spent(self) -> int:
         spent, self._draft_us = self._draft_us, 0

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from drafter.settings import DrafterSettings
 from outrider.errors import StartupError
-from outrider.messages import Distribution, ModelInfo, SamplingParams
+from outrider.messages import MAX_GAMMA, Distribution, Features, ModelInfo, SamplingParams
 from outrider.vocabulary import Vocabulary
 
 
@@ -18,9 +18,14 @@ from outrider.vocabulary import Vocabulary
 class Ask:
     """Where one session stands: continue `tokens` by up to `room` tokens.
 
-    The first `committed` of them are final, the rest are this drafter's own
-    open guesses; `prompt_length` of them are the prompt. A drafter may answer
-    with fewer tokens and will be asked again for the rest.
+    The first `committed` of them are final, the rest are the longest chain of
+    this drafter's own open guesses; `prompt_length` of them are the prompt. A
+    drafter may answer with fewer tokens and will be asked again for the rest.
+
+    One that branches looks at all open guesses, `open_tokens`, where guess i
+    hangs from guess `open_parents[i]` (−1: from what is committed). It may
+    give a place up to `branches` children, no more than `budget` new guesses
+    in all, and none deeper than `depth` past what is committed.
     """
 
     session: str
@@ -31,15 +36,27 @@ class Ask:
     params: SamplingParams
     vocab_size: int
     cache_salt: str = ""
+    open_tokens: tuple[int, ...] = ()
+    open_parents: tuple[int, ...] = ()
+    branches: int = 1
+    budget: int = MAX_GAMMA
+    depth: int = MAX_GAMMA
+    features: tuple[Features, ...] = ()  # the target's hidden states that came since the last ask
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """More of a session's chain. `done`: nothing more is to be had until something is committed."""
+    """More guesses: a chain that goes on where `Ask.tokens` ends, or a tree.
+
+    In a tree token i hangs from `parents[i]`: −1 for what was committed, then
+    the open guesses of the ask in their order, then this draft's own tokens.
+    `done`: nothing more is to be had until something is committed.
+    """
 
     tokens: tuple[int, ...] = ()
     draft_probs: tuple[Distribution, ...] = ()
     done: bool = False
+    parents: tuple[int, ...] = ()
 
 
 class Drafter(Protocol):
@@ -51,6 +68,11 @@ class Drafter(Protocol):
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The vocabulary it speaks; None if any will do."""
+        ...
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether it builds on the target's hidden states."""
         ...
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:

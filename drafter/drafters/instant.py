@@ -12,6 +12,8 @@ from outrider.vocabulary import Vocabulary
 
 
 class InstantDrafter:
+    wants_features = False
+
     def __init__(self) -> None:
         self.info = ModelInfo(name="instant", fingerprint="instant", architecture="none")
         self.vocabulary: Vocabulary | None = None

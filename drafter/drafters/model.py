@@ -22,6 +22,8 @@ _WIDE = 64  # ids that a coupled draw looks at: the rest would hardly ever win
 
 
 class ModelDrafter:
+    wants_features = False
+
     def __init__(self, engine: Engine, vocabulary: Vocabulary, candidates: int) -> None:
         self._engine = engine
         self._candidates = candidates

@@ -39,6 +39,8 @@ class _Index:
 
 
 class NgramDrafter:
+    wants_features = False
+
     def __init__(self, shortest: int, longest: int) -> None:
         self.info = ModelInfo(name="ngram", fingerprint=f"ngram-{shortest}-{longest}", architecture="none")
         self.vocabulary: Vocabulary | None = None

@@ -1,4 +1,4 @@
-"""The drafter's session: a chain that grows with agreeing commits and rolls back with others. And prompt lookup."""
+"""The drafter's session: a tree that is kept as far as commits agree with it. And prompt lookup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = (1, 2, 3)
 VOCAB = 50
 
 
-def opened(gamma: int = 4, max_tokens: int = 100, **params) -> Session:
+def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -> Session:
     opening = Opening(
         "s",
         0,
@@ -25,7 +25,7 @@ def opened(gamma: int = 4, max_tokens: int = 100, **params) -> Session:
         len(PROMPT),
         SamplingParams(seed=1, max_tokens=max_tokens, **params),
         VOCAB,
-        Steering(gamma=gamma),
+        Steering(gamma=gamma, branches=branches),
     )
     opening.check()
     return Session(opening)
@@ -40,8 +40,9 @@ def sent(session: Session) -> list[Guess]:
     return guesses
 
 
-def draft(session: Session, *tokens: int, done: bool = False) -> list[Guess]:
-    session.take(Draft(tokens, done=done), 100)
+def draft(session: Session, *tokens: int, done: bool = False, parents: tuple[int, ...] = ()) -> list[Guess]:
+    session.ask()
+    session.take(Draft(tokens, done=done, parents=parents), 100)
     return sent(session)
 
 
@@ -118,26 +119,71 @@ def test_an_agreeing_commit_keeps_the_chain_and_the_next_guess_hangs_from_it() -
     assert ask is not None
     assert (list(ask.tokens), ask.committed, ask.room) == ([1, 2, 3, 7, 8, 9], 5, 2)
     assert draft(session, 4, 5) == [Guess(6, 4, 3, (4, 5), draft_us=100)]
-    assert session.rollbacks == 0
 
 
 def test_a_disagreeing_commit_drops_the_chain() -> None:
     session = opened(gamma=3)
     draft(session, 7, 8, 9)
     session.commit(3, (7, 5))
-    assert session.rollbacks == 1
     ask = session.ask()
     assert ask is not None
     assert (list(ask.tokens), ask.room) == ([1, 2, 3, 7, 5], 3)
     assert draft(session, 1, 2, 3) == [Guess(5, 4, 0, (1, 2, 3), draft_us=100)], "from the committed prefix again"
 
 
-def test_a_bonus_past_the_end_of_the_chain_is_a_rollback() -> None:
-    """Whatever was being drafted for that position meanwhile would follow another path."""
-    session = opened(gamma=2)
+@pytest.mark.parametrize(("token", "kept"), [(9, (4,)), (8, ())])
+def test_what_was_drafted_while_a_bonus_came_follows_another_path_unless_it_was_right(
+    token: int, kept: tuple[int, ...]
+) -> None:
+    session = opened(gamma=4)
     draft(session, 7, 8)
+    session.ask()
     session.commit(3, (7, 8, 9))
-    assert session.rollbacks == 1
+    session.take(Draft((token, 4), done=True), 10)
+    ask = session.ask()
+    assert ask is not None
+    assert list(ask.tokens[ask.committed :]) == list(kept)
+
+
+def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
+    session = opened(gamma=2, branches=2)
+    (guess,) = draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 0))
+    assert (guess.tokens, guess.parents, guess.parent) == ((7, 8, 9, 4), (0, 0, 1, 1), 0)
+    session.steer(Steering(gamma=3))
+    ask = session.ask()
+    assert ask is not None
+    assert (ask.open_tokens, ask.open_parents, ask.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
+    assert list(ask.tokens) == [1, 2, 3, 7, 9]
+    session.take(Draft((5, 6), parents=(2, 3)), 0)
+    assert [(g.parent, g.tokens) for g in sent(session)] == [(3, (5,)), (4, (6,))]
+
+
+def test_a_commit_prunes_the_tree_to_the_branch_that_came_true() -> None:
+    session = opened(gamma=2, branches=2)
+    draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 1))
+    session.commit(3, (8,))
+    ask = session.ask()
+    assert ask is not None
+    assert (ask.open_tokens, ask.open_parents, list(ask.tokens)) == ((4,), (-1,), [1, 2, 3, 8, 4])
+    (guess,) = draft(session, 5, 6, parents=(0, -1))[:1]
+    assert (guess.position, guess.parent, guess.tokens) == (5, 4, (5,))
+
+
+def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
+    session = opened(gamma=3, branches=2)
+    session.ask()
+    session.commit(3, (7,))
+    session.take(Draft((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
+    assert sent(session) == [], "it was done for what was asked, not for what is asked now"
+    (guess,) = draft(session, done=True)
+    assert (guess.position, guess.tokens) == (4, (9, 6)), "8 and 5 are gone with what they hang from"
+
+
+def test_a_drawn_token_has_no_sibling() -> None:
+    session = opened(gamma=3, branches=4, verification=Verification.BLOCK)
+    ask = session.ask()
+    assert ask is not None
+    assert (ask.branches, ask.budget) == (1, 3)
 
 
 def test_an_unsent_chain_that_was_committed_meanwhile_is_sent_without_its_head() -> None:
@@ -153,10 +199,9 @@ def test_commits_that_overlap_are_merged() -> None:
     session.commit(3, (7,))
     session.commit(3, (7, 8))
     session.commit(3, (7,))
-    assert session.rollbacks == 0
     ask = session.ask()
     assert ask is not None
-    assert ask.committed == 5
+    assert (ask.committed, list(ask.tokens)) == (5, [1, 2, 3, 7, 8, 9])
 
 
 @pytest.mark.parametrize(
@@ -213,7 +258,7 @@ def test_an_opening_that_cannot_be_is_refused(change: dict, name: str) -> None:
 def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataObject, single: bool) -> None:
     """Right, wrong, late: no guess is refused, and every one that still fits is in the tree."""
     mode = {"verification": Verification.BLOCK} if single else {}
-    session = opened(gamma=data.draw(st.integers(1, 5)), max_tokens=30, **mode)
+    session = opened(gamma=data.draw(st.integers(1, 5)), max_tokens=30, branches=data.draw(st.integers(1, 3)), **mode)
     committed = list(PROMPT)
     tree = GuessTree(committed, single=single, max_nodes=64, max_ahead=64)
     token = st.integers(0, 2)
@@ -223,9 +268,12 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
         action = data.draw(st.sampled_from(["draft", "draft", "deliver", "step", "hear", "steer"]))
         if action == "draft" and (ask := session.ask()) is not None:
             assert list(ask.tokens[: ask.committed]) == committed[: ask.committed]
-            tokens = tuple(data.draw(st.lists(token, min_size=1, max_size=ask.room)))
+            branching = not single and data.draw(st.booleans())
+            tokens = tuple(data.draw(st.lists(token, min_size=1, max_size=ask.budget if branching else ask.room)))
+            places = range(len(ask.open_tokens), len(ask.open_tokens) + len(tokens))
+            parents = tuple(data.draw(st.integers(-1, place - 1)) for place in places) if branching else ()
             probs = tuple(Distribution((t,), (WHOLE,)) for t in tokens) if single else ()
-            session.take(Draft(tokens, probs, done=data.draw(st.booleans())), 5)
+            session.take(Draft(tokens, probs, data.draw(st.booleans()), parents), 5)
             underway += sent(session)
         elif action == "deliver" and underway:
             tree.add(underway.pop(0))
@@ -245,12 +293,12 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     for news in unsaid:
         session.commit(*news)
     # All is said: what the drafter holds open and has sent is what the verifier can check.
-    chain = [guess.token for guess in session._chain if guess.node_id]
+    open_ = {tuple(session._path(node)) for node in session._tree if node.node_id}
     block = tree.block(99, 99)
-    held = {tuple(block.path_to(row)) for row in range(len(block.tokens) + 1)}
-    assert tuple(chain) in held
+    held = {tuple(block.path_to(row)) for row in range(1, len(block.tokens) + 1)}
+    assert open_ <= held
     if single:
-        assert len(block.tokens) == len(chain)
+        assert open_ == held
 
 
 def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
@@ -269,7 +317,6 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
         committed.extend(new)
         tree.commit(new)
         session.commit(len(committed) - 3, new)
-    assert session.rollbacks == 0
 
 
 # --- prompt lookup ---------------------------------------------------------------------------------------------------
