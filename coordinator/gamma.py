@@ -38,10 +38,11 @@ class Conditions:
     link_ms: float  # from a verdict to the guess that follows it, drafting aside: both round trips
     cost: CostCurve  # of a verifier's step, by its rows
     other_rows: float = 0.0  # of the sessions that share our steps
+    guess_rows: float = 1.0  # per guess of the longest path: more where paths branch
 
     def verify_ms(self, guesses: float) -> float:
-        """A step that checks so many guesses of ours."""
-        return self.cost.at(self.other_rows + 1.0 + guesses)
+        """A step that checks so many guesses of ours, one after the other."""
+        return self.cost.at(self.other_rows + 1.0 + guesses * self.guess_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,77 +143,36 @@ class PairHistory:
     draft_ms: float = 0.0
 
 
-class Estimator:
-    """One session's view of its conditions, learnt from verdicts and guesses."""
+class Pair:
+    """What guesses show in this session, begun from what target and drafter have shown together before."""
 
     def __init__(self, positions: int) -> None:
         self._positions = max(1, positions)
-        self._history = PairHistory()
-        self._link_ms: float | None = None
-        self._cost = CostLine()
-        self._published = UNKNOWN_COST
-        self._pace: float | None = None  # steps seen, against what was published
-        self._other_rows = 0.0  # of the sessions that share our steps
         self.start_from(PairHistory())
 
     def start_from(self, history: PairHistory) -> None:
-        """A drafter was attached: begin with what it and the target have shown before."""
         self._history = history
         self._held = [0.0] * self._positions
         self._trials = [0.0] * self._positions
         self._prior_weight = [PRIOR_TRIALS] * self._positions
-        self._offer_rate = history.offer_rate
-        self._draft_ms = history.draft_ms
-
-    def priced(self, published: CostCurve) -> None:
-        """A verifier was attached, and says what its steps take."""
-        self._published = published
-        self._pace = None
+        self.seen = 0  # steps with guesses
+        self.offer_rate = history.offer_rate
+        self.draft_ms = history.draft_ms
 
     def drafted(self, tokens: int, draft_us: int) -> None:
-        """A guess arrived from the drafter."""
+        """A guess arrived."""
         if tokens:
-            self._draft_ms = _smooth(self._draft_ms, draft_us / 1000 / tokens)
+            self.draft_ms = _smooth(self.draft_ms, draft_us / 1000 / tokens)
 
-    def judged(self, verdict: Verdict, *, asked: int, waited: bool) -> None:
-        """A verdict arrived. `asked` is the γ in force, `waited` whether the verifier was to wait for guesses."""
-        timings = verdict.timings
-        if timings.rows <= MAX_FITTED_ROWS:
-            step_ms = timings.step_us / 1000
-            self._cost.add(timings.rows, step_ms)
-            if self._published.rows:
-                pace = step_ms / self._published.at(timings.rows)
-                self._pace = pace if self._pace is None else _smooth(self._pace, pace)
-            self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
-        if asked and (waited or verdict.offered):
-            self._offer_rate = _smooth(self._offer_rate, 1.0 if verdict.offered else 0.0)
-        if asked and waited:
-            drafting = verdict.offered * self._draft_ms
-            link = max(0.0, timings.wait_us / 1000 - drafting)
-            self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
-        if not verdict.offered:
-            return
-        for i in range(min(verdict.accepted + 1, verdict.offered, len(self._trials))):
+    def judged(self, offered: int, accepted: int, *, due: bool) -> None:
+        """A verdict arrived; `due`: guesses were to be there."""
+        if due:
+            self.offer_rate = _smooth(self.offer_rate, 1.0 if offered else 0.0)
+        self.seen += offered > 0
+        for i in range(min(accepted + 1, offered, len(self._trials))):
             self._prior_weight[i] *= DECAY
             self._trials[i] = self._trials[i] * DECAY + 1.0
-            self._held[i] = self._held[i] * DECAY + (1.0 if i < verdict.accepted else 0.0)
-
-    def conditions(self, round_trips_ms: float) -> Conditions:
-        """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
-        return Conditions(
-            acceptance=self.acceptance,
-            offer_rate=self._offer_rate,
-            draft_ms=self._draft_ms,
-            link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
-            cost=self._curve(),
-            other_rows=self._other_rows,
-        )
-
-    def _curve(self) -> CostCurve:
-        """What the verifier published, at the pace of our own steps; without that, a line through them."""
-        if self._published.rows:
-            return self._published.scaled(self._pace or 1.0)
-        return CostCurve.line(*self._cost.fit())
+            self._held[i] = self._held[i] * DECAY + (1.0 if i < accepted else 0.0)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -226,8 +186,67 @@ class Estimator:
             found.append((held + weight * prior) / (trials + weight))
         return tuple(found)
 
+    @property
+    def length(self) -> float:
+        """Accepted tokens to expect of as long a guess as there may be."""
+        return expected_tokens(self.acceptance, self._positions) - 1.0
+
     def history(self) -> PairHistory:
-        return PairHistory(list(self.acceptance), self._offer_rate, self._draft_ms)
+        return PairHistory(list(self.acceptance), self.offer_rate, self.draft_ms)
+
+
+class Estimator:
+    """One session's view of its conditions, learnt from verdicts and guesses. `pair` is all its drafters together."""
+
+    def __init__(self, positions: int) -> None:
+        self.pair = Pair(positions)
+        self._link_ms: float | None = None
+        self._cost = CostLine()
+        self._published = UNKNOWN_COST
+        self._pace: float | None = None  # steps seen, against what was published
+        self._other_rows = 0.0  # of the sessions that share our steps
+        self._guess_rows = 1.0  # per guess of the longest path: more where paths branch
+
+    def priced(self, published: CostCurve) -> None:
+        """A verifier was attached, and says what its steps take."""
+        self._published = published
+        self._pace = None
+
+    def judged(self, verdict: Verdict, *, asked: int, waited: bool) -> None:
+        """A verdict arrived. `asked` is the γ in force, `waited` whether the verifier was to wait for guesses."""
+        timings = verdict.timings
+        if timings.rows <= MAX_FITTED_ROWS:
+            step_ms = timings.step_us / 1000
+            self._cost.add(timings.rows, step_ms)
+            if self._published.rows:
+                pace = step_ms / self._published.at(timings.rows)
+                self._pace = pace if self._pace is None else _smooth(self._pace, pace)
+            self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
+        self.pair.judged(verdict.offered, verdict.accepted, due=asked > 0 and (waited or verdict.offered > 0))
+        if verdict.offered:
+            self._guess_rows = _smooth(self._guess_rows, max(1.0, verdict.nodes / verdict.offered))
+        if asked and waited:
+            drafting = verdict.offered * self.pair.draft_ms
+            link = max(0.0, timings.wait_us / 1000 - drafting)
+            self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
+
+    def conditions(self, round_trips_ms: float) -> Conditions:
+        """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
+        return Conditions(
+            acceptance=self.pair.acceptance,
+            offer_rate=self.pair.offer_rate,
+            draft_ms=self.pair.draft_ms,
+            link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
+            cost=self._curve(),
+            other_rows=self._other_rows,
+            guess_rows=self._guess_rows,
+        )
+
+    def _curve(self) -> CostCurve:
+        """What the verifier published, at the pace of our own steps; without that, a line through them."""
+        if self._published.rows:
+            return self._published.scaled(self._pace or 1.0)
+        return CostCurve.line(*self._cost.fit())
 
 
 class Controller:

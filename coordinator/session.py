@@ -206,14 +206,14 @@ class Session:
         async with DrafterHop(link, self._open_draft(), source) as drafter:
             self._drafter = drafter
             if history is not None:
-                self._control.estimator.start_from(history)
+                self._control.estimator.pair.start_from(history)
             await drafter.opened()
             link.worked()
             self.stats.drafter_kind = link.info.kind
             self._steer()
             try:
                 async for guess in drafter.guesses():
-                    self._control.estimator.drafted(len(guess.tokens), guess.draft_us)
+                    self._control.estimator.pair.drafted(len(guess.tokens), guess.draft_us)
                     self.stats.guessed(guess)
                     verifier.guess(guess)
             finally:
@@ -337,7 +337,7 @@ class Session:
     def _remember_pair(self, drafter: Link) -> None:
         """For the next session with this pair."""
         self._deps.pairs.remember(
-            self._target.info.fingerprint, drafter.info.model.fingerprint, self._control.estimator.history()
+            self._target.info.fingerprint, drafter.info.model.fingerprint, self._control.estimator.pair.history()
         )
 
 

@@ -197,25 +197,25 @@ def test_acceptance_is_learnt_per_position() -> None:
     estimator = Estimator(3)
     for _ in range(200):
         estimator.judged(verdict(1, 3), asked=3, waited=True)
-    first, second, _ = estimator.acceptance
+    first, second, _ = estimator.pair.acceptance
     assert first > 0.95
     assert second < 0.05
 
 
 def test_a_session_starts_from_the_pairs_history() -> None:
     estimator = Estimator(4)
-    estimator.start_from(PairHistory([0.9, 0.3], 0.7, 2.5))
-    assert estimator.acceptance[:2] == pytest.approx((0.9, 0.3))
-    assert len(estimator.acceptance) == 4
+    estimator.pair.start_from(PairHistory([0.9, 0.3], 0.7, 2.5))
+    assert estimator.pair.acceptance[:2] == pytest.approx((0.9, 0.3))
+    assert len(estimator.pair.acceptance) == 4
     conditions = estimator.conditions(11.0)
     assert (conditions.offer_rate, conditions.draft_ms, conditions.link_ms) == (0.7, 2.5, 11.0)
-    assert estimator.history().acceptance == pytest.approx(list(estimator.acceptance))
+    assert estimator.pair.history().acceptance == pytest.approx(list(estimator.pair.acceptance))
 
 
 def test_the_link_is_what_waiting_costs_beside_drafting() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.drafted(4, 8_000)
+        estimator.pair.drafted(4, 8_000)
         estimator.judged(verdict(4, 4, wait_ms=20.0), asked=4, waited=True)
     conditions = estimator.conditions(999.0)
     assert conditions.draft_ms == pytest.approx(2.0, rel=0.05)
@@ -229,6 +229,15 @@ def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
     assert estimator.conditions(7.0).link_ms == 7.0
 
 
+def test_branches_make_guesses_dearer() -> None:
+    estimator = Estimator(4)
+    for _ in range(100):
+        estimator.judged(replace(verdict(2, 4, rows=9), nodes=8), asked=4, waited=True)
+    plain = replace(estimator.conditions(0.0), guess_rows=1.0)
+    assert estimator.conditions(0.0).guess_rows == pytest.approx(2.0, rel=0.01)
+    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(plain.verify_ms(8), rel=0.01)
+
+
 def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
     estimator = Estimator(4)
     for _ in range(50):
@@ -240,7 +249,7 @@ def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
 def test_zeros_everywhere_do_not_raise() -> None:
     estimator = Estimator(0)
     controller = Controller(GAMMA_MAX, estimator, None, None)
-    estimator.drafted(0, 0)
+    estimator.pair.drafted(0, 0)
     for _ in range(60):
         controller.judged(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(rows=0, session_rows=0)))
         controller.decide(0.0, attached=True)
@@ -311,7 +320,7 @@ class Simulation:
         if waited > self.controller.patience_ms:
             return 0, self.controller.patience_ms
         self._underway = None
-        self.controller.estimator.drafted(count, int(count * world.draft_ms * 1000))
+        self.controller.estimator.pair.drafted(count, int(count * world.draft_ms * 1000))
         skipped = self.tokens - start  # committed while the guess was under way
         fits = all(self._luck.random() < world.acceptance for _ in range(skipped))
         return (max(0, count - skipped) if fits else 0), waited
