@@ -1,4 +1,4 @@
-"""The two streams of a session, to its verifier and to its drafter, as something to send to and iterate over.
+"""The streams of a session, to its verifier and to its drafters, as something to send to and iterate over.
 
 What is sent goes through a queue, so that a stalled peer never stalls the
 session. Losing the peer raises PeerLost, whatever gRPC calls it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -16,7 +17,7 @@ import grpc
 from coordinator.roster import Link
 from outrider import wire
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
-from outrider.messages import Steering, Verdict
+from outrider.messages import Features, Steering, Verdict
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
@@ -75,8 +76,8 @@ class Hop(Generic[Out, In]):
             return None
         return cast(In, message)
 
-    async def opened(self) -> None:
-        """Wait until the peer has taken the session."""
+    async def opened(self) -> In:
+        """Wait until the peer has taken the session; what it says to that."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 reply: Any = await self.receive()
@@ -84,6 +85,7 @@ class Hop(Generic[Out, In]):
             raise PeerLost(f"{self.link.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
         if reply is None or reply.WhichOneof("message") != "opened":
             raise PeerLost(f"{self.link.info.address} did not open the session")
+        return cast(In, reply)
 
     def _lost(self) -> BaseException:
         """A cancelled call and a cancelled task look alike: only the task's own is to be passed on."""
@@ -101,6 +103,14 @@ class Hop(Generic[Out, In]):
                 return  # the reader learns why
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The verifier did not take a guess of this source, or a steer."""
+
+    source: int
+    error: OutriderError
+
+
 class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
     def __init__(self, link: Link, opening: verify.OpenVerify) -> None:
         super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening))
@@ -111,14 +121,13 @@ class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
     def steer(self, steering: Steering) -> None:
         self.send(verify.VerifyRequest(steer=wire.steering_to_proto(steering)))
 
-    async def news(self) -> AsyncIterator[Verdict | OutriderError]:
-        """Verdicts, and errors about guesses that were refused."""
+    async def news(self) -> AsyncIterator[Verdict | Refusal]:
         while (reply := await self.receive()) is not None:
             kind = reply.WhichOneof("message")
             if kind == "verdict":
                 yield wire.verdict_from_proto(reply.verdict)
             elif kind == "refused":
-                yield wire.error_from_proto(reply.refused)
+                yield Refusal(reply.source, wire.error_from_proto(reply.refused))
 
 
 class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
@@ -126,11 +135,14 @@ class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
         super().__init__(link, link.drafter.Draft, draft.DraftRequest(open=opening))
         self._source = source
 
-    def committed(self, position: int, tokens: tuple[int, ...]) -> None:
-        self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens)))
+    def committed(self, position: int, tokens: tuple[int, ...], features: Features | None) -> None:
+        message = draft.Committed(position=position, tokens=tokens)
+        if features is not None:
+            message.features.CopyFrom(wire.features_to_proto(features))
+        self.send(draft.DraftRequest(committed=message))
 
     def steer(self, steering: Steering) -> None:
-        self.send(draft.DraftRequest(steer=wire.steering_to_proto(Steering(gamma=steering.gamma))))
+        self.send(draft.DraftRequest(steer=wire.steering_to_proto(steering)))
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
         """Guesses as they came, marked with whose they are: relayed without being rebuilt."""

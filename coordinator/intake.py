@@ -9,7 +9,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
 from outrider import wire
 from outrider.errors import InvalidRequest
-from outrider.messages import MAX_GAMMA, MAX_PATIENCE_US, check_salt, check_tokens
+from outrider.messages import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US, check_salt, check_tokens
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000
@@ -51,7 +51,10 @@ def _wish(speculation: pb.Speculation) -> Wish:
         raise InvalidRequest.of("speculation.gamma", gamma, f"in [0, {MAX_GAMMA}]")
     if patience is not None and patience > MAX_PATIENCE_US:
         raise InvalidRequest.of("speculation.patience_us", patience, f"in [0, {MAX_PATIENCE_US}]")
-    return Wish(gamma, patience, speculation.drafter)
+    branches = speculation.branches if speculation.HasField("branches") else None
+    if branches is not None and not 1 <= branches <= MAX_BRANCHES:
+        raise InvalidRequest.of("speculation.branches", branches, f"in [1, {MAX_BRANCHES}]")
+    return Wish(gamma, patience, speculation.drafter, branches)
 
 
 def _prompt(request: pb.GenerateRequest, target: Target, limit: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ class Wish:
     gamma: int | None = None
     patience_us: int | None = None
     drafter: str = ""
+    branches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class SessionRecord:
     finish_reason: FinishReason = FinishReason.NONE
     model: str = ""  # the target's fingerprint
     verifier: str = ""  # where its cache was last
+
+    @property
+    def position(self) -> int:
+        """Absolute, of the next token."""
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
     def finished(self) -> bool:

@@ -29,6 +29,7 @@ PROBE_S = 1.0
 PROBE_TIMEOUT_S = 2.0
 COOLDOWN_S = 0.5
 MAX_COOLDOWN_S = 5.0
+LOOK_EVERY_S = 0.1
 _SMOOTHING = 0.3
 LOST_AFTER_HEARTBEATS = 5
 
@@ -91,6 +92,10 @@ class Link:
             await asyncio.sleep(PROBE_S)
 
 
+def _anybody(_: Link) -> bool:
+    return True
+
+
 class Roster:
     def __init__(self, store: Store, heartbeat_ms: int) -> None:
         self._store = store
@@ -150,28 +155,24 @@ class Roster:
             and info.model.vocabulary_digest != self._target.info.vocabulary_digest
         )
 
-    def choose(
-        self, role: Role, *, prefer: str = "", kind: str = "", avoid: frozenset[str] = frozenset()
-    ) -> Link | None:
-        """The preferred worker if it can be had, else the least loaded."""
-        able = [
-            link
-            for link in self._of(role)
-            if link.usable() and link.info.worker_id not in avoid and kind in ("", link.info.kind)
-        ]
+    def choose(self, role: Role, fits: Callable[[Link], bool] = _anybody, *, prefer: str = "") -> Link | None:
+        """Of those that fit the preferred worker if it can be had, else the least loaded."""
+        able = [link for link in self._of(role) if link.usable() and fits(link)]
         chosen = next((link for link in able if link.info.worker_id == prefer), None)
         if chosen is not None or not able:
             return chosen
         return min(able, key=lambda link: (link.occupancy(), link.round_trip_ms))
 
-    async def wait_for(self, role: Role, seconds: float, choose: Callable[[], Link | None]) -> Link | None:
+    async def wait_for(
+        self, seconds: float, choose: Callable[[], Link | None], *, look_every_s: float = LOOK_EVERY_S
+    ) -> Link | None:
         """The same, waiting for somebody to come."""
         deadline = time.monotonic() + seconds
         while (link := choose()) is None and time.monotonic() < deadline:
             self._changed.clear()
             try:
                 # Cooldowns end without an event.
-                async with asyncio.timeout(min(0.1, max(0.01, deadline - time.monotonic()))):
+                async with asyncio.timeout(min(look_every_s, max(0.01, deadline - time.monotonic()))):
                     await self._changed.wait()
             except TimeoutError:
                 continue

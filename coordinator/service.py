@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
+from coordinator.drafting import Means
 from coordinator.intake import prepare
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
@@ -56,7 +57,8 @@ class CoordinatorService(rpc.OutriderServicer):
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
         self._roster = Roster(self._store, settings.heartbeat_ms)
-        self._deps = Deps(self._roster, self._journal, self._pairs, settings.gamma_max, settings.worker_wait_s)
+        means = Means(self._roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
+        self._deps = Deps(self._roster, self._journal, means, settings.worker_wait_s)
         self._sessions: dict[str, Session] = {}
         self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
         self._keys: OrderedDict[str, str] = OrderedDict()

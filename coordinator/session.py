@@ -1,9 +1,9 @@
 """One session: draft, verify, commit.
 
-`Session.run` holds the stream to a verifier and, beside it, the stream to a
-drafter. Guesses are relayed the one way, verdicts become text, records and
-commits the other way. Losing a drafter costs speed only; losing a verifier
-replays prompt and committed tokens to another.
+`Session.run` holds the stream to a verifier and, beside it, those to its
+drafters (see `drafting`). Guesses are relayed the one way, verdicts become
+text, records and commits the other way. Losing a drafter costs speed only;
+losing a verifier replays prompt and committed tokens to another.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from coordinator.gamma import Controller, Estimator
-from coordinator.hops import DrafterHop, VerifierHop
+from coordinator.drafting import Drafting, Means
+from coordinator.hops import Refusal, VerifierHop
 from coordinator.journal import Entry, Journal
-from coordinator.pairs import PairMemory
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, Roster
 from coordinator.stats import RequestStats
@@ -27,15 +26,12 @@ from coordinator.text import Piece, TextStream
 from outrider import wire
 from outrider.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.messages import FinishReason, Role, TokenKind, TokenLogprobs, Verdict
-from outrider.serving import background
 from outrider.v1 import common_pb2 as common
-from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
 MAX_FRUITLESS = 5  # verifiers lost in a row without a single verdict
-DRAFTER_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +50,7 @@ class Deps:
 
     roster: Roster
     journal: Journal
-    pairs: PairMemory
-    gamma_max: int
+    means: Means
     worker_wait_s: float
 
 
@@ -75,17 +70,9 @@ class Session:
         self._tokens: list[Token] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._verifier: VerifierHop | None = None
-        self._drafter: DrafterHop | None = None
-        self._shunned: set[str] = set()  # drafters that sent this session nonsense
         request = record.request
         self._text = TextStream(target.decode, request.prompt, request.params.stop)
-        self._control = Controller(
-            deps.gamma_max,
-            Estimator(max(deps.gamma_max, request.wish.gamma or 0)),
-            request.wish.gamma,
-            request.wish.patience_us,
-        )
+        self._drafting = Drafting(record, target, deps.means, self.stats)
         for token, kind in zip(record.tokens, record.kinds, strict=True):
             if self._show(token, kind, None).stop:
                 break
@@ -157,16 +144,15 @@ class Session:
     async def _with_one_verifier(self) -> None:
         link = await self._find_verifier()
         try:
-            async with VerifierHop(link, self._open_verify()) as verifier:
+            features = self._drafting.wants_features
+            async with VerifierHop(link, self._open_verify(features)) as verifier:
                 await verifier.opened()
                 link.worked()
                 self.record.verifier = link.info.worker_id
-                self._control.estimator.priced(link.info.load.cost)
-                self._verifier = verifier
-                async with background(self._keep_drafting(verifier)):
+                async with self._drafting.beside(verifier, features=features):
                     async for news in verifier.news():
-                        if isinstance(news, OutriderError):
-                            self._shun_drafter(news)
+                        if isinstance(news, Refusal):
+                            self._drafting.refused(news)
                             continue
                         self._commit(news)
                         if self.record.finished or self._should_move(link):
@@ -180,52 +166,14 @@ class Session:
         except (PeerLost, Unavailable, Expired):
             link.failed()
             raise
-        finally:
-            self._verifier = None
-
-    async def _keep_drafting(self, verifier: VerifierHop) -> None:
-        """Have a drafter attached whenever there is one, and relay its guesses."""
-        source = 0
-        while self._control.wants_drafter:
-            link = await self._deps.roster.wait_for(Role.DRAFTER, DRAFTER_WAIT_S, self._choose_drafter)
-            if link is None:
-                continue
-            source += 1
-            try:
-                await self._with_one_drafter(verifier, link, source)
-            except OutriderError as error:
-                log.info("drafter lost", session=self.record.session_id, error=error.message)
-                self.stats.drafter_losses += 1
-                link.failed()
-            finally:
-                self._drafter = None
-                self._steer()
-
-    async def _with_one_drafter(self, verifier: VerifierHop, link: Link, source: int) -> None:
-        history = await self._deps.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
-        async with DrafterHop(link, self._open_draft(), source) as drafter:
-            self._drafter = drafter
-            if history is not None:
-                self._control.estimator.pair.start_from(history)
-            await drafter.opened()
-            link.worked()
-            self.stats.drafter_kind = link.info.kind
-            self._steer()
-            try:
-                async for guess in drafter.guesses():
-                    self._control.estimator.pair.drafted(len(guess.tokens), guess.draft_us)
-                    self.stats.guessed(guess)
-                    verifier.guess(guess)
-            finally:
-                self._remember_pair(link)
 
     def _commit(self, verdict: Verdict) -> None:
-        """What the target has said is final: show it, record it, tell the drafter, steer."""
-        request, record = self.record.request, self.record
-        if verdict.position != len(request.prompt) + len(record.tokens):
-            raise PeerLost(f"a verdict for position {verdict.position}, not {len(request.prompt) + len(record.tokens)}")
-        self._control.judged(verdict)
-        self.stats.judged(verdict, self._control.gamma)
+        """What the target has said is final: show it, record it, tell the drafters."""
+        record = self.record
+        if verdict.position != record.position:
+            raise PeerLost(f"a verdict for position {verdict.position}, not {record.position}")
+        self._drafting.judged(verdict)
+        self.stats.judged(verdict, self._drafting.gamma)
         reason = verdict.finish_reason
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
             record.tokens.append(token)
@@ -238,21 +186,7 @@ class Session:
         self._deps.journal.changed(self._entry)
         self._wake_followers()
         if not record.finished:
-            if self._drafter is not None:
-                self._drafter.committed(verdict.position, verdict.tokens)
-            self._steer()
-
-    def _steer(self) -> None:
-        """Let control decide; tell both hops what changed."""
-        drafter, verifier = self._drafter, self._verifier
-        if verifier is None:
-            return
-        round_trips = verifier.link.round_trip_ms + (drafter.link.round_trip_ms if drafter else 0.0)
-        steering = self._control.decide(round_trips, attached=drafter is not None)
-        if steering is not None:
-            verifier.steer(steering)
-            if drafter is not None:
-                drafter.steer(steering)
+            self._drafting.committed(verdict)
 
     # Choosing and opening.
 
@@ -260,7 +194,6 @@ class Session:
         """The one that had the session before, if it can be had: its cache may still know the prompt."""
         roster = self._deps.roster
         link = await roster.wait_for(
-            Role.VERIFIER,
             self._deps.worker_wait_s,
             lambda: roster.choose(Role.VERIFIER, prefer=self.record.verifier),
         )
@@ -270,22 +203,11 @@ class Session:
             )
         return link
 
-    def _choose_drafter(self) -> Link | None:
-        return self._deps.roster.choose(
-            Role.DRAFTER, kind=self.record.request.wish.drafter, avoid=frozenset(self._shunned)
-        )
-
     def _should_move(self, link: Link) -> bool:
         """A verifier that drains hands its sessions over, if there is somebody to take them."""
         return link.info.draining and self._deps.roster.choose(Role.VERIFIER) is not None
 
-    def _shun_drafter(self, error: OutriderError) -> None:
-        if self._drafter is not None:
-            log.warning("drafter sends nonsense", worker=self._drafter.link.info.worker_id, error=error.message)
-            self._shunned.add(self._drafter.link.info.worker_id)
-            self._drafter.hang_up()
-
-    def _open_verify(self) -> verify.OpenVerify:
+    def _open_verify(self, features: bool) -> verify.OpenVerify:
         request = self.record.request
         return verify.OpenVerify(
             session_id=self.record.session_id,
@@ -294,19 +216,7 @@ class Session:
             prompt_length=len(request.prompt),
             params=wire.params_to_proto(request.params),
             steer=common.Steer(gamma=0),
-            cache_salt=request.cache_salt,
-        )
-
-    def _open_draft(self) -> draft.OpenDraft:
-        request = self.record.request
-        return draft.OpenDraft(
-            session_id=self.record.session_id,
-            epoch=self.record.epoch,
-            tokens=[*request.prompt, *self.record.tokens],
-            prompt_length=len(request.prompt),
-            params=wire.params_to_proto(request.params),
-            steer=common.Steer(gamma=self._control.gamma),
-            vocab_size=self._target.info.vocab_size,
+            features=features,
             cache_salt=request.cache_salt,
         )
 
@@ -333,12 +243,6 @@ class Session:
 
     def _fenced(self) -> None:
         self.stop(fenced(self.record.session_id))
-
-    def _remember_pair(self, drafter: Link) -> None:
-        """For the next session with this pair."""
-        self._deps.pairs.remember(
-            self._target.info.fingerprint, drafter.info.model.fingerprint, self._control.estimator.pair.history()
-        )
 
 
 class _NobodyThere(Unavailable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from outrider import wire
 from outrider.messages import Verdict
@@ -34,9 +35,17 @@ class RequestStats:
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
+        self.feature_bytes = 0
+        self._kinds: dict[int, str] = {}  # of every drafter that there was, by its source
+        self._guessed_by: Counter[str] = Counter()
+        self._accepted_of: Counter[str] = Counter()
+
+    def attached(self, source: int, kind: str) -> None:
+        self._kinds[source] = kind
 
     def guessed(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = wire.guess_bytes(guess)
+        self._guessed_by[self._kinds[guess.source]] += len(guess.tokens)
         self._messages += 1
         self._draft_us += guess.draft_us
         self._guessed += len(guess.tokens)
@@ -55,6 +64,8 @@ class RequestStats:
             self._first_token = now
             self._tokens_at_first = len(verdict.tokens)
         self._last_token = now
+        for tally in verdict.sources:
+            self._accepted_of[self._kinds.get(tally.source, "")] += tally.accepted
         if verdict.offered:
             self._drafts += 1
             self._committed_with_drafts += len(verdict.tokens)
@@ -87,6 +98,16 @@ class RequestStats:
             mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
             mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
             cached_tokens=self._cached_tokens,
+            feature_bytes=self.feature_bytes,
+            drafters=[
+                pb.DrafterShare(
+                    kind=kind,
+                    attached_order=order,
+                    guessed=self._guessed_by[kind],
+                    accepted=self._accepted_of[kind],
+                )
+                for order, kind in enumerate(dict.fromkeys(self._kinds.values()), start=1)
+            ],
         )
 
 

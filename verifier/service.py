@@ -100,7 +100,7 @@ class VerifierService(rpc.VerifierServicer):
                     if session.relieved():
                         self._scheduler.wake()
                     if isinstance(news, Refused):
-                        yield pb.VerifyReply(refused=wire.error_to_proto(news.error))
+                        yield pb.VerifyReply(refused=wire.error_to_proto(news.error), source=news.source)
                     else:
                         yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
                 if news.error is not None:
@@ -137,7 +137,7 @@ class VerifierService(rpc.VerifierServicer):
                     _apply(session, request)
                 except InvalidRequest as error:
                     log.info("refused", session=session.id, error=error.message)
-                    session.refuse(error)
+                    session.refuse(error, request.guess.source)
                 self._scheduler.wake()
         except OutriderError as error:
             self._scheduler.close(session, error)

@@ -76,6 +76,7 @@ class Refused:
     """A guess or steer was not taken; the session goes on."""
 
     error: OutriderError
+    source: int = 0  # of the guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +201,8 @@ class Session:
         self.stalled = False
         return True
 
-    def refuse(self, error: OutriderError) -> None:
-        self.outbox.put_nowait(Refused(error))
+    def refuse(self, error: OutriderError, source: int) -> None:
+        self.outbox.put_nowait(Refused(error, source))
 
     def end(self, error: OutriderError | None = None) -> None:
         self.closed = True

@@ -355,7 +355,7 @@ class Stats(google.protobuf.message.Message):
     """verifiers replaced"""
     drafter_losses: builtins.int
     drafter: builtins.str
-    """kind of the drafter attached last; empty: none"""
+    """kind of the drafter that did best lately; empty: none"""
     mean_step_ms: builtins.float
     """verifier: forward pass, sampling and acceptance"""
     mean_wait_ms: builtins.float

@@ -158,6 +158,9 @@ class VerifyReply(google.protobuf.message.Message):
     OPENED_FIELD_NUMBER: builtins.int
     VERDICT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    source: builtins.int
+    """of the guess that was refused"""
     @property
     def opened(self) -> global___Opened: ...
     @property
@@ -172,9 +175,10 @@ class VerifyReply(google.protobuf.message.Message):
         opened: global___Opened | None = ...,
         verdict: global___Verdict | None = ...,
         refused: outrider.v1.common_pb2.Error | None = ...,
+        source: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "refused", b"refused", "verdict", b"verdict"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "refused", b"refused", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "refused", b"refused", "source", b"source", "verdict", b"verdict"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "verdict", "refused"] | None: ...
 
 global___VerifyReply = VerifyReply

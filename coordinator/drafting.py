@@ -1,0 +1,274 @@
+"""The drafters of one session: attached, told, steered, and their guesses relayed.
+
+All feed one guess tree at the verifier. Losing one costs its guesses and
+nothing else: another is attached when there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from coordinator.attached import Attached
+from coordinator.budget import Budget
+from coordinator.features import FeatureWindow
+from coordinator.gamma import Controller, Estimator, Pair, PairHistory
+from coordinator.hops import DrafterHop, Refusal, VerifierHop
+from coordinator.pairs import PairMemory
+from coordinator.record import SessionRecord
+from coordinator.roster import LOOK_EVERY_S, Link, Roster
+from coordinator.stats import RequestStats
+from coordinator.target import Target
+from outrider import wire
+from outrider.errors import OutriderError
+from outrider.messages import Role, Steering, Verdict
+from outrider.serving import background
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+
+log = structlog.get_logger(__name__)
+
+DRAFTER_WAIT_S = 3600.0
+LOOK_FOR_MORE_S = 1.0  # for a drafter beside another: a newcomer is noticed at once all the same
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What drafting has to work with."""
+
+    roster: Roster
+    pairs: PairMemory
+    gamma_max: int
+    drafters: int  # per session at most
+
+
+class Drafting:
+    def __init__(self, record: SessionRecord, target: Target, means: Means, stats: RequestStats) -> None:
+        wish = record.request.wish
+        self._record = record
+        self._wish = wish
+        self._target = target
+        self._means = means
+        self._stats = stats
+        self._positions = max(means.gamma_max, wish.gamma or 0)
+        self._control = Controller(means.gamma_max, Estimator(self._positions), wish.gamma, wish.patience_us)
+        self._budget = Budget()
+        self._window = FeatureWindow()
+        self._verifier: VerifierHop | None = None
+        self._attached: dict[int, Attached] = {}  # by source
+        self._sources = 0
+        self._models: set[str] = set()  # fingerprints of those attached and those that are about to be
+        self._shunned: set[str] = set()  # drafters that sent this session nonsense
+        self._features_on = False
+        self._passed_at = -1
+
+    @property
+    def gamma(self) -> int:
+        return self._control.gamma
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether somebody attached builds on the target's hidden states, or may soon be."""
+        if any(drafter.wants_features for drafter in self._attached.values()):
+            return True
+        room = len(self._models) < self._places
+        return room and self._means.roster.choose(Role.DRAFTER, self._builds_on_features) is not None
+
+    # What the session says.
+
+    @asynccontextmanager
+    async def beside(self, verifier: VerifierHop, *, features: bool) -> AsyncIterator[None]:
+        """Have drafters attached whenever there are any, for as long as this verifier has the session."""
+        self._verifier = verifier
+        self._window.clear()
+        self._features_on = features
+        self._passed_at = -1
+        self._control.estimator.priced(verifier.link.info.load.cost)
+        try:
+            async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
+                yield
+        finally:
+            self._verifier = None
+
+    def judged(self, verdict: Verdict) -> None:
+        """Learn from a verdict."""
+        awaited = self._control.patience_ms > 0 and not verdict.offered
+        tallies = {tally.source: tally for tally in verdict.sources}
+        for drafter in self._joined:
+            drafter.judged(tallies.get(drafter.source), awaited=awaited)
+        if self._control.gamma or tallies:
+            self._budget.judged(verdict.sources)
+        self._control.judged(verdict)
+
+    def committed(self, verdict: Verdict) -> None:
+        """Pass on what is final, and let γ follow."""
+        if verdict.features is not None and self._features_on:
+            self._window.add(verdict.features)
+        for drafter in self._attached.values():
+            self._stats.feature_bytes += drafter.committed(verdict.position, verdict.tokens, verdict.features)
+        self._steer()
+
+    def refused(self, refusal: Refusal) -> None:
+        """The verifier says that somebody sends nonsense."""
+        drafter = self._attached.get(refusal.source)
+        if drafter is not None:
+            worker_id = drafter.link.info.worker_id
+            log.warning("drafter sends nonsense", worker=worker_id, error=refusal.error.message)
+            self._shunned.add(worker_id)
+            drafter.hang_up()
+
+    # One drafter's time.
+
+    async def _keep_drafting(self, verifier: VerifierHop, place: int) -> None:
+        """One drafter after the other, for ever."""
+        look_every_s = LOOK_FOR_MORE_S if place else LOOK_EVERY_S
+        while True:
+            link = await self._means.roster.wait_for(DRAFTER_WAIT_S, self._choose, look_every_s=look_every_s)
+            if link is None:
+                continue
+            model = link.info.model.fingerprint
+            self._models.add(model)
+            try:
+                await self._with_one_drafter(verifier, link)
+            except OutriderError as error:
+                log.info("drafter lost", session=self._record.session_id, error=error.message)
+                self._stats.drafter_losses += 1
+                link.failed()
+            finally:
+                self._models.discard(model)
+                self._ask_for_features()
+                self._steer()
+
+    async def _with_one_drafter(self, verifier: VerifierHop, link: Link) -> None:
+        history = await self._means.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
+        self._sources += 1
+        source = self._sources
+        async with DrafterHop(link, self._opening(), source) as hop:
+            drafter = Attached(hop, source, Pair(self._positions), self._control.gamma)
+            self._attached[source] = drafter
+            try:
+                opened = await hop.opened()
+                self._join(drafter, opened.opened.features, history)
+                async for guess in hop.guesses():
+                    self._relay(verifier, drafter, guess)
+            finally:
+                self._leave(drafter)
+
+    def _join(self, drafter: Attached, wants_features: bool, history: PairHistory | None) -> None:
+        drafter.link.worked()
+        self._begin_from(drafter, history)
+        drafter.joined = True
+        drafter.wants_features = wants_features
+        self._stats.attached(drafter.source, drafter.link.info.kind)
+        self._budget.join(drafter.source, drafter.pair.length, drafter.pair.offer_rate)
+        self._ask_for_features()
+        held = self._window.held()
+        if wants_features and held is not None:
+            self._stats.feature_bytes += drafter.committed(self._record.position, (), held)
+        self._steer()
+
+    def _begin_from(self, drafter: Attached, history: PairHistory | None) -> None:
+        """The pair begins from what it has shown before; so does γ, unless those at work promise more."""
+        pair, together = drafter.pair, self._control.estimator.pair
+        if history is not None:
+            pair.start_from(history)
+        if self._joined and pair.length * pair.offer_rate > together.length * together.offer_rate:
+            together.start_from(history or PairHistory())
+        elif not self._joined and history is not None:
+            together.start_from(history)
+
+    def _relay(self, verifier: VerifierHop, drafter: Attached, guess: common.Guess) -> None:
+        drafter.guessed(guess)
+        self._stats.guessed(guess)
+        if guess.tokens:
+            verifier.guess(guess)
+        else:
+            self._pass_on()
+
+    def _leave(self, drafter: Attached) -> None:
+        del self._attached[drafter.source]
+        self._budget.leave(drafter.source)
+        if drafter.pair.seen:
+            target, model = self._target.info.fingerprint, drafter.link.info.model.fingerprint
+            self._means.pairs.remember(target, model, drafter.pair.history())
+
+    # Steering.
+
+    @property
+    def _joined(self) -> list[Attached]:
+        return [drafter for drafter in self._attached.values() if drafter.joined]
+
+    def _steer(self) -> None:
+        """Let control decide; tell both ends what changed."""
+        verifier = self._verifier
+        if verifier is None:
+            return
+        round_trips_ms = verifier.link.round_trip_ms
+        best = self._attached.get(self._budget.best or 0)
+        if best is not None:
+            round_trips_ms += best.link.round_trip_ms
+            self._control.estimator.pair.draft_ms = best.pair.draft_ms
+            self._stats.drafter_kind = best.link.info.kind
+        steering = self._control.decide(round_trips_ms, attached=best is not None)
+        if steering is not None:
+            verifier.steer(steering)
+        for source, gamma in self._budget.shares(self._control.gamma).items():
+            self._attached[source].steer(gamma, self._wish.branches)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Once everybody who may guess has nothing to guess, the verifier need not wait."""
+        asked = [drafter.passed for drafter in self._joined if drafter.gamma]
+        passed = [guess for guess in asked if guess is not None]
+        if not passed or len(passed) < len(asked):
+            return
+        first = min(passed, key=lambda guess: guess.position)
+        if self._verifier is not None and first.position >= max(self._record.position, self._passed_at + 1):
+            self._passed_at = first.position
+            self._verifier.guess(first)
+
+    def _ask_for_features(self) -> None:
+        wanted = self.wants_features
+        if self._verifier is None or wanted == self._features_on:
+            return
+        self._features_on = wanted
+        self._verifier.steer(Steering(features=wanted))
+        if not wanted:
+            self._window.clear()
+
+    # Choosing and opening.
+
+    @property
+    def _places(self) -> int:
+        return self._means.drafters if self._control.wants_drafter else 0
+
+    def _choose(self) -> Link | None:
+        return self._means.roster.choose(Role.DRAFTER, self._fits)
+
+    def _fits(self, link: Link) -> bool:
+        """Never two of one model. One more is a luxury: it must have room."""
+        return (
+            self._wish.drafter in ("", link.info.kind)
+            and link.info.worker_id not in self._shunned
+            and link.info.model.fingerprint not in self._models
+            and (not self._models or link.occupancy() < 1.0)
+        )
+
+    def _builds_on_features(self, link: Link) -> bool:
+        return link.info.features and self._fits(link)
+
+    def _opening(self) -> draft.OpenDraft:
+        request = self._record.request
+        return draft.OpenDraft(
+            session_id=self._record.session_id,
+            epoch=self._record.epoch,
+            tokens=[*request.prompt, *self._record.tokens],
+            prompt_length=len(request.prompt),
+            params=wire.params_to_proto(request.params),
+            steer=wire.steering_to_proto(Steering(gamma=self._control.gamma, branches=self._wish.branches)),
+            vocab_size=self._target.info.vocab_size,
+            cache_salt=request.cache_salt,
+        )
