@@ -10,10 +10,17 @@ from outrider.config import WorkerSettings
 class DrafterSettings(WorkerSettings):
     """Serve guesses for a target that a verifier holds."""
 
-    kind: str = Field("ngram", description="How to draft: ngram or model.")
+    kind: str = Field("ngram", description="How to draft: ngram, suffix, model, or several joined by +.")
     model: str = Field("", description="For kind model: a directory, a .gguf file, a hub id, or 'default'.")
     draft_candidates: int = Field(
         24, ge=1, le=32, description="Ids a model drafts from per token; fewer make smaller messages in rejection mode."
+    )
+    suffix_shared_tokens: int = Field(
+        65_536, ge=0, description="Tokens of ended sessions that suffix remembers per cache salt; 0 for none."
+    )
+    suffix_factor: float = Field(2.0, gt=0, le=64, description="Tokens that suffix guesses per token that matched.")
+    suffix_certainty: float = Field(
+        0.1, gt=0, le=1, description="How likely a token must be to be reached for suffix to guess it."
     )
     ngram_max: int = Field(4, ge=1, le=16, description="Longest run of tokens that ngram looks up.")
     ngram_min: int = Field(2, ge=1, le=16, description="Shortest run of tokens that ngram looks up.")
