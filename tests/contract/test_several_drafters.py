@@ -1,0 +1,345 @@
+"""Several drafters on one session, and hidden states on their way to those that want them: all over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import LlamaForCausalLM
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from drafter.drafters import Ask, Draft
+from drafter.service import DrafterService
+from drafter.settings import DrafterSettings
+from loadtest.link import Link, Shape
+from outrider.engine.load import LoadedModel
+from outrider.messages import Features, ModelInfo
+from outrider.serving import until
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.vocabulary import Vocabulary
+from tests.cluster import Output, Redis, ask, client, failure, follow, free_port, generate, in_process
+from tests.conftest import Models
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, drafter_serving, verifier_serving
+
+pytestmark = pytest.mark.timeout(60)
+
+PROMPT = "Two heads are better than one, and two heads are better than none. Two heads are "
+LENGTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A coordinator and a verifier; drafters are the tests' own."""
+
+    coordinator: str
+    service: CoordinatorService
+
+    async def knows(self, drafters: int) -> None:
+        assert await until(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
+
+    async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
+        request = ask(PROMPT, **({"max_tokens": LENGTH, "ignore_eos": True} | params), gamma=gamma)
+        if branches is not None:
+            request.speculation.branches = branches
+        async with client(self.coordinator) as stub:
+            return await generate(stub, request)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def home(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Home]:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    service = CoordinatorService(settings, redis_server.url)
+    async with in_process(service, settings) as coordinator:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        async with verifier_serving(loaded, folder, coordinators=coordinator):
+            home = Home(coordinator, service)
+            await home.knows(0)
+            yield home
+
+
+@asynccontextmanager
+async def modelled(home: Home, models: Models, delay_ms: float = 0.0) -> AsyncIterator[Link]:
+    """A drafter with a model; the link to it."""
+    port = free_port()
+    flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}
+    async with (
+        Link("127.0.0.1", port, Shape(delay_ms=delay_ms)) as link,
+        drafter_serving(**flags, coordinators=home.coordinator, advertise=link.address),
+    ):
+        yield link
+
+
+@asynccontextmanager
+async def both(home: Home, models: Models) -> AsyncIterator[Link]:
+    """A drafter of each kind; the link to the one with a model."""
+    async with drafter_serving(kind="ngram", coordinators=home.coordinator), modelled(home, models) as link:
+        await home.knows(2)
+        yield link
+    await home.knows(0)
+
+
+def shares(output: Output) -> dict[str, pb.DrafterShare]:
+    return {share.kind: share for share in output.stats.drafters}
+
+
+# Two at once.
+
+
+async def test_two_drafters_guess_for_one_session(
+    home: Home, models: Models, loaded: LoadedModel, greedy: Greedy
+) -> None:
+    async with both(home, models):
+        output = await home.answer(gamma=4, temperature=0.0)
+        adaptive = await home.answer(temperature=0.0)
+    assert output.token_ids == adaptive.token_ids == greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
+    assert output.stats.drafter_losses == 0
+    share = shares(output)
+    assert {share["ngram"].attached_order, share["model"].attached_order} == {1, 2}
+    assert share["ngram"].guessed > 0
+    assert share["model"].accepted > 0
+    assert max(one.accepted for one in share.values()) <= output.stats.accepted_tokens
+    assert sum(one.accepted for one in share.values()) >= output.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("branches", [None, 3])
+async def test_drawn_text_does_not_depend_on_who_guesses(home: Home, models: Models, branches: int | None) -> None:
+    plain = await home.answer(gamma=0, seed=5)
+    async with both(home, models):
+        output = await home.answer(gamma=4, branches=branches, seed=5)
+    assert (output.token_ids, output.text) == (plain.token_ids, plain.text)
+    assert set(shares(output)) == {"ngram", "model"}
+
+
+@pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])
+async def test_modes_with_probabilities(home: Home, models: Models, mode: int) -> None:
+    async with both(home, models):
+        output = await home.answer(gamma=4, seed=5, verification=mode)
+    assert len(output.token_ids) == LENGTH
+    assert output.stats.accepted_tokens > 0
+    assert output.stats.drafter_losses == 0
+    assert set(shares(output)) == {"ngram", "model"}
+
+
+async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models: Models) -> None:
+    """Its connection is cut in the middle and does not come back; the other goes on."""
+    length = 600
+    plain = await home.answer(gamma=0, temperature=0.0, max_tokens=length)
+    request = ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
+    async with both(home, models) as link, client(home.coordinator) as stub:
+        assert link.connections
+
+        def cut(output: Output) -> None:
+            if len(output.token_ids) > 100 and link.connections:
+                link.cut(refuse=True)
+
+        output = await follow(stub.Generate(request, timeout=60), Output(), cut)
+        link.heal()
+    assert output.token_ids == plain.token_ids
+    assert output.stats.drafter_losses >= 1
+    assert output.stats.failovers == 0
+    assert 0 < shares(output)["model"].guessed < length, "it was there and was lost"
+    assert output.stats.drafter == "ngram"
+
+
+async def test_one_drafter_each_when_that_is_the_setting(
+    loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, drafters_per_session=1)
+    apart = redis_server.url.removesuffix("0") + "1"  # or it would hear of the other home's workers
+    service = CoordinatorService(settings, apart)
+    async with in_process(service, settings) as coordinator:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        async with verifier_serving(loaded, folder, coordinators=coordinator):
+            home = Home(coordinator, service)
+            async with both(home, models):
+                output = await home.answer(gamma=4, temperature=0.0)
+    assert len(output.stats.drafters) == 1
+
+
+async def test_never_two_of_one_model(home: Home) -> None:
+    async with (
+        drafter_serving(kind="ngram", coordinators=home.coordinator),
+        drafter_serving(kind="ngram", coordinators=home.coordinator),
+    ):
+        await home.knows(2)
+        running = asyncio.create_task(home.answer(gamma=4, temperature=0.0, max_tokens=400))
+        links = home.service._roster.links
+        most = 0
+        while not running.done():
+            most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
+            await asyncio.sleep(0)
+        assert len((await running).stats.drafters) == 1
+    assert most == 1
+
+
+async def test_who_passes_at_once_does_not_cut_short_the_wait_for_the_other(home: Home, models: Models) -> None:
+    request = ask(PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True, gamma=4, patience_us=2_000_000)
+    async with listening(home, Listener()), modelled(home, models, delay_ms=5.0), client(home.coordinator) as stub:
+        await home.knows(2)
+        output = await generate(stub, request)
+    await home.knows(0)
+    assert set(shares(output)) == {"listener", "model"}
+    assert output.stats.drafts > 0.6 * output.stats.steps, "all but those before it was attached"
+
+
+async def test_who_sends_nonsense_is_left_alone_and_the_other_stays(home: Home, models: Models) -> None:
+    plain = await home.answer(gamma=0, seed=5)
+    async with listening(home, Babbler()), modelled(home, models):
+        await home.knows(2)
+        output = await home.answer(gamma=4, seed=5)
+    await home.knows(0)
+    assert output.token_ids == plain.token_ids
+    assert output.stats.drafter_losses == 1
+    assert output.stats.drafter == "model"
+    assert shares(output)["model"].accepted > 0
+
+
+async def test_branches_are_checked(home: Home) -> None:
+    for branches in (0, 9):
+        request = ask(PROMPT)
+        request.speculation.branches = branches
+        async with client(home.coordinator) as stub:
+            code, _, typed = await failure(stub.Generate(request, timeout=10))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert (typed.field, typed.value, typed.limit) == ("speculation.branches", str(branches), "in [1, 8]")
+
+
+# Hidden states.
+
+
+class Listener:
+    """A drafter that wants hidden states, keeps what it is given, and guesses nothing."""
+
+    wants_features = True
+
+    def __init__(self, name: str = "listener") -> None:
+        self.info = ModelInfo(name=name, fingerprint=name)
+        self.vocabulary: Vocabulary | None = None
+        self.heard: dict[str, list[Features]] = {}
+        self.ended = threading.Event()
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        for one in asks:
+            self.heard.setdefault(one.session, []).extend(one.features)
+        return [Draft((), done=True) for _ in asks]
+
+    def forget(self, session: str) -> None:
+        self.ended.set()
+
+    def rows(self) -> tuple[int, np.ndarray]:
+        """Position of the first and all of them, without a gap."""
+        (heard,) = self.heard.values()
+        at = heard[0].position
+        for features in heard:
+            assert features.position == at
+            at += len(features.rows) // 2 // features.width
+        return heard[0].position, np.concatenate(
+            [np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width) for features in heard]
+        )
+
+
+class Babbler(Listener):
+    """Guesses what there is not."""
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [Draft((1_000_000,), done=True) for _ in asks]
+
+
+@asynccontextmanager
+async def listening(home: Home, listener: Listener) -> AsyncIterator[None]:
+    settings = DrafterSettings(kind="listener", coordinators=home.coordinator)
+    links = home.service._roster.links
+    before = len(links())
+    async with in_process(DrafterService(listener, settings), settings):
+        assert await until(lambda: len(links()) == before + 1, 20)
+        yield
+    assert await until(lambda: len(links()) == before, 20)
+
+
+def check_rows(listener: Listener, target: LlamaForCausalLM, tokens: list[int]) -> int:
+    """They are what the model says; the position of the first."""
+    first, rows = listener.rows()
+    with torch.inference_mode():
+        hidden = target.model(torch.tensor([tokens])).last_hidden_state[0]
+    np.testing.assert_allclose(rows, hidden[first : first + len(rows)].numpy(), rtol=2e-3, atol=2e-3)
+    return first
+
+
+async def stream(home: Home, tokens: list[int], output: Output, **params: Any) -> AsyncIterator[Output]:
+    """The output as it grows."""
+    request = ask(tokens, temperature=0.0, ignore_eos=True, gamma=4, **params)
+    async with client(home.coordinator) as stub:
+        call = stub.Generate(request, timeout=60)
+        async for reply in call:
+            output.token_ids.extend(reply.chunk.token_ids)
+            output.stats = reply.complete.stats
+            yield output
+
+
+async def test_hidden_states_reach_the_drafter_from_the_prompt_on(home: Home, plain_target: LlamaForCausalLM) -> None:
+    listener = Listener()
+    prompt = [(3 * i) % 250 for i in range(60)]
+    output = Output()
+    async with listening(home, listener):
+        async for _ in stream(home, prompt, output, max_tokens=40):
+            pass
+        assert await until(listener.ended.is_set, 5)
+    assert check_rows(listener, plain_target, prompt + output.token_ids) == 0
+    _, rows = listener.rows()
+    assert len(rows) > len(prompt), "and of the output"
+    assert output.stats.feature_bytes >= rows.nbytes
+
+
+async def test_a_later_drafter_gets_what_was_kept(home: Home, plain_target: LlamaForCausalLM) -> None:
+    early, late = Listener("early"), Listener("late")
+    prompt = [(7 * i) % 250 for i in range(90)]
+    output = Output()
+    came = False
+    async with listening(home, early), AsyncExitStack() as stack:
+        async for _ in stream(home, prompt, output, max_tokens=1500):
+            if len(output.token_ids) > 20 and not came:
+                came = True
+                await stack.enter_async_context(listening(home, late))
+        assert await until(late.ended.is_set, 5)
+    tokens = prompt + output.token_ids
+    assert check_rows(early, plain_target, tokens) == 0
+    check_rows(late, plain_target, tokens)
+    ((kept, *_),) = late.heard.values()
+    assert 20 < len(kept.rows) // 2 // kept.width <= 256, "all at once, with the first message"
+
+
+async def test_hidden_states_are_asked_for_when_somebody_wants_them_and_not_longer(
+    home: Home, plain_target: LlamaForCausalLM
+) -> None:
+    listener = Listener()
+    prompt = [(11 * i) % 250 for i in range(50)]
+    output = Output()
+    asked: list[bool] = []
+    came = False
+    async with AsyncExitStack() as stack:
+        async for _ in stream(home, prompt, output, max_tokens=1500):
+            session = next(iter(home.service._sessions.values()), None)
+            asked.append(session is not None and session._drafting._features_on)
+            if len(output.token_ids) > 20 and not came:
+                assert not any(asked), "nobody wanted any"
+                came = True
+                await stack.enter_async_context(listening(home, listener))
+            elif listener.heard and any(listener.heard.values()) and not listener.ended.is_set():
+                await stack.aclose()
+    first = check_rows(listener, plain_target, prompt + output.token_ids)
+    assert first >= len(prompt) + 20
+    assert any(asked)
+    assert not asked[-1]
