@@ -182,6 +182,7 @@ async def test_never_two_of_one_model(home: Home) -> None:
             most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
             await asyncio.sleep(0)
         assert len((await running).stats.drafters) == 1
+    await home.knows(0)
     assert most == 1
 
 
