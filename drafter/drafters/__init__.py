@@ -107,8 +107,19 @@ def kinds() -> list[str]:
 
 
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
-    if settings.kind not in kinds():
-        raise StartupError(
-            f"there is no drafter {settings.kind!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
-        )
-    return _factories[settings.kind](settings, progress)
+    """The drafter of a kind; of several joined by + one that blends them."""
+    names = settings.kind.split("+")
+    known = kinds()
+    for name in names:
+        if name not in known:
+            raise StartupError(
+                f"there is no drafter {name!r}", field="kind", value=settings.kind, limit=", ".join(known)
+            )
+    if len(set(names)) < len(names):
+        raise StartupError("a drafter is named twice", field="kind", value=settings.kind, limit="each once")
+    members = {name: _factories[name](settings, progress) for name in names}
+    if len(members) == 1:
+        return members[names[0]]
+    from drafter.drafters.blend import BlendDrafter  # it imports what stands above
+
+    return BlendDrafter(members)
