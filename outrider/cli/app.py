@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, doctor, talk, up
+from outrider.cli import bench, doctor, talk, train, up
 from outrider.errors import OutriderError, PeerLost
 from outrider.models import default_path, fetch_default
 
@@ -34,8 +34,10 @@ app.command()(up.demo)
 app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(doctor.doctor)
+app.command()(train.train)
 bench_app.command()(bench.overhead)
 bench_app.command()(bench.engine)
+bench_app.command()(bench.drafters)
 
 
 @app.command(

@@ -1,6 +1,7 @@
 """`outrider bench`: measurements, each of what it starts itself."""
 
+from outrider.cli.bench.drafters import drafters
 from outrider.cli.bench.engine import engine
 from outrider.cli.bench.overhead import overhead
 
-__all__ = ["engine", "overhead"]
+__all__ = ["drafters", "engine", "overhead"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +13,11 @@ from rich.table import Table
 
 from outrider.cli import options
 from outrider.cli.bench import results, streams
-from outrider.cli.bench.report import Times, write_json
+from outrider.cli.bench.report import Times, check_files, needs, write_json
 from outrider.cli.bench.results import Alone, Extent, Served
 from outrider.cli.stack import Plan
 from outrider.cli.up import Dtype, Target, Threads
-from outrider.errors import InvalidRequest, StartupError
+from outrider.errors import InvalidRequest
 from outrider.models import DEFAULT, locate
 
 _FULL = Extent(
@@ -66,7 +64,7 @@ def engine(
     extent = _extent(quick, rounds)
     _check_one_of("--quantization", quantization, ("none", "int8"))
     _check_one_of("--compile", compile_engine, ("auto", "on", "off"))
-    _check_files(json_file, plot_file)
+    check_files(json_file, plot_file)
     plan = Plan(
         target=target,
         drafters=(),
@@ -83,7 +81,7 @@ def engine(
         console.print(text, style="dim", highlight=False)
 
     locate(target, say)  # a wrong name is said at once, not after torch is loaded
-    passes = _needs("torch", "models", "outrider.cli.bench.passes")
+    passes = needs("torch", "models", "outrider.cli.bench.passes")
     alone: Alone = passes.measure(plan, extent, say)
     passes.release()
     served = streams.measure(plan, extent, say)
@@ -93,7 +91,7 @@ def engine(
         where = {"device": alone.device, "threads": alone.threads, "engine": alone.engine, "weights": alone.weights}
         write_json(json_file, results.rows(alone, served), found, **where)
     if plot_file is not None:
-        _needs("matplotlib", "bench", "outrider.cli.bench.picture").draw(alone, plot_file)
+        needs("matplotlib", "bench", "outrider.cli.bench.picture").draw(alone, plot_file)
 
 
 def _extent(quick: bool, rounds: int | None) -> Extent:
@@ -109,28 +107,6 @@ def _extent(quick: bool, rounds: int | None) -> Extent:
 def _check_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InvalidRequest.of(flag, value, f"one of {', '.join(known)}")
-
-
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """Before minutes of measuring, not after."""
-    for flag, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InvalidRequest.of(flag, file, "in a folder that exists")
-    if plot_file is not None:
-        if plot_file.suffix != ".png":
-            raise InvalidRequest.of("--plot", plot_file, "a .png file")
-        _check_installed("matplotlib", "bench")
-
-
-def _needs(package: str, extra: str, module: str) -> Any:
-    """A module that is imported on use: other commands start without what it needs."""
-    _check_installed(package, extra)
-    return importlib.import_module(module)
-
-
-def _check_installed(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
 
 
 def _show(console: Console, alone: Alone, served: Served, found: dict[str, Any]) -> None:

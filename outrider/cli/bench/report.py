@@ -1,7 +1,9 @@
-"""What benchmarks share: where they ran, how their times are summed up, and the file they write."""
+"""What benchmarks share: what they need, where they ran, how their times are summed up, and the file they write."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -12,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from outrider.errors import InvalidRequest, StartupError
 
 Row = dict[str, Any]
 
@@ -47,6 +51,28 @@ def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: An
     """`where` says more of the machine."""
     report = {"machine": machine() | where, "command": " ".join(sys.argv), "rows": rows, "summary": summary}
     file.write_text(json.dumps(report, indent=2))
+
+
+def check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    for flag, file in (("--json", json_file), ("--plot", plot_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InvalidRequest.of(flag, file, "in a folder that exists")
+    if plot_file is not None:
+        if plot_file.suffix != ".png":
+            raise InvalidRequest.of("--plot", plot_file, "a .png file")
+        check_installed("matplotlib", "bench")
+
+
+def needs(package: str, extra: str, module: str) -> Any:
+    """A module that is imported on use: other commands start without what it needs."""
+    check_installed(package, extra)
+    return importlib.import_module(module)
+
+
+def check_installed(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
 
 
 def _processor() -> str:

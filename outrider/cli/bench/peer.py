@@ -1,0 +1,143 @@
+"""Another engine, in a process of its own: answers one prompt at a time, as it is asked over its pipe.
+
+Run as a file by whichever interpreter has the engine, whether Outrider is installed there or not: it needs the
+standard library, and torch with transformers, or vllm. `peers` starts it and speaks to it, a JSON object a line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# A question to its answer: both as they are on the pipe.
+Answering = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class _Clock:
+    """When tokens came; transformers takes it for a streamer."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.times: list[tuple[int, float]] = []  # so many tokens were there after so many seconds
+        self._prompt_seen = False
+
+    def reached(self, count: int) -> None:
+        if count > (self.times[-1][0] if self.times else 0):
+            self.times.append((count, time.perf_counter() - self.began))
+
+    def put(self, tokens: Any) -> None:
+        if self._prompt_seen:  # which comes first
+            self.reached((self.times[-1][0] if self.times else 0) + tokens.numel())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    if spec["threads"]:
+        torch.set_num_threads(spec["threads"])
+    dtype = getattr(torch, spec["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        spec["model"], dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    model = model.to(spec["device"]).eval()
+    layers = model.config.num_hidden_layers
+    early_exit = spec["early_exit"] or max(1, layers // 3)
+    ways = {
+        "plain": {},
+        "lookup": {"prompt_lookup_num_tokens": 10},
+        "early_exit": {"assistant_early_exit": early_exit},
+    }
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([question["prompt"]], device=spec["device"])
+        end = question["eos"]
+        clock = _Clock()
+        try:
+            output = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=question["max_tokens"],
+                do_sample=False,
+                eos_token_id=end or None,
+                pad_token_id=end[0] if end else 0,
+                streamer=clock,
+                **ways[question["way"]],
+            )
+        finally:
+            model.config.num_hidden_layers = layers  # an early exit that fails leaves it shortened
+        return {"tokens": output[0, prompt.shape[1] :].tolist(), "times": clock.times}
+
+    return {"version": transformers.__version__, "early_exit": early_exit}, answer
+
+
+def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
+    vllm = importlib.import_module("vllm")
+    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    engine = vllm.LLM(
+        model=spec["model"],
+        dtype=spec["dtype"],
+        max_model_len=spec["context"],
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        speculative_config=guesses if spec["way"] == "ngram" else None,
+    ).llm_engine
+    asked = 0
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=question["max_tokens"], stop_token_ids=question["eos"], detokenize=False
+        )
+        tokens: list[int] = []
+        clock = _Clock()
+        # Step by step, and not `generate`, to see when the first token comes.
+        engine.add_request(str(asked), {"prompt_token_ids": question["prompt"]}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens = list(output.outputs[0].token_ids)
+                clock.reached(len(tokens))
+        return {"tokens": tokens, "times": clock.times}
+
+    return {"version": vllm.__version__}, answer
+
+
+_ENGINES = {"transformers": _transformers, "vllm": _vllm}
+
+
+def main() -> None:
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # engines print; the pipe is for answers alone
+
+    def say(message: dict[str, Any]) -> None:
+        pipe.write(json.dumps(message) + "\n")
+        pipe.flush()
+
+    spec = json.loads(sys.argv[1])
+    try:
+        about, answer = _ENGINES[spec["engine"]](spec)
+    except Exception as error:  # whatever the engine throws, who asked is told
+        say({"error": _words(error)})
+        sys.exit(1)
+    say(about)
+    for line in sys.stdin:
+        try:
+            say(answer(json.loads(line)))
+        except Exception as error:
+            say({"error": _words(error)})
+
+
+def _words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+if __name__ == "__main__":
+    main()
