@@ -84,11 +84,19 @@ def race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     `ids` is [ids] or [rows, ids]; entries of weight 0 never win. Returns column
     indices. P(i wins) = weight_i / Σ weights, so rows need no normalising.
     """
-    states = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=weights.device)
     if ids.dim() == 1 and len(ids) > _MANY:
+        states = _states(keys, weights.device)
         return torch.stack([_long_race(state, ids, row) for state, row in zip(states, weights, strict=True)])
-    arrivals = exponentials(states[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
-    return arrivals.argmin(dim=-1)
+    return arrivals(keys, ids, weights).argmin(dim=-1)
+
+
+def arrivals(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """When each clock of a race rings; never for weight 0.  # [rows, ids]"""
+    return exponentials(_states(keys, weights.device)[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
+
+
+def _states(keys: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
 
 
 def _long_race(state: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

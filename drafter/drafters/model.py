@@ -1,4 +1,9 @@
-"""A small causal LM with the target's vocabulary, one token per session and step, all sessions in one forward pass."""
+"""A small causal LM with the target's vocabulary, all sessions in one forward pass.
+
+A chain grows by a token per step. A tree grows by a level or so per step: all
+of it goes through the model again, which costs little more than one row, and
+nothing of it stays cached.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from drafter.drafters import Ask, Draft, drafter
+from drafter.growth import ROOT, Growth
 from drafter.settings import DrafterSettings
 from outrider import noise, sampling
-from outrider.drawing import shared_draw
+from outrider.drawing import shared_choices, shared_draw
 from outrider.engine import Engine, Rows
 from outrider.engine.load import EngineOptions, load_model
 from outrider.errors import Overloaded, StartupError
@@ -18,7 +24,6 @@ from outrider.sampling import History
 from outrider.vocabulary import Vocabulary
 
 _PREFILL_ROWS = 512
-_WIDE = 64  # ids that a coupled draw looks at: the rest would hardly ever win
 
 
 class ModelDrafter:
@@ -45,10 +50,7 @@ class ModelDrafter:
                 self._make_room(able)
                 continue
             for ask, rows, logits in zip(able, batch, result.logits, strict=True):
-                cached = self._cached[ask.session]
-                cached.extend(rows.tokens)
-                # A prompt longer than a step's share is not through yet: ask again.
-                drafts[ask.session] = self._draw(ask, logits) if len(cached) == len(ask.tokens) else Draft()
+                drafts[ask.session] = self._drafted(ask, rows, logits)
             break
         return [drafts.get(ask.session, Draft(done=True)) for ask in asks]
 
@@ -66,32 +68,68 @@ class ModelDrafter:
         self.forget(idle or able.pop().session)
 
     def _rows(self, ask: Ask) -> Rows:
-        """Roll back to what is still true, then the tokens not seen yet."""
+        """Roll back to what is still true, then the tokens not seen yet; of a tree all that is open."""
+        chain = ask.tokens if ask.branches == 1 else ask.tokens[: ask.committed]
         cached = self._cached.pop(ask.session, None)
         if cached is None:
-            cached = list(ask.tokens[: self._engine.adopt(ask.session, ask.tokens, ask.cache_salt)])
+            cached = list(chain[: self._engine.adopt(ask.session, chain, ask.cache_salt)])
         self._cached[ask.session] = cached  # the last of them is the one asked for last
-        same = _common(cached, ask.tokens)
-        same = min(same, len(ask.tokens) - 1)  # the last one must go through for its logits
+        same = _common(cached, chain)
+        same = min(same, len(chain) - 1)  # the last one must go through for its logits
         del cached[same:]
         self._engine.truncate(ask.session, same)
-        new = ask.tokens[same : same + _PREFILL_ROWS]
-        whole = same + len(new) == len(ask.tokens)
-        return Rows(ask.session, new, logits_from=len(new) - 1 if whole else len(new))
+        new = chain[same : same + _PREFILL_ROWS]
+        if same + len(new) < len(chain):
+            return Rows(ask.session, new, logits_from=len(new))
+        last = len(new) - 1
+        if ask.branches == 1 or not ask.open_tokens:
+            return Rows(ask.session, new, logits_from=last)
+        parents = (*range(-1, last), *(last + 1 + parent if parent >= 0 else last for parent in ask.open_parents))
+        return Rows(ask.session, [*new, *ask.open_tokens], parents, logits_from=last)
 
-    def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
+    def _drafted(self, ask: Ask, rows: Rows, logits: torch.Tensor) -> Draft:
+        """What a step's logits make of an ask; what it has cached is noted."""
+        cached = self._cached[ask.session]
+        chain = range(len(rows.tokens))
+        if rows.parents:
+            chain = range(rows.logits_from + 1)
+            self._engine.keep(ask.session, len(cached), chain)
+        cached.extend(rows.tokens[: len(chain)])
+        if not len(logits):
+            return Draft()  # a prompt longer than a step's share is not through yet: ask again
+        return self._draw(ask, logits) if ask.branches == 1 else self._grow(ask, logits)
+
+    def _grow(self, ask: Ask, logits: torch.Tensor) -> Draft:
+        """The likeliest of what may follow all open guesses: a share of what may be added, for deeper levels will want
+        theirs. `logits` are those after what is committed and after each open guess."""
+        growth = Growth(ask)
+        places = range(ROOT, len(ask.open_tokens))
+        adjusted = self._adjusted(ask, logits, ask.tokens[: ask.committed], [growth.path(place) for place in places])
+        positions = [ask.committed + growth.depth(place) for place in places]
+        choices = shared_choices(adjusted, ask.params, positions, ask.branches)
+        for place, offered in zip(places, choices, strict=True):
+            growth.offer(place, offered)
+        added = [growth.add() for _ in range(growth.share)]
+        return growth.draft(done=added[0] is None)
+
+    def _adjusted(
+        self, ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
         logits = logits[:, : ask.vocab_size]
-        position = len(ask.tokens)
         history = None
         if ask.params.penalised:
-            history = History(ask.tokens, ask.prompt_length, logits.shape[-1], logits.device)
-        adjusted = sampling.adjust(logits, ask.params, history, [()])
+            history = History(said, ask.prompt_length, logits.shape[-1], logits.device)
+        return sampling.adjust(logits, ask.params, history, paths)
+
+    def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
+        position = len(ask.tokens)
+        adjusted = self._adjusted(ask, logits, ask.tokens, [()])
         if ask.params.mode.needs_draft_probs:
             token, drawn_from = self._draw_own(ask, adjusted, position)
             return Draft((token,), (drawn_from,))
-        if not ask.params.greedy and not 0 < ask.params.top_k <= _WIDE:
-            adjusted = _only_best(adjusted, _WIDE)
-        return Draft((shared_draw(adjusted, ask.params, [position])[0],))
+        if ask.params.greedy:
+            return Draft(tuple(shared_draw(adjusted, ask.params, [position])))
+        return Draft((shared_choices(adjusted, ask.params, [position], 1)[0][0][0],))
 
     def _draw_own(self, ask: Ask, adjusted: torch.Tensor, position: int) -> tuple[int, Distribution]:
         """Rejection and block: independent noise, and the distribution that the token was drawn from."""
@@ -110,12 +148,6 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
     if list(cached[:length]) == list(tokens[:length]):
         return length
     return next(i for i in range(length) if cached[i] != tokens[i])
-
-
-def _only_best(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """All but the likeliest ids made impossible."""
-    best = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return torch.full_like(logits, float("-inf")).scatter_(1, best.indices, best.values)
 
 
 @drafter("model")
