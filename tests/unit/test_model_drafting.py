@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from drafter.drafters import Ask, Draft
 from drafter.drafters.model import ModelDrafter
+from drafter.growth import Growth
 from drafter.session import Opening, Session
 from outrider.drawing import shared_choices
 from outrider.engine.load import EngineOptions, LoadedModel, load_model
 from outrider.messages import SamplingParams, Steering
+from outrider.sampling import History, adjust
 from tests.conftest import Models
 
 PROMPT = [*range(40, 70)]
 VOCAB = 257
 MODES = [
     {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 3},
-    {"temperature": 0.9, "frequency_penalty": 1.5, "seed": 3},
+    {"temperature": 2.0, "seed": 3},
+    {"temperature": 0.9, "repetition_penalty": 8.0, "seed": 3},
 ]
 
 
@@ -60,53 +60,32 @@ def paths(session: Session) -> set[tuple[int, ...]]:
     return {tuple(session._path(node)) for node in session._tree}
 
 
-def wanted(plain: LlamaForCausalLM, committed: list[int], session: Session, branches: int) -> dict:
-    """For every place in the tree what the model itself offers there."""
-    offers = {}
-    for path in paths(session) | {()}:
-        tokens = [*committed, *path]
+def by_hand(plain: LlamaForCausalLM, ask: Ask) -> Draft:
+    """The next level, from the model's own answer to every path of the tree."""
+    growth = Growth(ask)
+    for place in range(-1, len(ask.open_tokens)):
+        tokens = [*ask.tokens[: ask.committed], *growth.path(place)]
         with torch.inference_mode():
             logits = plain(torch.tensor([tokens])).logits[0, -1:]
-        offers[path] = dict(shared_choices(logits, session.params, [len(tokens)], branches)[0])
-    return offers
+        logits = adjust(logits, ask.params, History(tokens, ask.prompt_length, VOCAB, logits.device), [()])
+        growth.offer(place, shared_choices(logits, ask.params, [len(tokens)], ask.branches)[0])
+    added = [growth.add() for _ in range(growth.share)]
+    return growth.draft(done=added[0] is None)
 
 
-@pytest.mark.parametrize("params", MODES[:2], ids=str)
+@pytest.mark.parametrize("params", MODES, ids=str)
 def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedModel, plain, params: dict) -> None:
     drafter, session = drafter_of(loaded), session_of(PROMPT, 4, 3, **params)
-    steps = grown(drafter, session)
-    assert steps == 4, "a level a step"
-    tree = paths(session)
-    assert len(tree) == 12
-    offers = wanted(plain, PROMPT, session, 3)
-    scores = {(): 0.0}
-    for path in sorted(tree, key=len):
-        assert path[-1] in offers[path[:-1]]
-        scores[path] = scores[path[:-1]] + offers[path[:-1]][path[-1]]
-    chain: tuple[int, ...] = ()
-    while len(chain) < 4:
-        chain = (*chain, next(iter(offers.get(chain, {-1: 0.0}))))
-        assert len(chain) > 2 or chain in tree, "the likeliest chain is in the tree"
-    drafter.forget(session.key)
-
-
-def test_the_next_level_takes_the_likeliest_offers(loaded: LoadedModel, plain: LlamaForCausalLM) -> None:
-    drafter, session = drafter_of(loaded), session_of(PROMPT, 3, 3, temperature=0.0)
-    for _ in range(2):
-        ask = session.ask()
-        assert ask is not None
-        before = paths(session)
-        (draft,) = drafter.draft([ask])
-        session.take(draft, 0)
-        offers = wanted(plain, PROMPT, session, 3)
-        left, taken = [], []
-        for path in before | {()}:
-            score = sum(offers[path[:i]][path[i]] for i in range(len(path)))
-            for token, share in offers[path].items():
-                if (*path, token) not in before:
-                    (taken if (*path, token) in paths(session) else left).append(score + share)
-        assert len(taken) == 3
-        assert max(left, default=-math.inf) <= min(taken) + 1e-4
+    for n in range(3):
+        steps = 0
+        while (ask := session.ask()) is not None:
+            (draft,) = drafter.draft([ask])
+            assert draft == by_hand(plain, ask)
+            session.take(draft, 0)
+            steps += 1
+        assert n or steps == 4, "a level a step"
+        assert len(paths(session)) == 12
+        session.commit(len(session._committed), (*max(paths(session), key=len)[:n], 7))
     drafter.forget(session.key)
 
 
