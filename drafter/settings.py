@@ -15,6 +15,13 @@ class DrafterSettings(WorkerSettings):
     draft_candidates: int = Field(
         24, ge=1, le=32, description="Ids a model drafts from per token; fewer make smaller messages in rejection mode."
     )
+    draft_vocabulary: str = Field(
+        "", description="JSON file with the ids that a model may draft, as a list or under 'ids'; empty: all."
+    )
+    target_tokenizer: str = Field(
+        "",
+        description="For a model with another vocabulary: the target's tokenizer, a directory, a hub id or 'default'.",
+    )
     suffix_shared_tokens: int = Field(
         65_536, ge=0, description="Tokens of ended sessions that suffix remembers per cache salt; 0 for none."
     )

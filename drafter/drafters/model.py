@@ -7,7 +7,10 @@ nothing of it stays cached.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -29,9 +32,13 @@ _PREFILL_ROWS = 512
 class ModelDrafter:
     wants_features = False
 
-    def __init__(self, engine: Engine, vocabulary: Vocabulary, candidates: int) -> None:
+    def __init__(
+        self, engine: Engine, vocabulary: Vocabulary, candidates: int, head_ids: Sequence[int] | None = None
+    ) -> None:
         self._engine = engine
         self._candidates = candidates
+        # The engine's columns, where it has not one for every id.
+        self._columns = None if head_ids is None else torch.tensor(head_ids, device=engine.device)
         self._cached: dict[str, list[int]] = {}
         self.vocabulary: Vocabulary | None = vocabulary
 
@@ -115,11 +122,18 @@ class ModelDrafter:
     def _adjusted(
         self, ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        logits = logits[:, : ask.vocab_size]
+        logits = self._by_id(logits)[:, : ask.vocab_size]
         history = None
         if ask.params.penalised:
             history = History(said, ask.prompt_length, logits.shape[-1], logits.device)
         return sampling.adjust(logits, ask.params, history, paths)
+
+    def _by_id(self, logits: torch.Tensor) -> torch.Tensor:
+        """A column per id; ids that the engine leaves out are impossible.  # [rows, vocab]"""
+        if self._columns is None:
+            return logits
+        wide = logits.new_full((len(logits), self.info.vocab_size), float("-inf"))
+        return wide.index_copy_(1, self._columns, logits)
 
     def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
         position = len(ask.tokens)
@@ -154,5 +168,20 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
     if not settings.model:
         raise StartupError("kind model needs --model", field="model", value="", limit="a directory, file or hub id")
-    loaded = load_model(settings.model, EngineOptions.of(settings), progress)
-    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates)
+    head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
+    loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
+    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids)
+
+
+def read_vocabulary(path: str) -> tuple[int, ...]:
+    """The ids in a file, ascending."""
+    try:
+        found = json.loads(Path(path).read_text())
+        ids = found["ids"] if isinstance(found, dict) else found
+        if not all(type(token) is int for token in ids):
+            raise ValueError("not all of them are whole numbers")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StartupError(
+            f"cannot read ids from {path}: {error}", field="draft_vocabulary", value=path, limit="a JSON list of ids"
+        ) from error
+    return tuple(sorted(set(ids)))

@@ -12,7 +12,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class EngineOptions:
     threads: int = 0
     kv_tokens: int = 65_536
     prefix_tokens: int | None = None  # kept of ended sessions; None: what suits the device
+    head_ids: tuple[int, ...] | None = None  # the only ids that logits are wanted of, in this order; None: all
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
@@ -117,6 +118,8 @@ def load_model(
     model = model.to(place).eval()
     vocabulary = Vocabulary.of(tokenizer)
     info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
+    if options.head_ids is not None:
+        info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
     engine = make_engine(model, info, options, progress, team)
     if team is not None and not team.leads:
         return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 has all of them warm up and measures
@@ -129,6 +132,28 @@ def load_model(
     cost = measure_cost(engine)
     let_go()  # another thread may run the model
     return LoadedModel(engine, tokenizer, vocabulary, cost)
+
+
+def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) -> str:
+    """Keep only these rows of the output embeddings; the fingerprint of what that makes of the model.
+
+    The input embeddings stay whole, also where both are the same tensor.
+    """
+    head = model.get_output_embeddings()
+    if not ids or len(set(ids)) < len(ids) or not 0 <= min(ids) <= max(ids) < head.weight.shape[0]:
+        raise StartupError(
+            "the draft vocabulary does not fit the model",
+            field="draft_vocabulary",
+            value=f"{len(ids)} ids, {min(ids, default=0)} to {max(ids, default=0)}",
+            limit=f"ids in [0, {head.weight.shape[0] - 1}], each once",
+        )
+    chosen = torch.tensor(ids, device=head.weight.device)
+    smaller = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+    smaller.weight = torch.nn.Parameter(head.weight.detach()[chosen], requires_grad=False)
+    if head.bias is not None:
+        smaller.bias = torch.nn.Parameter(head.bias.detach()[chosen], requires_grad=False)
+    model.set_output_embeddings(smaller)
+    return hashlib.sha256(f"{fingerprint} {ids}".encode()).hexdigest()[:32]
 
 
 def make_engine(

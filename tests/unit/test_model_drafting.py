@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from drafter.drafters import Ask, Draft
-from drafter.drafters.model import ModelDrafter
+from drafter.drafters import Ask, Draft, make
+from drafter.drafters.model import ModelDrafter, read_vocabulary
 from drafter.growth import Growth
 from drafter.session import Opening, Session
+from drafter.settings import DrafterSettings
 from outrider.drawing import shared_choices
 from outrider.engine.load import EngineOptions, LoadedModel, load_model
-from outrider.messages import SamplingParams, Steering
+from outrider.errors import StartupError
+from outrider.messages import WHOLE, SamplingParams, Steering, Verification
 from outrider.sampling import History, adjust
 from tests.conftest import Models
 
@@ -21,7 +26,7 @@ VOCAB = 257
 MODES = [
     {"temperature": 0.0},
     {"temperature": 2.0, "seed": 3},
-    {"temperature": 0.9, "repetition_penalty": 8.0, "seed": 3},
+    {"temperature": 0.9, "repetition_penalty": 0.1, "seed": 3},
 ]
 
 
@@ -75,7 +80,8 @@ def by_hand(plain: LlamaForCausalLM, ask: Ask) -> Draft:
 
 @pytest.mark.parametrize("params", MODES, ids=str)
 def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedModel, plain, params: dict) -> None:
-    drafter, session = drafter_of(loaded), session_of(PROMPT, 4, 3, **params)
+    # Of one token, so that penalties bear on the tree's own tokens.
+    drafter, session = drafter_of(loaded), session_of([65] * len(PROMPT), 4, 3, **params)
     for n in range(3):
         steps = 0
         while (ask := session.ask()) is not None:
@@ -153,3 +159,100 @@ def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
     again = Ask("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
     assert drafter.draft([again])[0] == Draft(done=True)
     drafter.forget("s")
+
+
+# --- a reduced output vocabulary -------------------------------------------------------------------------------------
+
+SOME = [id_ for id_ in range(VOCAB) if id_ % 3 != 1]
+
+
+@pytest.fixture(scope="module")
+def tied(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output embeddings are its input embeddings."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = LlamaForCausalLM.from_pretrained(models.draft, dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.model.embed_tokens.weight.data = model.lm_head.weight.data
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models.draft).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["draft", "tied"])
+def folder(models: Models, tied: Path, request: pytest.FixtureRequest) -> Path:
+    return tied if request.param == "tied" else models.draft
+
+
+def reduced(folder: Path, compiled: str, tmp_path: Path, ids: object = SOME) -> ModelDrafter:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(ids))
+    settings = DrafterSettings(
+        kind="model", model=str(folder), device="cpu", compile=compiled, kv_tokens=4096, draft_vocabulary=str(file)
+    )
+    drafter = make(settings, lambda _: None)
+    assert isinstance(drafter, ModelDrafter)
+    return drafter
+
+
+def allowed(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """The whole model's logits, those of other ids struck out."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, -1:]
+    struck = torch.full_like(logits, float("-inf"))
+    struck[:, SOME] = logits[:, SOME]
+    return struck
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+@pytest.mark.parametrize("params", [*MODES, {"temperature": 1.0, "seed": 5, "logit_bias": {5: 9.0, 4: 9.0}}], ids=str)
+def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
+    folder: Path, tmp_path: Path, compiled: str, params: dict
+) -> None:
+    drafter = reduced(folder, compiled, tmp_path)
+    tokens = list(PROMPT)
+    for _ in range(6):
+        given = SamplingParams(**params)
+        (draft,) = drafter.draft([Ask("s", tokens, len(tokens), len(PROMPT), 4, given, VOCAB)])
+        logits = allowed(folder, tokens)
+        logits = adjust(logits, given, History(tokens, len(PROMPT), VOCAB, logits.device), [()])
+        assert draft.tokens[0] == shared_choices(logits, given, [len(tokens)], 1)[0][0][0]
+        assert draft.tokens[0] in SOME
+        tokens += draft.tokens
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+def test_what_is_drawn_from_is_told_in_the_targets_ids(folder: Path, tmp_path: Path, compiled: str) -> None:
+    drafter = reduced(folder, compiled, tmp_path, {"ids": SOME})
+    params = SamplingParams(temperature=1.0, seed=5, verification=Verification.BLOCK)
+    (draft,) = drafter.draft([Ask("s", PROMPT, len(PROMPT), len(PROMPT), 4, params, VOCAB)])
+    (distribution,) = draft.draft_probs
+    assert draft.tokens[0] in distribution.ids
+    distribution.check("probs", VOCAB)
+    probs = torch.softmax(allowed(folder, PROMPT)[0].double(), dim=-1)
+    ids = sorted(probs.topk(24).indices.tolist())
+    assert set(distribution.ids) <= set(ids)
+    found = torch.tensor(distribution.weights) / WHOLE
+    wanted = probs[list(distribution.ids)] / probs[ids].sum()
+    assert torch.allclose(found, wanted.float(), atol=1e-3)
+
+
+def test_a_reduced_model_is_another_model_of_the_same_vocabulary(models: Models, tmp_path: Path) -> None:
+    whole = load_model(str(models.draft), EngineOptions(device="cpu", kv_tokens=4096))
+    some, others = reduced(models.draft, "auto", tmp_path), reduced(models.draft, "auto", tmp_path, SOME[:-1])
+    infos = [whole.engine.info, some.info, others.info]
+    assert len({info.fingerprint for info in infos}) == 3
+    assert len({(info.vocab_size, info.vocabulary_digest) for info in infos}) == 1
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [1, VOCAB], ["a"], {"tokens": [1]}, 7, [True, 2]])
+def test_ids_that_cannot_be_are_refused(models: Models, tmp_path: Path, ids: object) -> None:
+    with pytest.raises(StartupError) as refused:
+        reduced(models.draft, "auto", tmp_path, ids)
+    assert refused.value.field == "draft_vocabulary"
+
+
+def test_a_vocabulary_that_is_not_there_is_refused(models: Models) -> None:
+    with pytest.raises(StartupError, match=r"nowhere\.json"):
+        read_vocabulary("nowhere.json")
