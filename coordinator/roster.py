@@ -221,9 +221,22 @@ class Roster:
             raise InvalidRequest.of("worker", info.worker_id or info.address, "given with a worker_id and an address")
         if info.role is Role.VERIFIER:
             await self._check_verifier(info)
-        elif self.vocabulary_differs(info):
+        else:
+            self._check_drafter(info)
+
+    def _check_drafter(self, info: WorkerInfo) -> None:
+        if self._target is None:
+            return
+        name, target = info.model.name, self._target.info
+        if self.vocabulary_differs(info):
+            raise ModelMismatch(f"drafter {name} has another vocabulary than target {target.name}")
+        if info.model.made_for not in ("", target.lineage):
             raise ModelMismatch(
-                f"drafter {info.model.name} has another vocabulary than target {self._target.info.name}"  # type: ignore[union-attr]
+                f"drafter {name} was trained for another target than {target.name}: it would guess nonsense. Train one "
+                "for this target with `outrider train`",
+                field="model.made_for",
+                value=info.model.made_for,
+                limit=target.lineage,
             )
 
     async def _check_verifier(self, info: WorkerInfo) -> None:
@@ -241,7 +254,10 @@ class Roster:
                     raise wire.error_from_rpc(error) from error
             log.info("target known", model=info.model.name, fingerprint=info.model.fingerprint)
             for link in self._of(Role.DRAFTER):
-                if self.vocabulary_differs(link.info):
+                try:
+                    self._check_drafter(link.info)
+                except ModelMismatch as error:
+                    log.warning("drafter sent away", worker=link.info.worker_id, error=error.message)
                     await self._drop(link.info.worker_id)
 
     async def _put(self, info: WorkerInfo) -> Link:

@@ -12,6 +12,9 @@ class DrafterSettings(WorkerSettings):
 
     kind: str = Field("ngram", description="How to draft: ngram, suffix, model, or several joined by +.")
     model: str = Field("", description="For kind model: a directory, a .gguf file, a hub id, or 'default'.")
+    target: str = Field(
+        "default", description="For kinds that read parts of it: the target, a directory, a .gguf file or a hub id."
+    )
     draft_candidates: int = Field(
         24, ge=1, le=32, description="Ids a model drafts from per token; fewer make smaller messages in rejection mode."
     )

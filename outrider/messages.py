@@ -259,6 +259,8 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     parameters: int = 0
+    lineage: str = ""
+    made_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,8 @@ def model_to_proto(info: ModelInfo) -> common.ModelInfo:
         dtype=info.dtype,
         device=info.device,
         parameters=info.parameters,
+        lineage=info.lineage,
+        made_for=info.made_for,
     )
 
 
@@ -248,6 +250,8 @@ def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
         dtype=proto.dtype,
         device=proto.device,
         parameters=proto.parameters,
+        lineage=proto.lineage,
+        made_for=proto.made_for,
     )
 
 

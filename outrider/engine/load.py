@@ -312,6 +312,7 @@ def describe(
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(model, vocabulary, quantization),
+        lineage=lineage(model, vocabulary),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         vocabulary_digest=vocabulary.digest,
@@ -338,6 +339,17 @@ def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: st
     for changing in ("transformers_version", "dtype", "torch_dtype", "distributed_config"):
         config.pop(changing, None)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
+
+
+def lineage(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
+    """A digest of the same weights in whatever number format they run: what a drafter was trained for."""
+    digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
+    for name, weight in model.state_dict().items():
+        flat = whole(weight.detach()).reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(flat[::stride].cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -185,6 +185,8 @@ class ModelInfo(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
+    LINEAGE_FIELD_NUMBER: builtins.int
+    MADE_FOR_FIELD_NUMBER: builtins.int
     name: builtins.str
     """as a person calls it"""
     fingerprint: builtins.str
@@ -203,6 +205,10 @@ class ModelInfo(google.protobuf.message.Message):
     """cpu, cuda:0, ..."""
     parameters: builtins.int
     """number of weights"""
+    lineage: builtins.str
+    """hex digest of configuration and weights, whatever the number format"""
+    made_for: builtins.str
+    """drafters: lineage of the only target it may draft for; empty: any"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -218,8 +224,10 @@ class ModelInfo(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         device: builtins.str = ...,
         parameters: builtins.int = ...,
+        lineage: builtins.str = ...,
+        made_for: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "parameters", b"parameters", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "lineage", b"lineage", "made_for", b"made_for", "name", b"name", "parameters", b"parameters", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___ModelInfo = ModelInfo
 

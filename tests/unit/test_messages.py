@@ -294,6 +294,8 @@ models = st.builds(
     dtype=words,
     device=words,
     parameters=uint64,
+    lineage=words,
+    made_for=words,
 )
 loads = st.builds(WorkerLoad, uint32, uint32, uint64, uint64, finite)
 workers = st.builds(

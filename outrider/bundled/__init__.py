@@ -1,0 +1,1 @@
+"""The trained drafters that come with Outrider."""

@@ -1,0 +1,219 @@
+"""The training loop of all methods: batches, steps, checkpoints, and how it goes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import StartupError
+from outrider.train.data import Example
+from outrider.train.files import replacing
+from outrider.train.method import Batch, Method, acceptance, collate
+
+CHECKPOINT = "checkpoint.pt"
+_CHECKPOINT_S = 60.0
+_SHOWN = 50  # steps whose mean loss is shown
+_POOL = 256  # examples among which those of like length are put together
+_WARM_UP = 0.02
+_FLOOR = 0.02
+_CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a run depends on beside data and method."""
+
+    tokens: int  # to learn from, every time one is seen
+    step_tokens: int = 3_000
+    learning_rate: float = 1e-3
+    places: int = 384  # of an example, the first so many
+    seed: int = 0
+    gamma: int = 4  # held-out chains are this long
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    step: int
+    tokens: int
+    total: int
+    loss: float
+    held_out: dict[str, Any]  # as last measured
+
+
+class Training:
+    def __init__(
+        self,
+        method: Method,
+        examples: Sequence[Example],
+        held_out: Mapping[str, Sequence[Example]],
+        plan: Plan,
+        folder: Path,
+        identity: Mapping[str, Any],
+        device: torch.device,
+    ) -> None:
+        self._method = method
+        self._examples = [example for example in examples if len(example.tokens) > 2]
+        self._held_out = held_out
+        self._plan = plan
+        self._path = folder / CHECKPOINT
+        self._identity = _digest({**identity, **asdict(plan)})
+        self._device = device
+        self._trained = {n: p for n, p in method.module.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._trained.values(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0  # spent on steps, by all runs together
+        self.resumed_at = 0
+
+    def run(self, progress: Callable[[Report], None] = lambda _: None, looks: int = 10) -> dict[str, Any]:
+        """Until all tokens are learnt from; what the held-out texts say then. `looks`: how often they are asked."""
+        self._resume()
+        losses: deque[float] = deque(maxlen=_SHOWN)
+        held_out = self.measure()
+        looked = self.tokens
+        saved = time.monotonic()
+        for batch in self._batches():
+            if self.tokens >= self._plan.tokens:
+                break
+            started = time.monotonic()
+            losses.append(self._learn(batch))
+            self.seconds += time.monotonic() - started
+            if self.tokens - looked >= self._plan.tokens / looks:
+                looked, held_out = self.tokens, self.measure()
+            if time.monotonic() - saved > _CHECKPOINT_S:
+                self._save()
+                saved = time.monotonic()
+            progress(Report(self.step, self.tokens, self._plan.tokens, sum(losses) / len(losses), held_out))
+        self._save()
+        return self.measure()
+
+    def forget(self) -> None:
+        """The run is over and written down."""
+        self._path.unlink(missing_ok=True)
+
+    def measure(self) -> dict[str, Any]:
+        """Greedy acceptance on the held-out texts, by their kind and all together."""
+        self._method.module.eval()
+        found: dict[str, torch.Tensor] = {}
+        for kind, examples in self._held_out.items():
+            batches = [
+                collate(examples[i : i + 8], self._plan.places, self._device) for i in range(0, len(examples), 8)
+            ]
+            with self._autocast(), torch.inference_mode():
+                found[kind] = torch.cat([self._method.held(batch).flatten().cpu() for batch in batches])
+        self._method.module.train()
+        kinds = {kind: acceptance(held, self._plan.gamma) for kind, held in found.items()}
+        return {"all": acceptance(torch.cat(list(found.values())), self._plan.gamma), **kinds}
+
+    def _learn(self, batch: Batch) -> float:
+        chance = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + self.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.learning_rate * self._pace()
+        with self._autocast():
+            loss = self._method.loss(batch, chance, self.tokens / self._plan.tokens)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), _CLIP)
+        self._optimizer.step()
+        self.step += 1
+        self.tokens += int(batch.lengths.sum())
+        value = loss.item()
+        if not math.isfinite(value):
+            raise StartupError(
+                f"the loss became {value} at step {self.step}: try a lower --learning-rate",
+                field="learning_rate",
+                value=self._plan.learning_rate,
+            )
+        return value
+
+    def _pace(self) -> float:
+        """Of the learning rate: up quickly, then down along a cosine."""
+        done = self.tokens / self._plan.tokens
+        if done < _WARM_UP:
+            return max(_FLOOR, done / _WARM_UP)
+        return max(_FLOOR, 0.5 + 0.5 * math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Without end; the same ones whatever the run was cut into."""
+        step = 0
+        epoch = 0
+        while True:
+            for group in self._groups(epoch):
+                if step >= self.step:
+                    chance = torch.Generator().manual_seed(self._plan.seed * 999_983 + step)
+                    yield collate([self._examples[i] for i in group], self._plan.places, self._device, chance)
+                step += 1
+            epoch += 1
+
+    def _groups(self, epoch: int) -> list[list[int]]:
+        """All examples once, those of like length together, so that little is padded."""
+        chance = torch.Generator().manual_seed(self._plan.seed * 7_919 + epoch)
+        order = torch.randperm(len(self._examples), generator=chance).tolist()
+        groups: list[list[int]] = []
+        for first in range(0, len(order), _POOL):
+            group: list[int] = []
+            for i in sorted(order[first : first + _POOL], key=lambda i: len(self._examples[i].tokens)):
+                if group and (len(group) + 1) * len(self._examples[i].tokens) > self._plan.step_tokens:
+                    groups.append(group)
+                    group = []
+                group.append(i)
+            groups.append(group)
+        return [groups[i] for i in torch.randperm(len(groups), generator=chance).tolist()]
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "identity": self._identity,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "weights": {name: weight.detach() for name, weight in self._trained.items()},
+            "optimizer": self._optimizer.state_dict(),
+        }
+        with replacing(self._path) as file:
+            torch.save(state, file)
+
+    def _resume(self) -> None:
+        if not self._path.is_file():
+            return
+        try:
+            state = torch.load(self._path, map_location=self._device, weights_only=True)
+            identity, weights = state["identity"], state["weights"]
+        except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+            raise StartupError(
+                f"the checkpoint {self._path} is damaged ({error}); begin anew with --restart",
+                field="out",
+                value=str(self._path),
+            ) from error
+        if identity != self._identity:
+            raise StartupError(
+                f"{self._path} belongs to a run with other data or settings; give the same ones to go on with it, or "
+                "begin anew with --restart",
+                field="out",
+                value=str(self._path),
+            )
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                weight.copy_(weights[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.resumed_at = self.step
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

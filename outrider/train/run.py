@@ -1,0 +1,183 @@
+"""One training from beginning to end: data, held-out data, method, loop, folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.config import home
+from outrider.engine.load import EngineOptions, load_model, pick_device
+from outrider.errors import InvalidRequest, StartupError
+from outrider.messages import ModelInfo
+from outrider.models import locate
+from outrider.train import data, loop
+from outrider.train.data import Dataset, Example, Prompt, Recipe
+from outrider.train.eagle import EagleMethod, frequent_ids
+from outrider.train.method import Method
+from outrider.trained import card as cards
+from outrider.trained.card import Card
+from outrider.trained.ends import Ends
+
+METHODS = ("eagle",)
+_HELD_OUT_SHARE = 20  # of one's own prompts, one in so many
+_KV_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be made."""
+
+    method: str
+    target: str
+    out: Path
+    prompts: Path | None = None
+    num_examples: int = 0  # 0: one per prompt
+    max_tokens: int = 160
+    learn_tokens: int = 6_000_000
+    num_ids: int = 8_192
+    layers: int = 1
+    unroll: int = 3
+    learning_rate: float = 1e-3
+    seed: int = 0
+    device: str = "auto"
+    data_home: Path = field(default_factory=lambda: home() / "training" / "data")
+    restart: bool = False
+    command: str = ""
+
+    def check(self) -> None:
+        if self.method not in METHODS:
+            raise StartupError(
+                f"there is no method {self.method!r}", field="method", value=self.method, limit=", ".join(METHODS)
+            )
+        if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
+            raise StartupError(
+                f"{self.out} holds a trained drafter already; name another folder, or --restart to make it anew",
+                field="out",
+                value=str(self.out),
+            )
+
+
+class Watcher(Protocol):
+    """Who shows how it goes."""
+
+    def says(self, text: str) -> None: ...
+
+    def writes(self, what: str, progress: data.Progress) -> None: ...
+
+    def learns(self, report: loop.Report) -> None: ...
+
+
+def train(order: Order, watcher: Watcher) -> Card:
+    order.check()
+    with _alone(order.out):
+        return _train(order, watcher)
+
+
+def _train(order: Order, watcher: Watcher) -> Card:
+    device = pick_device(order.device)
+    learnt, held = _prompts(order.prompts)
+    info, recipe, examples, held_examples = _data(order, learnt, held, watcher)
+    ends, method = _method(order, device, examples, info.vocab_size, watcher)
+    if order.restart:
+        (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
+    identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
+    plan = loop.Plan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
+    training = loop.Training(method, examples, _by_kind(held, held_examples), plan, order.out, identity, device)
+    metrics = training.run(watcher.learns)
+    card = Card(
+        method=order.method,
+        target=info.name,
+        target_lineage=info.lineage,
+        vocabulary_digest=info.vocabulary_digest,
+        ends_digest=ends.digest,
+        shape=dict(method.shape),
+        data=asdict(recipe) | {"tokens": sum(len(example.tokens) for example in examples)},
+        training={
+            "tokens": training.tokens,
+            "steps": training.step,
+            "unroll": order.unroll,
+            "minutes": round(training.seconds / 60, 1),
+            "device": str(device),
+            **asdict(plan),
+        },
+        metrics=metrics,
+        command=order.command,
+    )
+    cards.save(order.out, card, method.weights())
+    training.forget()
+    return card
+
+
+def _prompts(file: Path | None) -> tuple[list[Prompt], list[Prompt]]:
+    """To learn from, and to hold out."""
+    if file is None:
+        return data.shipped("train"), data.shipped("heldout")
+    prompts = data.read_prompts(file)
+    held = prompts[::_HELD_OUT_SHARE]
+    learnt = [prompt for i, prompt in enumerate(prompts) if i % _HELD_OUT_SHARE]
+    if not learnt:
+        raise InvalidRequest.of("prompts", f"{len(prompts)} prompts", "at least 2: one is held out")
+    return learnt, held
+
+
+def _data(
+    order: Order, learnt: Sequence[Prompt], held: Sequence[Prompt], watcher: Watcher
+) -> tuple[ModelInfo, Recipe, list[Example], list[Example]]:
+    """What the target writes. It is loaded for that, and let go of."""
+    options = EngineOptions(device=order.device, kv_tokens=_KV_TOKENS, prefix_tokens=0)
+    target = load_model(order.target, options, watcher.says)
+    info = target.engine.info
+    recipe = Recipe(
+        info.fingerprint, data.digest(learnt), order.num_examples or len(learnt), order.max_tokens, order.seed
+    )
+    held_recipe = replace(recipe, prompts=data.digest(held), num_examples=len(held), warm_share=0.0)
+    examples: list[list[Example]] = []
+    for name, each, prompts in (("to learn from", recipe, learnt), ("held out", held_recipe, held)):
+        dataset = Dataset.at(order.data_home, each)
+        dataset.write(target, prompts, partial(watcher.writes, name))
+        examples.append(list(dataset.examples()))
+    return info, recipe, *examples
+
+
+def _method(
+    order: Order, device: torch.device, examples: Sequence[Example], vocab_size: int, watcher: Watcher
+) -> tuple[Ends, Method]:
+    watcher.says("preparing the drafter")
+    torch.manual_seed(order.seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        locate(order.target, watcher.says), dtype=torch.float32, use_safetensors=True
+    )
+    ids = frequent_ids(examples, order.num_ids, vocab_size)
+    ends = Ends.of(model)
+    method = EagleMethod(model, ends, ids, examples, layers=order.layers, steps=order.unroll)
+    method.module.to(device)
+    return ends, method
+
+
+def _by_kind(prompts: Sequence[Prompt], examples: Sequence[Example]) -> dict[str, list[Example]]:
+    kinds: dict[str, list[Example]] = {}
+    for prompt, example in zip(prompts, examples, strict=True):
+        if len(example.tokens) - example.prompt_length > 1:
+            kinds.setdefault(prompt.kind, []).append(example)
+    return kinds
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One training at a time in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StartupError(f"another training is at work in {folder}", field="out", value=str(folder)) from error
+        yield
+    (folder / ".lock").unlink(missing_ok=True)
