@@ -85,6 +85,7 @@ class Contest:
 
     def run(self, asked: Sequence[Question], progress: Turns) -> list[Run]:
         turns = [(question, who, asking) for question in asked for who, asking in self.field(question)]
+        progress.say(f"{len(turns)} answers")
         runs = []
         for number, (question, who, asking) in enumerate(turns):
             progress.show(f"{question.mode} {question.kind}: {who.engine} {who.drafter}", number, len(turns))
@@ -97,14 +98,18 @@ def _ask_lane(client: Client, gamma: int | None, question: Question) -> Answer:
 
 
 class Turns:
-    """How far it is, on stderr."""
+    """How far it is, on stderr: a bar in a terminal, a line per stage elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=None)
+        self._said = ""
 
     def say(self, text: str) -> None:
         self._progress.update(self._task, description=text)
+        if self._progress.disable and text != self._said:
+            self._progress.console.print(text, highlight=False)
+        self._said = text
 
     def show(self, text: str, done: int, total: int) -> None:
         self._progress.update(self._task, description=text, completed=done, total=total)
@@ -120,6 +125,5 @@ def showing_turns() -> Iterator[Turns]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    # Elsewhere than in a terminal it would print one empty line at the end.
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield Turns(progress)

@@ -27,8 +27,7 @@ from outrider.errors import InvalidRequest, OutriderError, StartupError
 from outrider.messages import MAX_GAMMA
 from outrider.models import DEFAULT, locate
 
-# What needs nothing but the target. Those of them that are installed are compared.
-DEFAULT_DRAFTERS = "ngram,suffix,eagle,suffix+eagle"
+DEFAULT_DRAFTERS = "ngram,suffix"  # what needs nothing but the target
 _KINDS = "from drafter.drafters import kinds; print(*kinds())"
 _GUESS_ROOM = 16  # tokens of context that vLLM's guesses may take beyond the answer
 
@@ -40,10 +39,9 @@ def drafters(
         options.option(
             "--drafters",
             "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two of one session. "
-            "Default: all that need only the target.",
-            show_default=False,
+            "The default needs only the target.",
         ),
-    ] = "",
+    ] = DEFAULT_DRAFTERS,
     device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 0,
@@ -81,17 +79,13 @@ def drafters(
     All answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with the same
     weights. Fails when guesses have changed a text.
     """
-    chosen = lanes.parse(drafter_list or DEFAULT_DRAFTERS)
+    chosen = lanes.parse(drafter_list)
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
         raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
     check_files(json_file, plot_file)
     data = needs("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
-    known = _kinds()
-    if drafter_list:
-        lanes.check_kinds(chosen, known)
-    else:
-        chosen = [lane for lane in chosen if set(lane.name.split("+")) <= set(known)]
+    lanes.check_kinds(chosen, _kinds())
     extent = Extent.of(quick, prompts_per_kind, rounds, tokens, gamma)
     plan = Plan(target=target, device=device, dtype=dtype, threads=threads)
     with showing_turns() as turns:
@@ -119,7 +113,8 @@ def _measure(
     model = str(locate(plan.target, turns.say))
 
     def starting(running: Stack) -> None:
-        turns.say(", ".join(f"{child.name} {child.state}" for child in running.children if not child.ready.is_set()))
+        waiting = [f"{child.name} {child.state}" for child in running.children if not child.ready.is_set()]
+        turns.say(", ".join(waiting) or "the workers report for duty")
 
     with ExitStack() as exits:
         clients = exits.enter_context(lanes.open_lanes(plan, (PLAIN_LANE, *chosen), starting))
