@@ -34,7 +34,9 @@ def offers(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> li
     return shared_choices(ready, ask.params, [ask.committed + len(path) for path in paths], ask.branches)
 
 
-def next_token(ask: Ask, logits: torch.Tensor, tokens: Sequence[int], candidates: int) -> tuple[int, Distribution | None]:
+def next_token(
+    ask: Ask, logits: torch.Tensor, tokens: Sequence[int], candidates: int
+) -> tuple[int, Distribution | None]:
     """The token after `tokens`, and in rejection and block mode what it was drawn from.  # logits: [1, vocab]"""
     ready = adjusted(ask, logits, tokens, [()])
     if ask.params.mode.needs_draft_probs:

@@ -10,8 +10,14 @@ from outrider.config import WorkerSettings
 class DrafterSettings(WorkerSettings):
     """Serve guesses for a target that a verifier holds."""
 
-    kind: str = Field("ngram", description="How to draft: ngram, suffix, model, or several joined by +.")
-    model: str = Field("", description="For kind model: a directory, a .gguf file, a hub id, or 'default'.")
+    kind: str = Field(
+        "ngram", description="How to draft: ngram, suffix, model, early-exit, medusa, eagle, or several joined by +."
+    )
+    model: str = Field(
+        "",
+        description="For kind model: a directory, a .gguf file or a hub id. For eagle, medusa and early-exit: a folder "
+        "made by `outrider train`; empty: the bundled one. For early-exit also: how many of the target's layers.",
+    )
     target: str = Field(
         "default", description="For kinds that read parts of it: the target, a directory, a .gguf file or a hub id."
     )

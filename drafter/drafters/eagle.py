@@ -22,9 +22,9 @@ from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.load import EngineOptions, make_engine, pick_device, pick_dtype, warm_up
 from outrider.errors import Overloaded
 from outrider.messages import Distribution, Features, ModelInfo
+from outrider.threads import let_go
 from outrider.trained import card as cards
 from outrider.trained.eagle import METHOD, Eagle
-from outrider.threads import let_go
 from outrider.trained.ends import read_ends
 from outrider.vocabulary import Vocabulary
 
@@ -225,9 +225,7 @@ class EagleDrafter:
         )
 
 
-def _go_on(
-    session: str, work: Work, answer: _Answer | None, batch: dict[str, Rows], drafts: dict[str, Draft]
-) -> None:
+def _go_on(session: str, work: Work, answer: _Answer | None, batch: dict[str, Rows], drafts: dict[str, Draft]) -> None:
     """Hand a session what its rows gave: it asks for the next ones, or has its draft."""
     try:
         batch[session] = work.send(answer)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from drafter.drafters import Ask, Draft, drafter
+from drafter.drafters.translate import TranslatingDrafter, load_target_tokenizer
 from drafter.growth import ROOT, Growth
 from drafter.settings import DrafterSettings
 from outrider import noise, sampling
@@ -22,8 +23,9 @@ from outrider.drawing import shared_choices, shared_draw
 from outrider.engine import Engine, Rows
 from outrider.engine.load import EngineOptions, load_model
 from outrider.errors import Overloaded, StartupError
-from outrider.messages import Distribution, ModelInfo
+from outrider.messages import Distribution
 from outrider.sampling import History
+from outrider.trained import card as cards
 from outrider.vocabulary import Vocabulary
 
 _PREFILL_ROWS = 512
@@ -33,18 +35,20 @@ class ModelDrafter:
     wants_features = False
 
     def __init__(
-        self, engine: Engine, vocabulary: Vocabulary, candidates: int, head_ids: Sequence[int] | None = None
+        self,
+        engine: Engine,
+        vocabulary: Vocabulary,
+        candidates: int,
+        head_ids: Sequence[int] | None = None,
+        made_for: str = "",
     ) -> None:
+        self.info = replace(engine.info, made_for=made_for)
         self._engine = engine
         self._candidates = candidates
         # The engine's columns, where it has not one for every id.
         self._columns = None if head_ids is None else torch.tensor(head_ids, device=engine.device)
         self._cached: dict[str, list[int]] = {}
         self.vocabulary: Vocabulary | None = vocabulary
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         able = [ask for ask in asks if len(ask.tokens) < self.info.context_length]
@@ -165,12 +169,19 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 @drafter("model")
-def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter | TranslatingDrafter:
     if not settings.model:
         raise StartupError("kind model needs --model", field="model", value="", limit="a directory, file or hub id")
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
-    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids)
+    made_for = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
+    drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, made_for)
+    if not settings.target_tokenizer:
+        return drafter
+    target = load_target_tokenizer(settings.target_tokenizer, progress)
+    if Vocabulary.of(target) == loaded.vocabulary:
+        return drafter
+    return TranslatingDrafter(drafter, loaded.tokenizer, target)
 
 
 def read_vocabulary(path: str) -> tuple[int, ...]:

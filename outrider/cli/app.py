@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, doctor, talk, train, up
+from outrider.cli import bench, doctor, talk, train, tune, up
 from outrider.errors import OutriderError, PeerLost
 from outrider.models import default_path, fetch_default
 
@@ -35,6 +35,7 @@ app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(doctor.doctor)
 app.command()(train.train)
+app.command()(tune.tune)
 bench_app.command()(bench.overhead)
 bench_app.command()(bench.engine)
 bench_app.command()(bench.drafters)

@@ -108,7 +108,8 @@ class Stack:
             ]
             self._spawn(f"verifier-{i + 1}", "verifier", [*common, *flags, "--device", self.plan.device])
         for i, (kind, model) in enumerate(self.plan.drafters):
-            flags = ["--kind", kind, "--model", model, "--device", self.plan.drafter_device]
+            flags = ["--kind", kind, "--model", model, "--target", self.plan.target]
+            flags += ["--device", self.plan.drafter_device]
             self._spawn(f"drafter-{i + 1}", "drafter", [*common, *flags])
 
     def wait_ready(self, children: Sequence[Child], tick: Callable[[], None] = lambda: None) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    method: Annotated[str, Argument(help="What to make: eagle.")],
+    method: Annotated[str, Argument(help="What to make: eagle, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder for the drafter; a run that was cut off goes on there.")],
     target: Annotated[str, option("--target", "Whom it drafts for: a directory, a .gguf file, a hub id.")] = "default",
     prompts: Annotated[
@@ -39,10 +39,15 @@ def train(
     max_tokens: Annotated[int, option("--max-tokens", "Longest text it writes.", min=8)] = 160,
     tokens: Annotated[
         int, option("--tokens", "Tokens to learn from, each time one is seen again counted again.", min=1)
-    ] = 6_000_000,
+    ] = 5_000_000,
     vocabulary: Annotated[int, option("--vocabulary", "Ids that are drafted: the most frequent ones.", min=16)] = 8192,
-    layers: Annotated[int, option("--layers", "Decoder layers of an eagle.", min=1, max=4)] = 1,
-    unroll: Annotated[int, option("--unroll", "Steps ahead that are learnt together.", min=1, max=8)] = 3,
+    layers: Annotated[int, option("--layers", "Decoder layers that are trained; medusa has none.", min=1)] = 1,
+    heads: Annotated[int, option("--heads", "Heads of a medusa: tokens ahead.", min=1, max=16)] = 4,
+    exit_layers: Annotated[
+        int, option("--exit-layers", "First layers of the target that an early exit keeps.", min=1)
+    ] = 4,
+    hidden: Annotated[int, option("--hidden", "Width of a distilled model.", min=32)] = 192,
+    unroll: Annotated[int, option("--unroll", "Steps ahead that an eagle learns together.", min=1, max=8)] = 3,
     learning_rate: Annotated[float, option("--learning-rate", "At its highest.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Same seed, same data and same order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
@@ -68,6 +73,9 @@ def train(
         learn_tokens=tokens,
         num_ids=vocabulary,
         layers=layers,
+        heads=heads,
+        exit_layers=exit_layers,
+        hidden=hidden,
         unroll=unroll,
         learning_rate=learning_rate,
         seed=seed,
@@ -79,6 +87,9 @@ def train(
     with _Shown() as shown:
         card = train(order, shown)
     _tell(out, card)
+
+
+_KINDS = {"distill": "model"}
 
 
 class _Shown:
@@ -121,7 +132,8 @@ class _Shown:
             every = report.held_out["all"]
             rates = " ".join(f"{rate:.2f}" for rate in every["acceptance"])
             self._progress.console.print(
-                f"after {report.tokens:,} tokens: held-out acceptance {rates}, length {every['acceptance_length']:.2f}"
+                f"after {report.measured_at:,} tokens: held-out acceptance {rates}, "
+                f"length {every['acceptance_length']:.2f}"
             )
 
     def _task(self, name: str, total: int) -> Any:
@@ -137,4 +149,4 @@ def _tell(out: Path, card: Card) -> None:
         rates = [f"{rate:.2f}" for rate in found["acceptance"]]
         table.add_row(kind, *rates, f"{found['acceptance_length']:.2f}")
     console.print(table)
-    console.print(f"{out} is ready: outrider up --target {card.target} --drafter {card.method}:{out}", soft_wrap=True)
+    console.print(f"{out} is ready: outrider up --drafter {_KINDS.get(card.method, card.method)}:{out}", soft_wrap=True)

@@ -18,15 +18,16 @@ from outrider.cli.stack import Plan, Stack, stack, watch
 from outrider.client import Client, Finished, Tokens
 from outrider.errors import OutriderError
 from outrider.messages import SamplingParams
-from outrider.models import DEFAULT, DEFAULT_NAME
-
-# The drafters that need no model; anything else given as --drafter is a model.
-MODEL_FREE = ("ngram", "instant")
+from outrider.models import DEFAULT, DEFAULT_NAME, choose_drafter
 
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[
     str,
-    options.option("--drafter", "ngram, or a small model with the target's vocabulary: a path or hub id."),
+    options.option(
+        "--drafter",
+        "KIND, KIND:MODEL or a model: ngram, suffix, eagle, medusa, early-exit, model; several in one are joined by +, "
+        "as in suffix+eagle:PATH. A folder made by `outrider train` says itself what it is.",
+    ),
 ]
 Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
 Device = Annotated[str, options.option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
@@ -103,11 +104,6 @@ def demo(
             same = _show_both(console, client, max_tokens, plan)
     if not same:
         raise OutriderError("the texts differ: this must never happen, please report it")
-
-
-def choose_drafter(text: str) -> tuple[str, str]:
-    """A drafter's kind and model from what --drafter says."""
-    return (text, "") if text in MODEL_FREE else ("model", text)
 
 
 _DEMO_TEXT = """def total_price(items, tax_rate):

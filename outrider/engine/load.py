@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.config import WorkerSettings
@@ -61,6 +61,7 @@ class EngineOptions:
     kv_tokens: int = 65_536
     prefix_tokens: int | None = None  # kept of ended sessions; None: what suits the device
     head_ids: tuple[int, ...] | None = None  # the only ids that logits are wanted of, in this order; None: all
+    layers: int | None = None  # only the first so many
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
@@ -88,8 +89,10 @@ def load_model(
     options: EngineOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
     team: Team | None = None,
+    change: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> LoadedModel:
-    """Load a model, or a rank's share of it, and prove with real steps that it runs.
+    """Load a model, or a rank's share of it, and prove with real steps that it runs. `change` may give it other weights
+    first.
 
     Raises StartupError with what to do about it.
     """
@@ -106,6 +109,9 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
             **source,
+            **(
+                {} if options.layers is None else {"config": _cut(AutoConfig.from_pretrained(**source), options.layers)}
+            ),
             dtype=dtype,
             attn_implementation=RAGGED_ATTENTION,
             use_safetensors=True,
@@ -115,6 +121,7 @@ def load_model(
         raise StartupError(
             f"cannot load model {name!r}: {error}", field="target", value=name, limit="a model with safetensors or GGUF"
         ) from error
+    change(model)
     model = model.to(place).eval()
     vocabulary = Vocabulary.of(tokenizer)
     info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
@@ -132,6 +139,20 @@ def load_model(
     cost = measure_cost(engine)
     let_go()  # another thread may run the model
     return LoadedModel(engine, tokenizer, vocabulary, cost)
+
+
+def _cut(source: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """The configuration of a model that ends after so many layers, where that is wanted."""
+    if layers is None:
+        return {}
+    config = AutoConfig.from_pretrained(**source)
+    text = config.get_text_config()
+    if not 1 <= layers <= text.num_hidden_layers:
+        raise ValueError(f"it has {text.num_hidden_layers} layers, not {layers}")
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return {"config": config}
 
 
 def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) -> str:

@@ -59,7 +59,8 @@ class Step:
 def wanted_rows(segments: Sequence[Segment], at: Mapping[int, int]) -> list[int]:
     """All rows whose logits are asked for, then those of which only the hidden state is. `at`: where each segment's
     rows were put, by its start."""
-    logits, hidden = [], []
+    logits: list[int] = []
+    hidden: list[int] = []
     for segment in segments:
         rows, first = segment.rows, at[segment.start]
         logits += range(first + rows.logits_from, first + segment.count)

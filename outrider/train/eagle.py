@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from outrider.train.data import Example
+from outrider.train.fit import best_linear
+from outrider.train.method import Batch, chains, judged_places, likeliest, surprise
 from outrider.trained.eagle import Eagle, Shape
 from outrider.trained.ends import Ends
-from outrider.train.data import Example
-from outrider.train.method import Batch
 
 _JUDGED_SHARE = 0.35  # of the places, at random in each step: the head is most of the work
 _STATE_WEIGHT = 0.1
+_FURTHER = 0.9  # the weight of each further step
+_DEPTH = 5  # of held-out chains
 _ONE_STEP_SHARE = 0.6  # of the training: what is far ahead is learnt when what is near is known
-_FITTED_PLACES = 100_000
-_RIDGE = 1e-4
-
-
-def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> torch.Tensor:
-    """The ids that the target writes most, ascending; where it wrote fewer, the lowest others."""
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(example.tokens[example.prompt_length :].tolist())
-    best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
-    others = (token for token in range(vocab_size) if token not in counts)
-    while len(best) < min(count, vocab_size):
-        best.append(next(others))
-    return torch.tensor(sorted(best))
 
 
 class EagleMethod:
@@ -65,35 +53,20 @@ class EagleMethod:
         answers = self._eagle.unroll(batch.features, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
         for step, answer in enumerate(answers):
-            judged = batch.written.clone()
+            judged = judged_places(batch, _JUDGED_SHARE, chance)
             judged[:, :step] = False
-            judged &= torch.rand(judged.shape, generator=chance).to(judged.device) < _JUDGED_SHARE
-            wanted = batch.wanted[judged]
-            target = torch.softmax(self._ends.logits(wanted, self._eagle.ids).float(), dim=-1)
-            found = torch.log_softmax(self._eagle.head(answer[judged]).float(), dim=-1)
-            surprise = -(target * found).sum(dim=-1).mean()
-            distance = nn.functional.smooth_l1_loss(answer[judged].float(), wanted)
-            total = total + 0.9**step * (surprise + _STATE_WEIGHT * distance)
+            wanted, found = batch.wanted[judged], answer[judged]
+            missed = surprise(self._ends.logits(wanted, self._eagle.ids), self._eagle.head(found))
+            distance = nn.functional.smooth_l1_loss(found.float(), wanted)
+            total = total + _FURTHER**step * (missed + _STATE_WEIGHT * distance)
         return total
 
     @torch.inference_mode()
     def held(self, batch: Batch) -> torch.Tensor:
-        steps = self._depth
-        answers = self._eagle.unroll(batch.features, batch.tokens, batch.lengths, batch.starts, steps)
-        everything = torch.arange(self._ends.head.shape[0], device=batch.tokens.device)
-        likeliest = self._ends.logits(batch.wanted, everything).argmax(dim=-1)
-        written = batch.written
-        held = torch.where(written, 0, -1)
-        still = written
-        for step, answer in enumerate(answers):
-            right = (self._eagle.ids[self._eagle.head(answer).argmax(dim=-1)] == likeliest) & written
-            # The chain that began `step` places before stands here now.
-            right = torch.cat([right[:, step:], right.new_zeros(right.shape[0], step)], dim=1)
-            still = still & right
-            held = held + still.int()
-        return held
-
-    _depth = 5
+        answers = self._eagle.unroll(batch.features, batch.tokens, batch.lengths, batch.starts, _DEPTH)
+        true = likeliest(self._ends, batch)
+        guesses = [self._eagle.ids[self._eagle.head(answer).argmax(dim=-1)] for answer in answers]
+        return chains([guess == true for guess in guesses], batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._eagle.weights()
@@ -105,10 +78,8 @@ def _begin(eagle: Eagle, target: PreTrainedModel, examples: Sequence[Example]) -
 
     The layer adds nothing to it yet; where it is built as the target's own, it looks for what the last of those does.
     """
-    states, tokens, wanted = _places(examples)
-    inputs = torch.cat([eagle.embeddings[tokens], states], dim=-1)
-    gram = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(inputs.shape[1])
-    eagle.mix.weight.copy_(torch.linalg.solve(gram, inputs.T @ wanted).T)
+    linear, size = best_linear(examples, eagle.embeddings, 1)
+    eagle.mix.weight.copy_(linear)
     theirs = list(getattr(target.base_model, "layers", ()))
     for mine, other in zip(reversed(eagle.body.model.layers), reversed(theirs), strict=False):
         known = other.state_dict()
@@ -117,19 +88,4 @@ def _begin(eagle: Eagle, target: PreTrainedModel, examples: Sequence[Example]) -
     for layer in eagle.body.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-    eagle.body.model.norm.weight.fill_(float(wanted.pow(2).mean().sqrt()))
-
-
-def _places(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Written places of as many examples as it takes: state before, token, state after."""
-    states, tokens, wanted = [], [], []
-    count = 0
-    for example in examples:
-        first = max(0, example.prompt_length - 2)
-        states.append(example.features[first:-1].float())
-        tokens.append(example.tokens[first + 1 : -1])
-        wanted.append(example.features[first + 1 :].float())
-        count += len(tokens[-1])
-        if count > _FITTED_PLACES:
-            break
-    return torch.cat(states), torch.cat(tokens), torch.cat(wanted)
+    eagle.body.model.norm.weight.fill_(size)

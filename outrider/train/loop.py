@@ -34,7 +34,7 @@ class Plan:
     """All that a run depends on beside data and method."""
 
     tokens: int  # to learn from, every time one is seen
-    step_tokens: int = 3_000
+    step_tokens: int = 2_000
     learning_rate: float = 1e-3
     places: int = 384  # of an example, the first so many
     seed: int = 0
@@ -47,7 +47,8 @@ class Report:
     tokens: int
     total: int
     loss: float
-    held_out: dict[str, Any]  # as last measured
+    held_out: dict[str, Any]  # as last measured,
+    measured_at: int  # after so many tokens
 
 
 class Training:
@@ -95,7 +96,8 @@ class Training:
             if time.monotonic() - saved > _CHECKPOINT_S:
                 self._save()
                 saved = time.monotonic()
-            progress(Report(self.step, self.tokens, self._plan.tokens, sum(losses) / len(losses), held_out))
+            loss = sum(losses) / len(losses)
+            progress(Report(self.step, self.tokens, self._plan.tokens, loss, held_out, looked))
         self._save()
         return self.measure()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from outrider.train.data import Example
+from outrider.trained.ends import Ends
 
 _WINDOWED = 0.5  # of the examples, learnt without the beginning of the prompt: others' caches may hold its states
 
@@ -19,6 +20,7 @@ class Batch:
     """Place i of an example: the target's state after token i and the token after it; to be learnt is the state after
     that one. Places from `starts` up to `lengths` are there, those from `outputs` on were written by the target."""
 
+    first: torch.Tensor  # token 0  # [batch]
     features: torch.Tensor  # [batch, places, hidden]
     tokens: torch.Tensor  # [batch, places]
     wanted: torch.Tensor  # [batch, places, hidden]
@@ -54,7 +56,8 @@ def collate(
             start = int(torch.randint(output, (1,), generator=chance))
         starts.append(start)
     held = (torch.tensor(each, device=device) for each in (starts, outputs, lengths))
-    return Batch(features.to(device), tokens.to(device), wanted.to(device), *held)
+    first = torch.stack([example.tokens[0] for example in examples])
+    return Batch(first.to(device), features.to(device), tokens.to(device), wanted.to(device), *held)
 
 
 class Method(Protocol):
@@ -83,6 +86,39 @@ class Method(Protocol):
     def weights(self) -> dict[str, torch.Tensor]:
         """For the folder."""
         ...
+
+
+def judged_places(batch: Batch, share: float, chance: torch.Generator, ahead: int = 0) -> torch.Tensor:
+    """A share of the written places, at random; none whose example ends less than `ahead` places on."""
+    at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    judged = batch.written & (at + ahead < batch.lengths[:, None])
+    return judged & (torch.rand(judged.shape, generator=chance).to(judged.device) < share)
+
+
+def surprise(target: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of what was found under the target's own distribution, from both's logits."""
+    wanted = torch.softmax(target.float(), dim=-1)
+    return -(wanted * torch.log_softmax(found.float(), dim=-1)).sum(dim=-1).mean()
+
+
+def likeliest(ends: Ends, batch: Batch) -> torch.Tensor:
+    """What the target goes on with after each place, greedily.  # [batch, places]"""
+    every = torch.arange(ends.head.shape[0], device=batch.tokens.device)
+    return ends.logits(batch.wanted, every).argmax(dim=-1)
+
+
+def chains(right: Sequence[torch.Tensor], written: torch.Tensor) -> torch.Tensor:
+    """`right[k]`: whether, at the place where it is made, guess k of a chain holds. A chain's guess k is made k places
+    after the chain begins. How many hold, for the chain that begins at each written place; −1 at the others."""
+    held = torch.where(written, 0, -1)
+    still = written
+    for k, made in enumerate(right):
+        moved = made & written
+        if k:
+            moved = torch.cat([moved[:, k:], moved.new_zeros(len(moved), k)], dim=1)
+        still = still & moved
+        held = held + still.int()
+    return held
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.config import home
 from outrider.engine.load import EngineOptions, load_model, pick_device
@@ -20,13 +20,15 @@ from outrider.messages import ModelInfo
 from outrider.models import locate
 from outrider.train import data, loop
 from outrider.train.data import Dataset, Example, Prompt, Recipe
-from outrider.train.eagle import EagleMethod, frequent_ids
+from outrider.train.eagle import EagleMethod
+from outrider.train.fit import frequent_ids
+from outrider.train.language import LanguageMethod, distilled, early_exit
+from outrider.train.medusa import MedusaMethod
 from outrider.train.method import Method
 from outrider.trained import card as cards
 from outrider.trained.card import Card
 from outrider.trained.ends import Ends
 
-METHODS = ("eagle",)
 _HELD_OUT_SHARE = 20  # of one's own prompts, one in so many
 _KV_TOKENS = 65_536
 
@@ -41,9 +43,12 @@ class Order:
     prompts: Path | None = None
     num_examples: int = 0  # 0: one per prompt
     max_tokens: int = 160
-    learn_tokens: int = 6_000_000
+    learn_tokens: int = 5_000_000
     num_ids: int = 8_192
-    layers: int = 1
+    layers: int = 1  # that are trained
+    heads: int = 4  # of a medusa
+    exit_layers: int = 4  # of the target that an early exit keeps
+    hidden: int = 192  # width of a distilled model
     unroll: int = 3
     learning_rate: float = 1e-3
     seed: int = 0
@@ -111,6 +116,8 @@ def _train(order: Order, watcher: Watcher) -> Card:
         metrics=metrics,
         command=order.command,
     )
+    if isinstance(method, LanguageMethod) and order.method == "distill":
+        _save_model(order, method.model, watcher)
     cards.save(order.out, card, method.weights())
     training.forget()
     return card
@@ -139,12 +146,13 @@ def _data(
         info.fingerprint, data.digest(learnt), order.num_examples or len(learnt), order.max_tokens, order.seed
     )
     held_recipe = replace(recipe, prompts=data.digest(held), num_examples=len(held), warm_share=0.0)
-    examples: list[list[Example]] = []
-    for name, each, prompts in (("to learn from", recipe, learnt), ("held out", held_recipe, held)):
-        dataset = Dataset.at(order.data_home, each)
+
+    def written(name: str, recipe: Recipe, prompts: Sequence[Prompt]) -> list[Example]:
+        dataset = Dataset.at(order.data_home, recipe)
         dataset.write(target, prompts, partial(watcher.writes, name))
-        examples.append(list(dataset.examples()))
-    return info, recipe, *examples
+        return list(dataset.examples())
+
+    return info, recipe, written("to learn from", recipe, learnt), written("held out", held_recipe, held)
 
 
 def _method(
@@ -155,11 +163,44 @@ def _method(
     model = AutoModelForCausalLM.from_pretrained(
         locate(order.target, watcher.says), dtype=torch.float32, use_safetensors=True
     )
-    ids = frequent_ids(examples, order.num_ids, vocab_size)
-    ends = Ends.of(model)
-    method = EagleMethod(model, ends, ids, examples, layers=order.layers, steps=order.unroll)
+    ends = Ends.of(model).on(device)
+    ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
+    method = _MAKERS[order.method](order, model, ends, ids, examples)
     method.module.to(device)
     return ends, method
+
+
+def _eagle(order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]) -> Method:
+    return EagleMethod(model, ends, ids, examples, layers=order.layers, steps=order.unroll)
+
+
+def _medusa(order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]) -> Method:
+    return MedusaMethod(ends, ids, examples, heads=order.heads)
+
+
+def _early_exit(
+    order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]
+) -> Method:
+    try:
+        return early_exit(model, ends, ids, exit_layers=order.exit_layers, layers=order.layers)
+    except TypeError as error:
+        raise StartupError(f"no early exit for this target: {error}", field="method", value="early-exit") from error
+
+
+def _distill(
+    order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]
+) -> Method:
+    return distilled(model, ends, ids, hidden=order.hidden, layers=order.layers)
+
+
+_MAKERS = {"eagle": _eagle, "medusa": _medusa, "early-exit": _early_exit, "distill": _distill}
+METHODS = tuple(_MAKERS)
+
+
+def _save_model(order: Order, model: PreTrainedModel, watcher: Watcher) -> None:
+    """A distilled drafter is a model like any other: for kind model."""
+    model.to(torch.bfloat16).save_pretrained(order.out)
+    AutoTokenizer.from_pretrained(locate(order.target, watcher.says)).save_pretrained(order.out)
 
 
 def _by_kind(prompts: Sequence[Prompt], examples: Sequence[Example]) -> dict[str, list[Example]]:

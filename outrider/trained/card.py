@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import StartupError
 from outrider.messages import ModelInfo
+from outrider.models import CARD
 from outrider.train.files import replacing
 
-CARD = "card.json"
 WEIGHTS = "weights.safetensors"
 _FORMAT = 1
 
@@ -40,7 +40,7 @@ class Card:
     def check_target(self, folder: Path, target: str, ends_digest: str) -> None:
         if ends_digest != self.ends_digest:
             raise StartupError(
-                f"the drafter in {folder} was made for {self.target}, not for {target}: train one with `outrider train`",
+                f"the drafter in {folder} was made for {self.target}, not for {target}; `outrider train` makes another",
                 field="target",
                 value=target,
                 limit=self.target,
@@ -63,6 +63,7 @@ def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as file:
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
+        file.chmod(0o644)  # readable for whoever serves it
     with replacing(folder / CARD) as file:
         file.write_text(json.dumps(asdict(card), indent=2) + "\n")
 
@@ -72,7 +73,9 @@ def locate(name: str, method: str) -> Path:
     if name not in ("", "default"):
         return Path(name).expanduser()
     bundled = Path(str(files("outrider.bundled")))
-    found = next((path.parent for path in sorted(bundled.glob(f"*/{CARD}")) if read_card(path.parent).method == method), None)
+    found = next(
+        (path.parent for path in sorted(bundled.glob(f"*/{CARD}")) if read_card(path.parent).method == method), None
+    )
     if found is None:
         raise StartupError(
             f"kind {method} needs --model: no drafter of that kind comes with Outrider",

@@ -37,6 +37,10 @@ class Ends:
         out: Any = model.get_output_embeddings()
         return cls(model.get_input_embeddings().weight.detach(), out.weight.detach(), out.bias, _softcap(model.config))
 
+    def on(self, device: torch.device) -> Ends:
+        bias = None if self.head_bias is None else self.head_bias.to(device)
+        return Ends(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
+
     @property
     def digest(self) -> str:
         """The same for the same weights in whatever number format."""
@@ -68,7 +72,7 @@ def read_ends(target: str, progress: Callable[[str], None]) -> Ends:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         embeddings, head, bias = _names(model)
-        read = {name: _read(path, name) for name in {embeddings, head, bias} - {None}}
+        read = {name: _read(path, name) for name in (embeddings, head, bias) if name}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise StartupError(
             f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"

@@ -71,9 +71,7 @@ def sent(states: torch.Tensor, first: int, last: int) -> Features:
     return Features(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
 
 
-def ask_for(
-    tokens: list[int], room: int, *features: Features, guesses: list[int] | None = None, **more: object
-) -> Ask:
+def ask_for(tokens: list[int], room: int, *features: Features, guesses: list[int] | None = None, **more: object) -> Ask:
     params = more.pop("params", SamplingParams(temperature=0.0, seed=1))
     return Ask("s", tokens + (guesses or []), len(tokens), len(PROMPT), room, params, VOCAB, features=features, **more)  # type: ignore[arg-type]
 
@@ -157,7 +155,9 @@ def test_a_trees_nodes_are_the_likeliest_of_chains(
     (draft,) = drafter.draft([ask_for(PROMPT, 3, features, branches=2, budget=6, depth=3)])
     assert len(draft.tokens) == 6
     first = foretold(eagle, states, PROMPT, 1)[0]
-    children = {parent: [t for t, p in zip(draft.tokens, draft.parents, strict=True) if p == parent] for parent in draft.parents}
+    children: dict[int, list[int]] = {}
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        children.setdefault(parent, []).append(token)
     assert children[-1][0] == first
     for parent, found in children.items():
         path, at = [], parent

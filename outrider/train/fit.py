@@ -1,0 +1,45 @@
+"""What is read off the data before anything is trained: the ids worth drafting, and the best linear map."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from outrider.train.data import Example
+
+_PLACES = 100_000
+_RIDGE = 1e-4
+
+
+def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> torch.Tensor:
+    """The ids that the target writes most, ascending; where it wrote fewer, the lowest others."""
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example.tokens[example.prompt_length :].tolist())
+    best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
+    others = (token for token in range(vocab_size) if token not in counts)
+    while len(best) < min(count, vocab_size):
+        best.append(next(others))
+    return torch.tensor(sorted(best))
+
+
+def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: int) -> tuple[torch.Tensor, float]:
+    """From the embedding of token i + 1 and the state after token i to the state `ahead` tokens on, at places that the
+    target wrote; and the mean size of a number in that state.  # [hidden, 2 · hidden]"""
+    inputs, wanted = [], []
+    count = 0
+    for example in examples:
+        first, last = max(0, example.prompt_length - 2), len(example.features) - ahead
+        if last <= first:
+            continue
+        states = example.features[first:last].float()
+        inputs.append(torch.cat([embeddings[example.tokens[first + 1 : last + 1]], states], dim=-1))
+        wanted.append(example.features[first + ahead : last + ahead].float())
+        count += last - first
+        if count > _PLACES:
+            break
+    x, y = torch.cat(inputs), torch.cat(wanted)
+    gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1])
+    return torch.linalg.solve(gram, x.T @ y).T, float(y.pow(2).mean().sqrt())

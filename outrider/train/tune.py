@@ -1,0 +1,100 @@
+"""How many of a target's layers make a drafter: for each number, how often it agrees and what that would gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.load import EngineOptions, load_model
+from outrider.errors import StartupError
+from outrider.messages import CostCurve
+from outrider.models import locate
+from outrider.train import data
+from outrider.train.data import Dataset, Example, Prompt, Recipe
+from outrider.train.method import acceptance, chains, collate, likeliest
+from outrider.trained.ends import Ends
+
+_PLACES = 384
+_KV_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """An early exit after so many layers, at the γ that suits it best."""
+
+    layers: int
+    acceptance: tuple[float, ...]
+    gamma: int
+    speed_up: float  # over plain decoding, on this machine alone, by the cost curve
+
+
+def tune(
+    target: str,
+    prompts: Sequence[Prompt],
+    data_home: Path,
+    *,
+    gamma_max: int,
+    max_tokens: int,
+    device: str,
+    says: Callable[[str], None],
+) -> list[Exit]:
+    loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), says)
+    info, cost = loaded.engine.info, loaded.cost
+    recipe = Recipe(info.fingerprint, data.digest(prompts), len(prompts), max_tokens, seed=0, warm_share=0.0)
+    says("having the target write")
+    dataset = Dataset.at(data_home, recipe)
+    dataset.write(loaded, prompts)
+    del loaded
+    says("asking every layer what comes next")
+    held = _held_by_layer(target, list(dataset.examples()), gamma_max, says)
+    return [_exit(number, len(held), found, cost, gamma_max) for number, found in enumerate(held, 1)]
+
+
+@torch.inference_mode()
+def _held_by_layer(
+    target: str, examples: Sequence[Example], gamma_max: int, says: Callable[[str], None]
+) -> list[torch.Tensor]:
+    """Per layer, how many guesses of each chain would hold if the model ended there."""
+    model: Any = AutoModelForCausalLM.from_pretrained(locate(target, says), dtype=torch.float32, use_safetensors=True)
+    norm = getattr(model.base_model, "norm", None)
+    if norm is None:
+        raise StartupError(f"{type(model).__name__} keeps its last norm elsewhere: no early exit", field="target")
+    ends = Ends.of(model)
+    every = torch.arange(len(ends.head))
+    found: list[list[torch.Tensor]] = []
+    for example in examples:
+        if len(example.tokens) < example.prompt_length + 2:
+            continue
+        batch = collate([example], _PLACES, torch.device("cpu"))
+        true = likeliest(ends, batch)
+        ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
+        states = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        # The first is of the embeddings, the last is the whole model.
+        for layer, state in enumerate(states[1:-1]):
+            guess = ends.logits(norm(state[:, 1:]), every).argmax(dim=-1)
+            if layer == len(found):
+                found.append([])
+            found[layer].append(chains([guess == true] * gamma_max, batch.written).flatten())
+    return [torch.cat(parts) for parts in found]
+
+
+def _exit(layers: int, others: int, held: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:
+    rates = tuple(acceptance(held, gamma_max)["acceptance"])
+    plain = cost.at(1)
+    draft = plain * layers / (others + 1)  # as if the head cost nothing: it is a layer or two
+    best = max(range(1, gamma_max + 1), key=lambda gamma: _speed(rates[:gamma], cost, draft))
+    return Exit(layers, rates, best, plain * _speed(rates[:best], cost, draft))
+
+
+def _speed(rates: Sequence[float], cost: CostCurve, draft_ms: float) -> float:
+    """Tokens per millisecond when as many are guessed as there are rates."""
+    tokens = reached = 1.0
+    for rate in rates:
+        reached *= rate
+        tokens += reached
+    return tokens / (cost.at(1 + len(rates)) + len(rates) * draft_ms)
