@@ -50,6 +50,8 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
     model = model.to(spec["device"]).eval()
     layers = model.config.num_hidden_layers
     early_exit = spec["early_exit"] or max(1, layers // 3)
+    if early_exit > layers:
+        raise ValueError(f"--early-exit is {early_exit}, must be at most {layers}, the layers of this model")
     ways = {
         "plain": {},
         "lookup": {"prompt_lookup_num_tokens": 10},
