@@ -109,9 +109,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(
             **source,
-            **(
-                {} if options.layers is None else {"config": _cut(AutoConfig.from_pretrained(**source), options.layers)}
-            ),
+            **_cut(source, options.layers),
             dtype=dtype,
             attn_implementation=RAGGED_ATTENTION,
             use_safetensors=True,

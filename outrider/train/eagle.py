@@ -59,7 +59,7 @@ class EagleMethod:
             missed = surprise(self._ends.logits(wanted, self._eagle.ids), self._eagle.head(found))
             distance = nn.functional.smooth_l1_loss(found.float(), wanted)
             total = total + _FURTHER**step * (missed + _STATE_WEIGHT * distance)
-        return total
+        return total / sum(_FURTHER**step for step in range(steps))
 
     @torch.inference_mode()
     def held(self, batch: Batch) -> torch.Tensor:

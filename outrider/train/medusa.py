@@ -47,7 +47,7 @@ class MedusaMethod:
             there = judged.roll(head, dims=1)
             target = self._ends.logits(batch.wanted[there], self._medusa.ids)
             total = total + _FURTHER**head * surprise(target, self._medusa.logits(foretold))
-        return total
+        return total / sum(_FURTHER**head for head in range(len(self._medusa.heads)))
 
     @torch.inference_mode()
     def held(self, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,291 @@
+"""Drafters made by `outrider train`, for the tiny target and in seconds: made, resumed, served, refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.engine.load import LoadedModel
+from outrider.errors import StartupError
+from outrider.models import choose_drafter
+from outrider.serving import until
+from outrider.train import data, loop, run
+from outrider.train.run import METHODS, Order
+from outrider.trained import card as cards
+from outrider.trained.card import Card
+from outrider.v1 import common_pb2 as common
+from tests.cluster import Output, Redis, ask, client, generate, in_process
+from tests.conftest import Models
+from tests.contract.conftest import HEARTBEAT_MS, Greedy, drafter_serving, verifier_serving
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = "What follows was foretold by those who had seen what came before. "
+LENGTH = 60
+TOKENS = 40_000
+
+
+@dataclass
+class Watched:
+    reports: list[loop.Report] = field(default_factory=list)
+    written: list[data.Progress] = field(default_factory=list)
+    die_at: int = 0
+
+    def says(self, text: str) -> None:
+        """Nobody looks."""
+
+    def writes(self, what: str, progress: data.Progress) -> None:
+        self.written.append(progress)
+
+    def learns(self, report: loop.Report) -> None:
+        self.reports.append(report)
+        if self.die_at and report.step >= self.die_at:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def order(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Order:
+    folder = tmp_path_factory.mktemp("training")
+    prompts = folder / "prompts.jsonl"
+    kinds = ("chat", "code")
+    words = [{"kind": kinds[i % 2], "prompt": f"Say {i} things about {i * 7} and {i + 3}."} for i in range(60)]
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in words))
+    return Order(
+        method="eagle",
+        target=str(models.target),
+        out=folder / "eagle",
+        prompts=prompts,
+        max_tokens=24,
+        learn_tokens=TOKENS,
+        learning_rate=5e-3,
+        num_ids=128,
+        exit_layers=1,
+        hidden=64,
+        device="cpu",
+        data_home=folder / "data",
+        command="outrider train eagle",
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    card: Card
+    watched: Watched
+
+
+@pytest.fixture(scope="module")
+def made(order: Order) -> dict[str, Made]:
+    found = {}
+    for method in METHODS:
+        mine = replace(order, method=method, out=order.out.with_name(method))
+        watched = Watched()
+        found[method] = Made(mine.out, run.train(mine, watched), watched)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_card_says_for_whom_and_how_good(made: dict[str, Made], loaded: LoadedModel, method: str) -> None:
+    card = cards.read_card(made[method].folder)
+    assert card == made[method].card
+    assert (card.method, card.target_lineage) == (method, loaded.engine.info.lineage)
+    assert card.data["num_examples"] == 57, "of 60 prompts every twentieth is held out"
+    assert card.training["tokens"] >= TOKENS
+    assert set(card.metrics) == {"all", "chat"}, "the held-out ones are of even numbers"
+    assert not (made[method].folder / loop.CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_acceptance_rises(made: dict[str, Made], method: str) -> None:
+    first = made[method].watched.reports[0].held_out["all"]["acceptance_length"]
+    last = made[method].card.metrics["all"]["acceptance_length"]
+    if method == "early-exit":
+        assert last > 3, "half of this target is nearly all of it: there is nothing to gain, much to lose"
+    else:
+        assert last > first
+
+
+def test_the_target_writes_once(made: dict[str, Made]) -> None:
+    """All four learnt from the same texts: only the first had any written."""
+    assert made["eagle"].watched.written[0].tokens > 0
+    assert all(progress.tokens == 0 for progress in made["medusa"].watched.written)
+
+
+def test_killed_and_resumed_ends_as_if_it_had_not_been(
+    order: Order, made: dict[str, Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
+    mine = replace(order, out=order.out.with_name("resumed"))
+    for step in (2, 5):
+        with pytest.raises(KeyboardInterrupt):
+            run.train(mine, Watched(die_at=step))
+    watched = Watched()
+    card = run.train(mine, watched)
+    assert watched.reports[0].step > 5, "it went on from where it was"
+    whole = made["eagle"].card
+    assert card.data == whole.data
+    assert {**card.training, "minutes": 0} == {**whole.training, "minutes": 0}
+    assert card.metrics == whole.metrics, "the same steps in the same order"
+
+
+def test_a_damaged_checkpoint_is_told(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
+    mine = replace(order, out=order.out.with_name("damaged"))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(mine, Watched(die_at=2))
+    checkpoint = mine.out / loop.CHECKPOINT
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    with pytest.raises(StartupError, match=r"damaged.*--restart"):
+        run.train(mine, Watched())
+    assert run.train(replace(mine, restart=True), Watched()).method == "eagle"
+
+
+def test_a_checkpoint_of_another_run_is_told(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
+    mine = replace(order, out=order.out.with_name("other-settings"))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(mine, Watched(die_at=2))
+    with pytest.raises(StartupError, match="other data or settings"):
+        run.train(replace(mine, learning_rate=0.5), Watched())
+
+
+def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> None:
+    folder = made["medusa"].folder
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / cards.CARD).write_text((folder / cards.CARD).read_text())
+    (broken / cards.WEIGHTS).write_bytes((folder / cards.WEIGHTS).read_bytes()[:300])
+    with pytest.raises(StartupError, match="damaged"):
+        cards.load(broken, "medusa")
+    with pytest.raises(StartupError, match="of kind medusa, not eagle"):
+        cards.load(folder, "eagle")
+    (broken / cards.CARD).write_text("{")
+    with pytest.raises(StartupError, match="damaged"):
+        cards.read_card(broken)
+    with pytest.raises(StartupError, match=r"no card\.json"):
+        cards.read_card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": "magic"}, "no method 'magic'"),
+        ({"prompts": Path("/nowhere.jsonl")}, "cannot read"),
+        ({"target": "/nowhere"}, "no model at"),
+        ({"device": "cuda:77"}, "CUDA|cuda"),
+    ],
+)
+def test_orders_that_cannot_be(order: Order, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(StartupError, match=said):
+        run.train(replace(order, out=tmp_path / "out", **change), Watched())
+
+
+def test_a_full_disk_is_told(order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data, "save_file", full)
+    with pytest.raises(StartupError, match=r"no room for .*goes on from there"):
+        run.train(replace(order, out=tmp_path / "out", data_home=tmp_path / "data"), Watched())
+    assert not list((tmp_path / "data").rglob("*.safetensors*"))
+
+
+# Served.
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    coordinator: str
+    service: CoordinatorService
+
+    async def knows(self, drafters: int) -> None:
+        assert await until(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
+
+    async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
+        request = ask(PROMPT, **({"max_tokens": LENGTH, "ignore_eos": True} | params), gamma=gamma)
+        if branches is not None:
+            request.speculation.branches = branches
+        async with client(self.coordinator) as stub:
+            return await generate(stub, request)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def home(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Home]:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    service = CoordinatorService(settings, redis_server.url)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    async with (
+        in_process(service, settings) as coordinator,
+        verifier_serving(loaded, folder, coordinators=coordinator),
+    ):
+        home = Home(coordinator, service)
+        await home.knows(0)
+        yield home
+
+
+def flags(models: Models, made: Made) -> dict[str, Any]:
+    kind, model = choose_drafter(str(made.folder))
+    return {"kind": kind, "model": model, "target": str(models.target), "device": "cpu", "kv_tokens": 4096}
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_text_is_the_targets_whoever_drafts(
+    home: Home, models: Models, made: dict[str, Made], loaded: LoadedModel, greedy: Greedy, method: str
+) -> None:
+    plain = await home.answer(gamma=0, seed=5)
+    async with drafter_serving(**flags(models, made[method]), coordinators=home.coordinator):
+        await home.knows(1)
+        outputs = await asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None)))
+        trees = await asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2)))
+        drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
+        block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
+    await home.knows(0)
+    truth = greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
+    for output in (*outputs, *trees):
+        assert output.token_ids == truth
+    for output in drawn:
+        assert output.token_ids == plain.token_ids
+    assert len(block.token_ids) == LENGTH
+    guessed = [output.stats.draft_tokens for output in (*outputs[:2], *trees, *drawn, block)]
+    assert min(guessed) > 0
+    assert sum(output.stats.accepted_tokens for output in (*outputs, *trees)) > 0
+    assert all(output.stats.drafter_losses == 0 for output in (*outputs, *trees, *drawn, block))
+
+
+async def test_a_drafter_for_another_target_is_refused(
+    home: Home, models: Models, made: dict[str, Made], tmp_path: Path
+) -> None:
+    """Where its embeddings are read, at the start; where they look alike, by the coordinator."""
+    wrong = flags(models, made["eagle"]) | {"target": str(models.other_target)}
+    with pytest.raises(StartupError, match="made for target, not for"):
+        async with drafter_serving(**wrong, coordinators=home.coordinator):
+            pass
+    stranger = tmp_path / "stranger"
+    card, weights = cards.load(made["eagle"].folder, "eagle")
+    cards.save(stranger, replace(card, target_lineage="another"), weights)
+    mine = replace(made["eagle"], folder=stranger)
+    async with drafter_serving(**flags(models, mine), coordinators=home.coordinator):
+        await asyncio.sleep(5 * HEARTBEAT_MS / 1000)
+        assert len(home.service._roster.links()) == 1, "the verifier alone"
+        output = await home.answer(temperature=0.0)
+    assert output.stats.draft_tokens == 0
+
+
+def test_weights_are_small(made: dict[str, Made]) -> None:
+    """What the target has is not stored again."""
+    for method in ("eagle", "medusa", "early-exit"):
+        weights = cards.load(made[method].folder, method)[1]
+        assert not any(weight.shape[0] == 257 for weight in weights.values())
+        assert all(weight.dtype in (torch.bfloat16, torch.int32) for weight in weights.values())
