@@ -11,7 +11,9 @@ class DrafterSettings(WorkerSettings):
     """Serve guesses for a target that a verifier holds."""
 
     kind: str = Field(
-        "ngram", description="How to draft: ngram, suffix, model, early-exit, medusa, eagle, or several joined by +."
+        "auto",
+        description="How to draft: ngram, suffix, model, early-exit, medusa, eagle, or several joined by +. auto: what "
+        "is best for the target of what comes with Outrider.",
     )
     model: str = Field(
         "",

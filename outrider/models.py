@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 
 from outrider.config import home
@@ -29,14 +30,25 @@ _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
 KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix")
+AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
 _SERVED_AS = {"distill": "model"}
 
 Progress = Callable[[str], None]
 
 
-def choose_drafter(text: str) -> tuple[str, str]:
+def best_drafter(target: str) -> str:
+    """The kind that is best for a target without anything else being given."""
+    bundled = Path(str(files("outrider.bundled")))
+    if target in (DEFAULT, DEFAULT_NAME) and (bundled / DEFAULT_NAME / CARD).is_file():
+        return f"suffix+{json.loads((bundled / DEFAULT_NAME / CARD).read_text())['method']}"
+    return "suffix"
+
+
+def choose_drafter(text: str, target: str) -> tuple[str, str]:
     """A drafter's kind and model, from KIND, KIND:MODEL or just a model."""
+    if text == AUTO:
+        return best_drafter(target), ""
     kind, _, model = text.partition(":")
     if set(kind.split("+")) <= set(KINDS):
         return kind, model

@@ -18,7 +18,7 @@ from outrider.cli.stack import Plan, Stack, stack, watch
 from outrider.client import Client, Finished, Tokens
 from outrider.errors import OutriderError
 from outrider.messages import SamplingParams
-from outrider.models import DEFAULT, DEFAULT_NAME, choose_drafter
+from outrider.models import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
 
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[
@@ -26,7 +26,8 @@ DrafterChoice = Annotated[
     options.option(
         "--drafter",
         "KIND, KIND:MODEL or a model: ngram, suffix, eagle, medusa, early-exit, model; several in one are joined by +, "
-        "as in suffix+eagle:PATH. A folder made by `outrider train` says itself what it is.",
+        "as in suffix+eagle:PATH. A folder made by `outrider train` says itself what it is. auto: what is best for the "
+        "target of what comes with Outrider.",
     ),
 ]
 Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
@@ -40,7 +41,7 @@ Threads = Annotated[int, options.option("--threads", "CPU threads of each worker
 
 def up(
     target: Target = DEFAULT,
-    drafter: DrafterChoice = "ngram",
+    drafter: DrafterChoice = AUTO,
     verifiers: Annotated[int, options.option("--verifiers", "How many verifiers.", min=1)] = 1,
     drafters: Annotated[int, options.option("--drafters", "How many drafters.", min=0)] = 1,
     coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
@@ -59,7 +60,7 @@ def up(
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
     plan = Plan(
         target=target,
-        drafters=(choose_drafter(drafter),) * drafters,
+        drafters=(choose_drafter(drafter, target),) * drafters,
         verifiers=verifiers,
         coordinators=coordinators,
         host=host,
@@ -88,7 +89,7 @@ def up(
 
 def demo(
     target: Target = DEFAULT,
-    drafter: DrafterChoice = "ngram",
+    drafter: DrafterChoice = AUTO,
     max_tokens: options.MaxTokens = 160,
     port: Annotated[int, options.option("--port", "Port of the coordinator; 0 takes a free one.")] = 0,
     device: Device = "auto",
@@ -96,7 +97,7 @@ def demo(
 ) -> None:
     """Start everything, answer one prompt plain and speculated, compare speed and text, stop everything."""
     console = Console(highlight=False)
-    plan = Plan(target=target, drafters=(choose_drafter(drafter),), port=port, device=device, dtype=dtype)
+    plan = Plan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
     _terminate_like_interrupt()
     with Starting(console) as view, stack(plan, view.tick) as running:
         view.done()

@@ -236,7 +236,7 @@ async def home(
 
 
 def flags(models: Models, made: Made) -> dict[str, Any]:
-    kind, model = choose_drafter(str(made.folder))
+    kind, model = choose_drafter(str(made.folder), str(models.target))
     return {"kind": kind, "model": model, "target": str(models.target), "device": "cpu", "kv_tokens": 4096}
 
 
