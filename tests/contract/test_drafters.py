@@ -1,0 +1,152 @@
+"""Every way to draft behind a coordinator and a verifier, over real sockets: the text is always the target's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.engine.load import EngineOptions, load_model
+from outrider.messages import FinishReason, TokenKind
+from outrider.serving import until
+from outrider.v1 import common_pb2 as common
+from tests.cluster import Output, Redis, ask, generate_all, in_process
+from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.tiny import byte_tokenizer, make_model, respelt
+
+pytestmark = pytest.mark.timeout(120)
+
+# Letters only: bytes at random would seldom be text, and what is no text cannot be told in another vocabulary.
+LETTERS = byte_tokenizer().tokenize("".join(map(chr, range(32, 127))) + "\n")
+PROMPTS = [
+    "The contract says what each side may rely on. ",
+    "again and again and again and again and ",
+    "Each way to draft is one file. ",
+    "0 1 2 3 0 1 2 3 0 1 2",
+]
+LENGTH = 60
+SOME = [id_ for id_ in range(len(LETTERS)) if id_ % 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a near copy of it, and that in a vocabulary of its own."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1, letters=LETTERS)
+    draft = make_model(folder / "draft", seed=99, like=target, blur=0.05, letters=LETTERS)
+    respelt(folder / "respelt", draft)
+    (folder / "ids.json").write_text(json.dumps(SOME))
+    return folder
+
+
+WAYS: dict[str, tuple[dict[str, str], int]] = {
+    "suffix": ({"kind": "suffix"}, 1),
+    "suffix with branches": ({"kind": "suffix"}, 3),
+    "model with branches": ({"kind": "model", "model": "draft"}, 3),
+    "suffix and model": ({"kind": "suffix+model", "model": "draft"}, 1),
+    "suffix and model with branches": ({"kind": "suffix+model", "model": "draft"}, 3),
+    "part of the vocabulary": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 1),
+    "part of the vocabulary with branches": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 2),
+    "another vocabulary": ({"kind": "model", "model": "respelt", "target_tokenizer": "target"}, 1),
+    "suffix and another vocabulary": ({"kind": "suffix+model", "model": "respelt", "target_tokenizer": "target"}, 3),
+}
+
+
+class Home:
+    """A coordinator and a verifier; a drafter comes for each test."""
+
+    def __init__(self, address: str, service: CoordinatorService, folder: Path) -> None:
+        self._address = address
+        self._service = service
+        self._folder = folder
+
+    async def knows(self, drafters: int) -> None:
+        assert await until(lambda: self._service.ready() and len(self._service._roster.links()) == 1 + drafters, 20)
+
+    @asynccontextmanager
+    async def drafted(self, way: str) -> AsyncIterator[None]:
+        flags, _ = WAYS[way]
+        given = {name: value if name == "kind" else str(self._folder / value) for name, value in flags.items()}
+        async with drafter_serving(**given, device="cpu", threads=1, coordinators=self._address):
+            await self.knows(1)
+            yield
+        await self.knows(0)
+
+    async def answers(self, *, gamma: int, branches: int = 1, **params: Any) -> list[Output]:
+        requests = [
+            ask(prompt, seed=n, gamma=gamma, **({"max_tokens": LENGTH, "ignore_eos": True} | params))
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        for request in requests:
+            request.speculation.branches = branches
+            # Long enough for a guess to be there before the verifier goes on alone.
+            request.speculation.patience_us = 1_000_000 if gamma else 0
+        return await generate_all(self._address, requests)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    service = CoordinatorService(settings, redis_server.url)
+    loaded = load_model(str(folder / "target"), EngineOptions(device="cpu", threads=1))
+    async with (
+        in_process(service, settings) as address,
+        verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=address),
+    ):
+        home = Home(address, service, folder)
+        await home.knows(0)
+        yield home
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "coupled": {"temperature": 1.0},
+    "coupled and cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def plain(home: Home) -> dict[str, list[Output]]:
+    return {mode: await home.answers(gamma=0, **params) for mode, params in MODES.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_the_text_is_the_targets_own(home: Home, plain: dict[str, list[Output]], way: str) -> None:
+    accepted = 0
+    async with home.drafted(way):
+        for mode, params in MODES.items():
+            outputs = await home.answers(gamma=4, branches=WAYS[way][1], **params)
+            for output, wanted in zip(outputs, plain[mode], strict=True):
+                assert output.token_ids == wanted.token_ids, mode
+                assert output.text == wanted.text
+            accepted += sum(output.stats.accepted_tokens for output in outputs)
+            assert sum(output.stats.draft_tokens for output in outputs) > 0
+    floor = 5 if WAYS[way][0]["kind"] == "suffix" else 0.3 * len(PROMPTS) * len(MODES) * LENGTH
+    assert accepted > floor
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])
+async def test_modes_with_probabilities_run(home: Home, way: str, mode: int) -> None:
+    """Their law is tested elsewhere; here, that no guess is refused and guesses come true."""
+    async with home.drafted(way):
+        outputs = await home.answers(gamma=4, branches=WAYS[way][1], temperature=1.0, verification=mode)
+    for output in outputs:
+        assert (output.finish, len(output.token_ids)) == (FinishReason.LENGTH, LENGTH)
+        assert output.kinds.count(TokenKind.ACCEPTED) == output.stats.accepted_tokens
+    if WAYS[way][0]["kind"] != "suffix":
+        assert sum(output.stats.accepted_tokens for output in outputs) > LENGTH / 2
+
+
+async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home: Home, folder: Path) -> None:
+    async with drafter_serving(
+        kind="model", model=str(folder / "respelt"), device="cpu", threads=1, coordinators=home._address
+    ):
+        assert not await until(lambda: len(home._service._roster.links()) > 1, 1.0)
