@@ -43,8 +43,12 @@ class _Plan:
     ask: Ask
     proposer: str
     proposal: Proposal
-    model: str  # who drafts otherwise; empty: nobody
+    models: tuple[str, ...]  # who drafts otherwise, the best first
     way: _Way = _Way.FREE
+
+    @property
+    def model(self) -> str:
+        return self.models[0] if self.models else ""
 
 
 class _Kept:
@@ -119,10 +123,13 @@ class BlendDrafter:
     def __init__(self, members: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         self._members = dict(members)
         self._clock = clock
-        self._free = [name for name, member in members.items() if member.vocabulary is None]
-        self._models = [name for name, member in members.items() if member.vocabulary is not None]
+        self._free = [name for name, member in members.items() if isinstance(member, Confident)]
+        self._models = [name for name in members if name not in self._free]
         self._wanting = [name for name, member in members.items() if member.wants_features]
-        self.vocabulary: Vocabulary | None = self._common_vocabulary()
+        self._check()
+        self.vocabulary: Vocabulary | None = next(
+            (member.vocabulary for member in members.values() if member.vocabulary is not None), None
+        )
         self._records = {name: Record() for name in members}
         self._seconds = {name: Rate() for name in self._models}  # per level of a draft
         self._rest_s: float | None = None  # as a session last had it, for those that are new
@@ -130,10 +137,17 @@ class BlendDrafter:
 
     @property
     def info(self) -> ModelInfo:
-        infos = [member.info for member in self._members.values()]
-        whole = hashlib.sha256("+".join(info.fingerprint for info in infos).encode()).hexdigest()[:32]
-        main = self._members[self._models[0]].info if self._models else infos[0]
-        return replace(main, name="+".join(self._members), fingerprint=whole)
+        """The numbers of the first member that has a vocabulary, and the target that any of them was made for."""
+        infos = {name: member.info for name, member in self._members.items()}
+        whole = hashlib.sha256("+".join(info.fingerprint for info in infos.values()).encode()).hexdigest()[:32]
+        by_weight = sorted(infos, key=lambda name: (name in self._free, self._members[name].vocabulary is None))
+        made_for = {info.made_for for info in infos.values()} - {""}
+        return replace(
+            infos[by_weight[0]],
+            name="+".join(self._members),
+            fingerprint=whole,
+            made_for=next(iter(made_for), ""),
+        )
 
     @property
     def wants_features(self) -> bool:
@@ -162,7 +176,7 @@ class BlendDrafter:
         for kept in session.kept.values():
             kept.add(ask.features)
         proposer, proposal = self._best_proposal(session, ask)
-        plan = _Plan(ask, proposer, proposal, self._best_model(session, ask))
+        plan = _Plan(ask, proposer, proposal, self._ranked(session, ask))
         return replace(plan, way=self._way(session, plan))
 
     def _best_proposal(self, session: _Session, ask: Ask) -> tuple[str, Proposal]:
@@ -206,12 +220,12 @@ class BlendDrafter:
         }
         return max(speeds, key=lambda way: speeds[way])
 
-    def _best_model(self, session: _Session, ask: Ask) -> str:
+    def _ranked(self, session: _Session, ask: Ask) -> tuple[str, ...]:
         def speed(name: str) -> float:
             odds = self._odds(session, ask, name)
             return odds.speed(odds.of_model(ask.room), ask.room)
 
-        return max(self._models, key=speed, default="")
+        return tuple(sorted(self._models, key=speed, reverse=True))
 
     def _odds(self, session: _Session, ask: Ask, model: str) -> _Odds:
         seconds, depth = self._seconds[model], len(ask.tokens) - ask.committed
@@ -228,13 +242,16 @@ class BlendDrafter:
     # Drafting.
 
     def _drafted(self, plans: Sequence[_Plan]) -> dict[str, Draft]:
-        """What the models draft, by session."""
+        """What the models draft, by session. One that has nothing to say now gives way to the next best."""
         drafts: dict[str, Draft] = {}
         started = self._clock()
-        for model in self._models:
-            asks = [self._model_ask(plan) for plan in plans if plan.model == model and plan.way is _Way.MODEL]
-            if asks:
-                drafts |= self._drafted_by(model, asks)
+        open_plans = [plan for plan in plans if plan.way is _Way.MODEL]
+        for rank in range(len(self._models)):
+            for model in self._models:
+                asks = [self._model_ask(plan, model) for plan in open_plans if plan.models[rank] == model]
+                if asks:
+                    drafts |= self._drafted_by(model, asks)
+            open_plans = [plan for plan in open_plans if not _says_something(drafts[plan.ask.session])]
         spent = self._clock() - started
         for plan in plans:
             self._sessions[plan.ask.session].spent_s += spent
@@ -252,9 +269,9 @@ class BlendDrafter:
             self._seconds[model].add(spent, levels)
         return {ask.session: draft for ask, draft in zip(asks, drafts, strict=True)}
 
-    def _model_ask(self, plan: _Plan) -> Ask:
+    def _model_ask(self, plan: _Plan, model: str) -> Ask:
         ask = plan.ask
-        kept = self._sessions[ask.session].kept.get(plan.model)
+        kept = self._sessions[ask.session].kept.get(model)
         ask = replace(ask, features=kept.take() if kept is not None else ())
         missing = _Branch(plan).missing
         if not missing:
@@ -265,7 +282,7 @@ class BlendDrafter:
         )
 
     def _answer(self, plan: _Plan, drafted: Draft | None) -> Draft:
-        if drafted is not None and (drafted.tokens or not drafted.done):
+        if drafted is not None and _says_something(drafted):
             branch = _Branch(plan)
             return branch.joined(drafted) if branch.missing else drafted
         if plan.ask.branches > 1 and plan.proposer:
@@ -277,18 +294,26 @@ class BlendDrafter:
             return draft
         return replace(draft, done=plan.way is not _Way.MIXED or not draft.tokens)
 
-    def _common_vocabulary(self) -> Vocabulary | None:
-        vocabularies = {name: self._members[name].vocabulary for name in self._models}
-        first = next(iter(vocabularies.values()), None)
-        for name, vocabulary in vocabularies.items():
-            if vocabulary != first:
+    def _check(self) -> None:
+        """Members must be for the same target."""
+        members = self._members.items()
+        spoken = {name: member.vocabulary for name, member in members if member.vocabulary is not None}
+        made_for = {name: member.info.made_for for name, member in members if member.info.made_for}
+        for what, said in (("speak different vocabularies", spoken), ("were made for different targets", made_for)):
+            first = next(iter(said), "")
+            other = next((name for name in said if said[name] != said[first]), None)
+            if other is not None:
                 raise StartupError(
-                    f"{self._models[0]} and {name} speak different vocabularies",
+                    f"{first} and {other} {what}",
                     field="kind",
                     value="+".join(self._members),
-                    limit="models of one vocabulary",
+                    limit="members for one target",
                 )
-        return first
+
+
+def _says_something(draft: Draft) -> bool:
+    """Tokens, or that it wants to be asked again."""
+    return bool(draft.tokens) or not draft.done
 
 
 def _positions(features: Features) -> int:

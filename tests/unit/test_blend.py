@@ -48,12 +48,20 @@ class Model:
     wants_features: bool = False
     vocabulary: Vocabulary | None = SPOKEN
     limit: int = 10**9
+    made_for: str = ""
     asks: list[Ask] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
     @property
     def info(self) -> ModelInfo:
-        return ModelInfo("fake", "fake-model", vocab_size=VOCAB, vocabulary_digest="d", context_length=self.limit)
+        return ModelInfo(
+            "fake",
+            "fake-model",
+            vocab_size=VOCAB,
+            vocabulary_digest="d",
+            context_length=self.limit,
+            made_for=self.made_for,
+        )
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
         self.asks += asks
@@ -236,6 +244,16 @@ def test_of_two_models_the_better_one_drafts() -> None:
     run(drafter, NOVEL, clock, 300)
     assert bad.asks
     assert sum(ask.committed > 150 for ask in good.asks) > 10 * sum(ask.committed > 150 for ask in bad.asks)
+
+
+def test_a_model_that_has_nothing_to_say_gives_way_to_the_next() -> None:
+    """As one that waits for hidden states that never come."""
+    clock = Clock()
+    mute, other = Model(NOVEL, clock, limit=0, vocabulary=None), Model(NOVEL, clock)
+    drafter = BlendDrafter({"mute": mute, "other": other, "suffix": SuffixDrafter(0, 4.0, 0.1)}, clock)
+    ended = run(drafter, NOVEL, clock, 150)
+    assert mute.asks
+    assert ended.rounds < 150 / 5 + 5
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------
@@ -434,6 +452,18 @@ def test_members_that_cannot_be_are_refused(kind: str, named: str) -> None:
 def test_a_kind_with_a_plus_is_a_blend() -> None:
     drafter = make(DrafterSettings(kind="suffix+ngram"), lambda _: None)
     assert drafter.info.name == "suffix+ngram"
+
+
+def test_the_target_that_a_member_was_made_for_is_told() -> None:
+    """Such a member takes any vocabulary, and is a model all the same."""
+    clock = Clock()
+    trained = Model([], clock, vocabulary=None, made_for="target")
+    blended = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "trained": trained, "model": Model([], clock)}, clock)
+    assert (blended.info.made_for, blended.info.vocabulary_digest) == ("target", "d")
+    assert blended.vocabulary == SPOKEN
+    assert blended._free == ["suffix"]
+    with pytest.raises(StartupError, match="targets"):
+        BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, made_for="another")}, clock)
 
 
 def test_models_of_different_vocabularies_are_refused() -> None:
