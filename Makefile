@@ -37,7 +37,7 @@ setup: $(STAMP)  ## Prepare .venv and the default models.
 
 dev: $(DEV_STAMP)
 
-demo: setup  ## Start everything, answer a prompt plain and speculated, stop.
+demo: setup  ## Start everything, answer two prompts plain and speculated, stop.
 	@$(BIN)/outrider demo
 
 up: setup  ## Start everything and leave it running.

@@ -71,7 +71,7 @@ def fetch() -> None:
         task = progress.add_task("looking", total=None)
         path = fetch_default(lambda text: progress.update(task, description=text))
         progress.update(task, description="done")
-    typer.echo(f"the default target is at {path}; the default drafter, ngram, needs no model")
+    typer.echo(f"the default target is at {path}; the default drafter comes with Outrider")
 
 
 @app.command("version")

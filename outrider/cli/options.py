@@ -30,7 +30,7 @@ Seed = Annotated[int | None, option("--seed", "Same seed, same text. Drawn and r
 Gamma = Annotated[
     int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
 ]
-Drafter = Annotated[str, option("--drafter", "Only drafters of this kind: ngram, model, ... Default: any.")]
+Drafter = Annotated[str, option("--drafter", "Only drafters of this kind: suffix, model, ... Default: any.")]
 Mode = Annotated[
     str | None,
     option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
