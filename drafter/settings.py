@@ -12,13 +12,13 @@ class DrafterSettings(WorkerSettings):
 
     kind: str = Field(
         "auto",
-        description="How to draft: ngram, suffix, model, early-exit, medusa, eagle, or several joined by +. auto: what "
-        "is best for the target of what comes with Outrider.",
+        description="How to draft: ngram, suffix, model, translate, early-exit, medusa, eagle, or several joined by +. "
+        "auto: what is best for the target of what comes with Outrider.",
     )
     model: str = Field(
         "",
-        description="For kind model: a directory, a .gguf file or a hub id. For eagle, medusa and early-exit: a folder "
-        "made by `outrider train`; empty: the bundled one. For early-exit also: how many of the target's layers.",
+        description="For model and translate: a directory, a .gguf file or a hub id. For eagle, medusa and early-exit: "
+        "a folder made by `outrider train`; empty: the bundled one. For early-exit also: how many layers.",
     )
     target: str = Field(
         "default", description="For kinds that read parts of it: the target, a directory, a .gguf file or a hub id."
@@ -28,10 +28,6 @@ class DrafterSettings(WorkerSettings):
     )
     draft_vocabulary: str = Field(
         "", description="JSON file with the ids that a model may draft, as a list or under 'ids'; empty: all."
-    )
-    target_tokenizer: str = Field(
-        "",
-        description="For a model with another vocabulary: the target's tokenizer, a directory, a hub id or 'default'.",
     )
     suffix_shared_tokens: int = Field(
         65_536, ge=0, description="Tokens of ended sessions that suffix remembers per cache salt; 0 for none."

@@ -29,7 +29,7 @@ _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
-KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix")
+KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix", "translate")
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
 _SERVED_AS = {"distill": "model"}

@@ -14,17 +14,14 @@ from pathlib import Path
 
 import torch
 
+from drafter.choosing import next_token, offers, spread
 from drafter.drafters import Ask, Draft, drafter
 from drafter.drafters.translate import TranslatingDrafter, load_target_tokenizer
 from drafter.growth import ROOT, Growth
 from drafter.settings import DrafterSettings
-from outrider import noise, sampling
-from outrider.drawing import shared_choices, shared_draw
 from outrider.engine import Engine, Rows
-from outrider.engine.load import EngineOptions, load_model
+from outrider.engine.load import EngineOptions, LoadedModel, load_model
 from outrider.errors import Overloaded, StartupError
-from outrider.messages import Distribution
-from outrider.sampling import History
 from outrider.trained import card as cards
 from outrider.vocabulary import Vocabulary
 
@@ -115,49 +112,19 @@ class ModelDrafter:
         theirs. `logits` are those after what is committed and after each open guess."""
         growth = Growth(ask)
         places = range(ROOT, len(ask.open_tokens))
-        adjusted = self._adjusted(ask, logits, ask.tokens[: ask.committed], [growth.path(place) for place in places])
-        positions = [ask.committed + growth.depth(place) for place in places]
-        choices = shared_choices(adjusted, ask.params, positions, ask.branches)
+        choices = offers(ask, self._by_id(logits), [growth.path(place) for place in places])
         for place, offered in zip(places, choices, strict=True):
             growth.offer(place, offered)
         added = [growth.add() for _ in range(growth.share)]
         return growth.draft(done=added[0] is None)
 
-    def _adjusted(
-        self, ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        logits = self._by_id(logits)[:, : ask.vocab_size]
-        history = None
-        if ask.params.penalised:
-            history = History(said, ask.prompt_length, logits.shape[-1], logits.device)
-        return sampling.adjust(logits, ask.params, history, paths)
-
     def _by_id(self, logits: torch.Tensor) -> torch.Tensor:
         """A column per id; ids that the engine leaves out are impossible.  # [rows, vocab]"""
-        if self._columns is None:
-            return logits
-        wide = logits.new_full((len(logits), self.info.vocab_size), float("-inf"))
-        return wide.index_copy_(1, self._columns, logits)
+        return logits if self._columns is None else spread(logits, self._columns, self.info.vocab_size)
 
     def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
-        position = len(ask.tokens)
-        adjusted = self._adjusted(ask, logits, ask.tokens, [()])
-        if ask.params.mode.needs_draft_probs:
-            token, drawn_from = self._draw_own(ask, adjusted, position)
-            return Draft((token,), (drawn_from,))
-        if ask.params.greedy:
-            return Draft(tuple(shared_draw(adjusted, ask.params, [position])))
-        return Draft((shared_choices(adjusted, ask.params, [position], 1)[0][0][0],))
-
-    def _draw_own(self, ask: Ask, adjusted: torch.Tensor, position: int) -> tuple[int, Distribution]:
-        """Rejection and block: independent noise, and the distribution that the token was drawn from."""
-        assert ask.params.seed is not None
-        kept = sampling.candidates(adjusted, ask.params)
-        ids = kept.ids if kept.ids.dim() == 1 else kept.ids[0]
-        drawn_from = sampling.quantise(kept.probs[0], ids, self._candidates)
-        key = noise.key(ask.params.seed, noise.Use.DRAFT, position, ask.committed)
-        columns = noise.race([key], torch.tensor(drawn_from.ids), torch.tensor([drawn_from.weights]))
-        return drawn_from.ids[int(columns[0])], drawn_from
+        token, drawn_from = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
+        return Draft((token,), () if drawn_from is None else (drawn_from,))
 
 
 def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
@@ -169,19 +136,30 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 @drafter("model")
-def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter | TranslatingDrafter:
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
+    return _load(settings, progress)[0]
+
+
+@drafter("translate")
+def make_translating(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter | TranslatingDrafter:
+    """A model with another vocabulary than the target's."""
+    drafter, loaded = _load(settings, progress)
+    target = load_target_tokenizer(settings.target, progress)
+    if Vocabulary.of(target) == loaded.vocabulary:
+        return drafter
+    return TranslatingDrafter(drafter, loaded.tokenizer, target)
+
+
+def _load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
     if not settings.model:
-        raise StartupError("kind model needs --model", field="model", value="", limit="a directory, file or hub id")
+        raise StartupError(
+            f"kind {settings.kind} needs --model", field="model", value="", limit="a directory, file or hub id"
+        )
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
     made_for = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
     drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, made_for)
-    if not settings.target_tokenizer:
-        return drafter
-    target = load_target_tokenizer(settings.target_tokenizer, progress)
-    if Vocabulary.of(target) == loaded.vocabulary:
-        return drafter
-    return TranslatingDrafter(drafter, loaded.tokenizer, target)
+    return drafter, loaded
 
 
 def read_vocabulary(path: str) -> tuple[int, ...]:

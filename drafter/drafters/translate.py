@@ -192,7 +192,7 @@ def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrai
     except (OSError, ValueError, KeyError) as error:
         raise StartupError(
             f"cannot load the target's tokenizer {name!r}: {error}",
-            field="target_tokenizer",
+            field="target",
             value=name,
             limit="a directory, a hub id or 'default'",
         ) from error

@@ -54,8 +54,8 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {
     "suffix and model with branches": ({"kind": "suffix+model", "model": "draft"}, 3),
     "part of the vocabulary": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 1),
     "part of the vocabulary with branches": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 2),
-    "another vocabulary": ({"kind": "model", "model": "respelt", "target_tokenizer": "target"}, 1),
-    "suffix and another vocabulary": ({"kind": "suffix+model", "model": "respelt", "target_tokenizer": "target"}, 3),
+    "another vocabulary": ({"kind": "translate", "model": "respelt"}, 1),
+    "suffix and another vocabulary": ({"kind": "suffix+translate", "model": "respelt"}, 3),
 }
 
 
@@ -74,6 +74,7 @@ class Home:
     async def drafted(self, way: str) -> AsyncIterator[None]:
         flags, _ = WAYS[way]
         given = {name: value if name == "kind" else str(self._folder / value) for name, value in flags.items()}
+        given["target"] = str(self._folder / "target")
         async with drafter_serving(**given, device="cpu", threads=1, coordinators=self._address):
             await self.knows(1)
             yield

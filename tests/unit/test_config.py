@@ -146,7 +146,7 @@ def test_another_services_variables_do_no_harm_where_that_service_is_not_loaded(
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "ngram"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "auto"), done.stderr
 
 
 def test_help_shows_descriptions_defaults_and_variables() -> None:

@@ -258,7 +258,7 @@ def test_it_presents_the_targets_vocabulary_and_its_own_fingerprint() -> None:
 
 
 def made(model: Path, tokenizer: object):
-    settings = DrafterSettings(kind="model", model=str(model), device="cpu", target_tokenizer=str(tokenizer))
+    settings = DrafterSettings(kind="translate", model=str(model), device="cpu", target=str(tokenizer))
     return make(settings, lambda _: None)
 
 
