@@ -76,7 +76,6 @@ class Training:
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0  # spent on steps, by all runs together
-        self.resumed_at = 0
 
     def run(self, progress: Callable[[Report], None] = lambda _: None, looks: int = 10) -> dict[str, Any]:
         """Until all tokens are learnt from; what the held-out texts say then. `looks`: how often they are asked."""
@@ -214,7 +213,6 @@ class Training:
                 weight.copy_(weights[name])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.resumed_at = self.step
 
 
 def _digest(identity: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from outrider.models import choose_drafter
 from outrider.serving import until
 from outrider.train import data, loop, run
 from outrider.train.run import METHODS, Order
+from outrider.train.tune import tune
 from outrider.trained import card as cards
 from outrider.trained.card import Card
 from outrider.v1 import common_pb2 as common
@@ -198,6 +199,22 @@ def test_a_full_disk_is_told(order: Order, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(StartupError, match=r"no room for .*goes on from there"):
         run.train(replace(order, out=tmp_path / "out", data_home=tmp_path / "data"), Watched())
     assert not list((tmp_path / "data").rglob("*.safetensors*"))
+
+
+def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -> None:
+    """Of two layers the first alone, and what it would say is held against the target's own next tokens."""
+    assert order.prompts is not None
+    prompts = data.read_prompts(order.prompts)[:6]
+    said: list[str] = []
+    exits = tune(
+        str(models.target), prompts, order.data_home, gamma_max=3, max_tokens=24, device="cpu", says=said.append
+    )
+    assert [each.layers for each in exits] == [1]
+    assert 0.5 < exits[0].acceptance[0] < 1, "attention adds little to this target's tokens"
+    assert len(exits[0].acceptance) == 3
+    assert 1 <= exits[0].gamma <= 3
+    assert 0.2 < exits[0].speed_up < 3
+    assert said
 
 
 # Served.

@@ -25,9 +25,8 @@ from outrider.cli.stack import Plan, Stack
 from outrider.cli.up import Dtype, Target, Threads
 from outrider.errors import InvalidRequest, OutriderError, StartupError
 from outrider.messages import MAX_GAMMA
-from outrider.models import DEFAULT, locate
+from outrider.models import DEFAULT, best_drafter, locate
 
-DEFAULT_DRAFTERS = "ngram,suffix"  # what needs nothing but the target
 _KINDS = "from drafter.drafters import kinds; print(*kinds())"
 _GUESS_ROOM = 16  # tokens of context that vLLM's guesses may take beyond the answer
 
@@ -39,9 +38,10 @@ def drafters(
         options.option(
             "--drafters",
             "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two of one session. "
-            "The default needs only the target.",
+            "Default: what comes with Outrider for the target.",
+            show_default=False,
         ),
-    ] = DEFAULT_DRAFTERS,
+    ] = "",
     device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 0,
@@ -79,7 +79,7 @@ def drafters(
     All answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with the same
     weights. Fails when guesses have changed a text.
     """
-    chosen = lanes.parse(drafter_list)
+    chosen = lanes.parse(drafter_list or _coming_along(target))
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
         raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
     check_files(json_file, plot_file)
@@ -91,6 +91,12 @@ def drafters(
     with showing_turns() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
     _report(comparison, chosen, where, json_file, plot_file)
+
+
+def _coming_along(target: str) -> str:
+    """Drafters that need nothing but the target: the best, and what it is blended of."""
+    best = best_drafter(target)
+    return ",".join(dict.fromkeys(("ngram", *best.split("+"), best)))
 
 
 def _kinds() -> list[str]:
