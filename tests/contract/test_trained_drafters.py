@@ -202,7 +202,7 @@ def test_a_full_disk_is_told(order: Order, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -> None:
-    """Of two layers the first alone, and what it would say is held against the target's own next tokens."""
+    """Of two layers the first alone. One whose last layer adds nothing would always be right, this one now and then."""
     assert order.prompts is not None
     prompts = data.read_prompts(order.prompts)[:6]
     said: list[str] = []
@@ -210,7 +210,7 @@ def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -
         str(models.target), prompts, order.data_home, gamma_max=3, max_tokens=24, device="cpu", says=said.append
     )
     assert [each.layers for each in exits] == [1]
-    assert 0.5 < exits[0].acceptance[0] < 1, "attention adds little to this target's tokens"
+    assert 0 < exits[0].acceptance[0] < 0.9
     assert len(exits[0].acceptance) == 3
     assert 1 <= exits[0].gamma <= 3
     assert 0.2 < exits[0].speed_up < 3
