@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -222,17 +223,19 @@ async def test_branches_are_checked(home: Home) -> None:
 
 
 class Listener:
-    """A drafter that wants hidden states, keeps what it is given, and guesses nothing."""
+    """A drafter that wants hidden states, keeps what it is given, and guesses nothing. `pause_s` holds a session up."""
 
     wants_features = True
 
-    def __init__(self, name: str = "listener") -> None:
+    def __init__(self, name: str = "listener", pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s
         self.info = ModelInfo(name=name, fingerprint=name)
         self.vocabulary: Vocabulary | None = None
         self.heard: dict[str, list[Features]] = {}
         self.ended = threading.Event()
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        time.sleep(self._pause_s)
         for one in asks:
             self.heard.setdefault(one.session, []).extend(one.features)
         return [Draft((), done=True) for _ in asks]
@@ -250,6 +253,12 @@ class Listener:
         return heard[0].position, np.concatenate(
             [np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width) for features in heard]
         )
+
+
+class Mute(Listener):
+    """Wants nothing."""
+
+    wants_features = False
 
 
 class Babbler(Listener):
@@ -282,6 +291,7 @@ def check_rows(listener: Listener, target: LlamaForCausalLM, tokens: list[int]) 
 async def stream(home: Home, tokens: list[int], output: Output, **params: Any) -> AsyncIterator[Output]:
     """The output as it grows."""
     request = ask(tokens, temperature=0.0, ignore_eos=True, gamma=4, **params)
+    request.cache_salt = str(id(output))  # what is cached of a prompt has no states to send
     async with client(home.coordinator) as stub:
         call = stub.Generate(request, timeout=60)
         async for reply in call:
@@ -305,12 +315,12 @@ async def test_hidden_states_reach_the_drafter_from_the_prompt_on(home: Home, pl
 
 
 async def test_a_later_drafter_gets_what_was_kept(home: Home, plain_target: LlamaForCausalLM) -> None:
-    early, late = Listener("early"), Listener("late")
+    early, late = Listener("early", pause_s=0.01), Listener("late")  # so that the late one comes before the end
     prompt = [(7 * i) % 250 for i in range(90)]
     output = Output()
     came = False
     async with listening(home, early), AsyncExitStack() as stack:
-        async for _ in stream(home, prompt, output, max_tokens=1500):
+        async for _ in stream(home, prompt, output, max_tokens=500):
             if len(output.token_ids) > 20 and not came:
                 came = True
                 await stack.enter_async_context(listening(home, late))
@@ -330,8 +340,9 @@ async def test_hidden_states_are_asked_for_when_somebody_wants_them_and_not_long
     output = Output()
     asked: list[bool] = []
     came = False
-    async with AsyncExitStack() as stack:
-        async for _ in stream(home, prompt, output, max_tokens=1500):
+    # The mute one holds the session up, so that the listener comes before the end.
+    async with listening(home, Mute("mute", pause_s=0.01)), AsyncExitStack() as stack:
+        async for _ in stream(home, prompt, output, max_tokens=500):
             session = next(iter(home.service._sessions.values()), None)
             asked.append(session is not None and session._drafting._features_on)
             if len(output.token_ids) > 20 and not came:
