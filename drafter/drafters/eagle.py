@@ -17,15 +17,14 @@ from drafter.choosing import next_token, offers, spread
 from drafter.drafters import Ask, Draft, drafter
 from drafter.growth import ROOT, Growth
 from drafter.settings import DrafterSettings
+from drafter.trained import read_trained
 from outrider.engine import Engine, Rows
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.load import EngineOptions, make_engine, pick_device, pick_dtype, warm_up
 from outrider.errors import Overloaded
 from outrider.messages import Distribution, Features, ModelInfo
 from outrider.threads import let_go
-from outrider.trained import card as cards
 from outrider.trained.eagle import METHOD, Eagle
-from outrider.trained.ends import read_ends
 from outrider.vocabulary import Vocabulary
 
 _MOST_ROWS = 512
@@ -235,16 +234,10 @@ def _go_on(session: str, work: Work, answer: _Answer | None, batch: dict[str, Ro
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDrafter:
-    folder = cards.locate(settings.model, METHOD)
-    card, weights = cards.load(folder, METHOD)
-    ends = read_ends(settings.target, progress)
-    card.check_target(folder, settings.target, ends.digest)
-    eagle = Eagle.from_weights(card.shape, weights, ends).eval()
-    device = pick_device(settings.device)
-    eagle.to(device)
-    eagle.embeddings, eagle.ids = eagle.embeddings.to(device), eagle.ids.to(device)
-    engine = engine_for(eagle, settings, progress)
-    return EagleDrafter(eagle, engine, card.info(folder, weights), settings.draft_candidates)
+    trained = read_trained(settings, METHOD, progress)
+    eagle = Eagle.from_weights(trained.card.shape, trained.weights, trained.ends).eval()
+    eagle.to(pick_device(settings.device))
+    return EagleDrafter(eagle, engine_for(eagle, settings, progress), trained.info, settings.draft_candidates)
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:

@@ -11,10 +11,9 @@ from drafter.choosing import next_token, offers, spread
 from drafter.drafters import Ask, Draft, drafter
 from drafter.growth import Growth
 from drafter.settings import DrafterSettings
+from drafter.trained import read_trained
 from outrider.engine.load import pick_device
 from outrider.messages import Distribution, ModelInfo
-from outrider.trained import card as cards
-from outrider.trained.ends import read_ends
 from outrider.trained.medusa import METHOD, Medusa
 from outrider.vocabulary import Vocabulary
 
@@ -81,10 +80,7 @@ class MedusaDrafter:
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MedusaDrafter:
-    folder = cards.locate(settings.model, METHOD)
-    card, weights = cards.load(folder, METHOD)
-    ends = read_ends(settings.target, progress)
-    card.check_target(folder, settings.target, ends.digest)
-    medusa = Medusa.from_weights(card.shape, weights, ends.on(pick_device(settings.device))).eval()
+    trained = read_trained(settings, METHOD, progress)
+    medusa = Medusa.from_weights(trained.card.shape, trained.weights, trained.ends).eval()
     medusa.to(pick_device(settings.device))
-    return MedusaDrafter(medusa, card.info(folder, weights), settings.draft_candidates)
+    return MedusaDrafter(medusa, trained.info, settings.draft_candidates)

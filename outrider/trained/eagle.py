@@ -133,7 +133,7 @@ class Eagle(nn.Module):
 
     @classmethod
     def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Eagle:
-        ids = weights["ids"].long()
+        ids = weights["ids"].long().to(ends.head.device)
         made = cls(Shape(**shape), ids, ends)
         body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
         made.body.model.layers.load_state_dict(body)

@@ -66,7 +66,7 @@ class Medusa(nn.Module):
 
     @classmethod
     def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Medusa:
-        made = cls(Shape(**shape), weights["ids"].long(), ends)
+        made = cls(Shape(**shape), weights["ids"].long().to(ends.head.device), ends)
         made.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
         return made
 

@@ -26,7 +26,7 @@ from outrider.tokenizer import save_tokenizer
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
-from tests.cluster import Redis, in_process
+from tests.cluster import Output, Redis, ask, client, generate, in_process
 from tests.conftest import Models
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
@@ -190,6 +190,8 @@ class House:
 
 
 HEARTBEAT_MS = 100
+HOME_PROMPT = "Two heads are better than one, and two heads are better than none. Two heads are "
+HOME_LENGTH = 120
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +226,38 @@ async def house(
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
     assert await soon(lambda: service.ready() and len(service._roster.links()) == workers, 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A coordinator and a verifier; drafters are the tests' own."""
+
+    coordinator: str
+    service: CoordinatorService
+
+    async def knows(self, drafters: int) -> None:
+        assert await soon(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
+
+    async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
+        """To HOME_PROMPT."""
+        request = ask(HOME_PROMPT, **({"max_tokens": HOME_LENGTH, "ignore_eos": True} | params), gamma=gamma)
+        if branches is not None:
+            request.speculation.branches = branches
+        async with client(self.coordinator) as stub:
+            return await generate(stub, request)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def home(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Home]:
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    service = CoordinatorService(settings, redis_server.url)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    async with (
+        in_process(service, settings) as coordinator,
+        verifier_serving(loaded, folder, coordinators=coordinator),
+    ):
+        home = Home(coordinator, service)
+        await home.knows(0)
+        yield home

@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
@@ -31,44 +29,17 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.vocabulary import Vocabulary
 from tests.cluster import Output, Redis, ask, client, failure, follow, free_port, generate, in_process
 from tests.conftest import Models
-from tests.contract.conftest import HEARTBEAT_MS, Greedy, drafter_serving, verifier_serving
+from tests.contract.conftest import (
+    HEARTBEAT_MS,
+    HOME_LENGTH,
+    HOME_PROMPT,
+    Greedy,
+    Home,
+    drafter_serving,
+    verifier_serving,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-PROMPT = "Two heads are better than one, and two heads are better than none. Two heads are "
-LENGTH = 120
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """A coordinator and a verifier; drafters are the tests' own."""
-
-    coordinator: str
-    service: CoordinatorService
-
-    async def knows(self, drafters: int) -> None:
-        assert await until(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
-
-    async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
-        request = ask(PROMPT, **({"max_tokens": LENGTH, "ignore_eos": True} | params), gamma=gamma)
-        if branches is not None:
-            request.speculation.branches = branches
-        async with client(self.coordinator) as stub:
-            return await generate(stub, request)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def home(
-    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
-    service = CoordinatorService(settings, redis_server.url)
-    async with in_process(service, settings) as coordinator:
-        folder = tmp_path_factory.mktemp("tokenizer")
-        async with verifier_serving(loaded, folder, coordinators=coordinator):
-            home = Home(coordinator, service)
-            await home.knows(0)
-            yield home
 
 
 @asynccontextmanager
@@ -105,7 +76,7 @@ async def test_two_drafters_guess_for_one_session(
     async with both(home, models):
         output = await home.answer(gamma=4, temperature=0.0)
         adaptive = await home.answer(temperature=0.0)
-    assert output.token_ids == adaptive.token_ids == greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
+    assert output.token_ids == adaptive.token_ids == greedy(loaded.tokenizer.encode(HOME_PROMPT), HOME_LENGTH)
     assert output.stats.drafter_losses == 0
     share = shares(output)
     assert {share["ngram"].attached_order, share["model"].attached_order} == {1, 2}
@@ -128,7 +99,7 @@ async def test_drawn_text_does_not_depend_on_who_guesses(home: Home, models: Mod
 async def test_modes_with_probabilities(home: Home, models: Models, mode: int) -> None:
     async with both(home, models):
         output = await home.answer(gamma=4, seed=5, verification=mode)
-    assert len(output.token_ids) == LENGTH
+    assert len(output.token_ids) == HOME_LENGTH
     assert output.stats.accepted_tokens > 0
     assert output.stats.drafter_losses == 0
     assert set(shares(output)) == {"ngram", "model"}
@@ -138,7 +109,7 @@ async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models:
     """Its connection is cut in the middle and does not come back; the other goes on."""
     length = 600
     plain = await home.answer(gamma=0, temperature=0.0, max_tokens=length)
-    request = ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
+    request = ask(HOME_PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
     async with both(home, models) as link, client(home.coordinator) as stub:
         assert link.connections
 
@@ -188,7 +159,7 @@ async def test_never_two_of_one_model(home: Home) -> None:
 
 
 async def test_who_passes_at_once_does_not_cut_short_the_wait_for_the_other(home: Home, models: Models) -> None:
-    request = ask(PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True, gamma=4, patience_us=2_000_000)
+    request = ask(HOME_PROMPT, temperature=0.0, max_tokens=200, ignore_eos=True, gamma=4, patience_us=2_000_000)
     async with listening(home, Listener()), modelled(home, models, delay_ms=5.0), client(home.coordinator) as stub:
         await home.knows(2)
         output = await generate(stub, request)
@@ -211,7 +182,7 @@ async def test_who_sends_nonsense_is_left_alone_and_the_other_stays(home: Home, 
 
 async def test_branches_are_checked(home: Home) -> None:
     for branches in (0, 9):
-        request = ask(PROMPT)
+        request = ask(HOME_PROMPT)
         request.speculation.branches = branches
         async with client(home.coordinator) as stub:
             code, _, typed = await failure(stub.Generate(request, timeout=10))

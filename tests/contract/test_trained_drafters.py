@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 
-from coordinator.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.engine.load import LoadedModel
 from outrider.errors import StartupError
 from outrider.models import choose_drafter
-from outrider.serving import until
 from outrider.train import data, loop, run
 from outrider.train.run import METHODS, Order
 from outrider.train.tune import tune
 from outrider.trained import card as cards
 from outrider.trained.card import Card
 from outrider.v1 import common_pb2 as common
-from tests.cluster import Output, Redis, ask, client, generate, in_process
 from tests.conftest import Models
-from tests.contract.conftest import HEARTBEAT_MS, Greedy, drafter_serving, verifier_serving
+from tests.contract.conftest import HEARTBEAT_MS, HOME_LENGTH, HOME_PROMPT, Greedy, Home, drafter_serving
 
 pytestmark = pytest.mark.timeout(120)
 
-PROMPT = "What follows was foretold by those who had seen what came before. "
-LENGTH = 60
 TOKENS = 40_000
 
 
@@ -220,38 +212,6 @@ def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -
 # Served.
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
-    coordinator: str
-    service: CoordinatorService
-
-    async def knows(self, drafters: int) -> None:
-        assert await until(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
-
-    async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
-        request = ask(PROMPT, **({"max_tokens": LENGTH, "ignore_eos": True} | params), gamma=gamma)
-        if branches is not None:
-            request.speculation.branches = branches
-        async with client(self.coordinator) as stub:
-            return await generate(stub, request)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def home(
-    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
-    service = CoordinatorService(settings, redis_server.url)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    async with (
-        in_process(service, settings) as coordinator,
-        verifier_serving(loaded, folder, coordinators=coordinator),
-    ):
-        home = Home(coordinator, service)
-        await home.knows(0)
-        yield home
-
-
 def flags(models: Models, made: Made) -> dict[str, Any]:
     kind, model = choose_drafter(str(made.folder), str(models.target))
     return {"kind": kind, "model": model, "target": str(models.target), "device": "cpu", "kv_tokens": 4096}
@@ -269,12 +229,12 @@ async def test_text_is_the_targets_whoever_drafts(
         drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
         block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
     await home.knows(0)
-    truth = greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
+    truth = greedy(loaded.tokenizer.encode(HOME_PROMPT), HOME_LENGTH)
     for output in (*outputs, *trees):
         assert output.token_ids == truth
     for output in drawn:
         assert output.token_ids == plain.token_ids
-    assert len(block.token_ids) == LENGTH
+    assert len(block.token_ids) == HOME_LENGTH
     guessed = [output.stats.draft_tokens for output in (*outputs[:2], *trees, *drawn, block)]
     assert min(guessed) > 0
     assert sum(output.stats.accepted_tokens for output in (*outputs, *trees)) > 0
