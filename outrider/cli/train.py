@@ -21,6 +21,7 @@ from rich.table import Table
 from typer import Argument
 
 from outrider.cli.options import option
+from outrider.models import DEFAULT
 
 if TYPE_CHECKING:
     from outrider.train import data, loop
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def train(
     method: Annotated[str, Argument(help="What to make: eagle, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder for the drafter; a run that was cut off goes on there.")],
-    target: Annotated[str, option("--target", "Whom it drafts for: a directory, a .gguf file, a hub id.")] = "default",
+    target: Annotated[str, option("--target", "Whom it drafts for: a directory, a .gguf file, a hub id.")] = DEFAULT,
     prompts: Annotated[
         Path | None,
         option("--prompts", "JSON lines with `prompt`: what users ask. Default: the list that comes along."),
@@ -86,7 +87,7 @@ def train(
     )
     with _Shown() as shown:
         card = train(order, shown)
-    _tell(out, card)
+    _tell(out, card, target)
 
 
 _KINDS = {"distill": "model"}
@@ -142,11 +143,13 @@ class _Shown:
         return self._tasks[name]
 
 
-def _tell(out: Path, card: Card) -> None:
+def _tell(out: Path, card: Card, target: str) -> None:
     console = Console()
     table = Table("held-out prompts", "guess 1", "2", "3", "4", "tokens per step")
     for kind, found in card.metrics.items():
         rates = [f"{rate:.2f}" for rate in found["acceptance"]]
         table.add_row(kind, *rates, f"{found['acceptance_length']:.2f}")
     console.print(table)
-    console.print(f"{out} is ready: outrider up --drafter {_KINDS.get(card.method, card.method)}:{out}", soft_wrap=True)
+    named = "" if target == DEFAULT else f"--target {target} "
+    kind = _KINDS.get(card.method, card.method)
+    console.print(f"{out} is ready: outrider up {named}--drafter {kind}:{out}", soft_wrap=True)
