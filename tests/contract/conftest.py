@@ -251,7 +251,7 @@ class Home:
 async def home(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, drafters_per_session=2)
     service = CoordinatorService(settings, redis_server.url)
     folder = tmp_path_factory.mktemp("tokenizer")
     async with (
