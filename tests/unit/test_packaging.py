@@ -12,6 +12,8 @@ import typer
 import coordinator.settings
 import drafter.settings
 import verifier.settings
+from drafter.drafters import kinds
+from outrider import models
 from outrider.cli.app import app
 from outrider.config import PREFIX, VARIABLES, Settings
 
@@ -49,3 +51,8 @@ def _variables(command: Any) -> Iterator[str]:
         yield from [named] if isinstance(named, str) else named
     for inner in getattr(command, "commands", {}).values():
         yield from _variables(inner)
+
+
+def test_the_command_line_knows_every_kind_of_drafter() -> None:
+    """It imports no service, so it has a list of its own."""
+    assert sorted(models.KINDS) == kinds()
