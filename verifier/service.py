@@ -27,7 +27,7 @@ from verifier.settings import VerifierSettings
 
 log = structlog.get_logger(__name__)
 
-HANG_UP_S = 2.0
+HANG_UP_S = 30.0  # a busy peer may be seconds behind in reading
 _FILE_CHUNK = 1024 * 1024
 
 
@@ -105,8 +105,8 @@ class VerifierService(rpc.VerifierServicer):
                         yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
                 if news.error is not None:
                     raise news.error
-                # The peer hangs up: were we first, a guess that it is sending would cost it the verdicts it has not
-                # read yet.
+                # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
+                # that for the end of the stream and drop the verdicts that it has not read yet.
                 await asyncio.wait(taking, timeout=HANG_UP_S)
         finally:
             self._scheduler.close(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -237,6 +238,18 @@ async def test_half_closing_ends_the_session(verifier: str) -> None:
         await stream.call.done_writing()
         await stream.rest()
     assert (await probe(verifier)).load.sessions == 0
+
+
+async def test_a_peer_that_is_behind_in_reading_gets_every_verdict(verifier: str, truth: list[int]) -> None:
+    """It goes on guessing for seconds after the output has ended, for it does not know that yet."""
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=8)
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            await stream.guess(len(PROMPT), [wrong(truth[0])])
+            await asyncio.sleep(0.1)
+        await stream.rest()
+    assert stream.tokens == truth[:8]
 
 
 async def test_higher_epoch_takes_over_and_lower_is_fenced_off(verifier: str, truth: list[int]) -> None:
