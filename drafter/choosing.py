@@ -40,18 +40,26 @@ def next_token(
     """The token after `tokens`, and in rejection and block mode what it was drawn from.  # logits: [1, vocab]"""
     ready = adjusted(ask, logits, tokens, [()])
     if ask.params.mode.needs_draft_probs:
-        return _own_draw(ask, ready, len(tokens), candidates)
+        return _own_draw(ask, ready, tokens, candidates)
     if ask.params.greedy:
         return shared_draw(ready, ask.params, [len(tokens)])[0], None
     return shared_choices(ready, ask.params, [len(tokens)], 1)[0][0][0], None
 
 
-def _own_draw(ask: Ask, ready: torch.Tensor, position: int, candidates: int) -> tuple[int, Distribution]:
-    """Independent noise, and the distribution that the token was drawn from."""
+def _own_draw(ask: Ask, ready: torch.Tensor, tokens: Sequence[int], candidates: int) -> tuple[int, Distribution]:
+    """Independent noise, and the distribution that the token was drawn from.
+
+    The noise is one path's own. Another drafter of the session may have drawn
+    for the same position behind guesses that failed, and block verification
+    looks at such draws too: with their noise, a late guess that still fits
+    would bias the text.
+    """
     assert ask.params.seed is not None
     kept = sampling.candidates(ready, ask.params)
     ids = kept.ids if kept.ids.dim() == 1 else kept.ids[0]
     drawn_from = sampling.quantise(kept.probs[0], ids, candidates)
-    key = noise.key(ask.params.seed, noise.Use.DRAFT, position, ask.committed)
+    key = noise.key(ask.params.seed, noise.Use.DRAFT, len(tokens), ask.committed)
+    for token in tokens[ask.committed :]:
+        key = noise.key(key, noise.Use.DRAFT, token)
     columns = noise.race([key], torch.tensor(drawn_from.ids), torch.tensor([drawn_from.weights]))
     return drawn_from.ids[int(columns[0])], drawn_from
