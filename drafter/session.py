@@ -21,6 +21,8 @@ from outrider.messages import (
 )
 
 MAX_TREE = 128  # guesses of a session that are open at the same time
+ASK_US = 4_000  # what one ask of an eager session may take, about: commits take effect between two
+_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,13 @@ class Session:
         self._features: list[Features] = []
         self._gamma = 0
         self._branches = 1
+        self._nodes = 0
+        self._eager = False
         self._exhausted = False
         self._passed_at = -1
         self._next_id = 1
         self._draft_us = 0
+        self._step_us = 0.0  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
 
     def ask(self) -> Ask | None:
@@ -114,7 +119,7 @@ class Session:
             tokens=self._committed + path,
             committed=len(self._committed),
             prompt_length=self._prompt_length,
-            room=min(self._depth - len(path), self._budget),
+            room=max(1, min(self._depth - len(path), self._budget, self._stride)),
             params=self.params,
             vocab_size=self._vocab_size,
             cache_salt=self._cache_salt,
@@ -141,7 +146,11 @@ class Session:
         if asked.committed == len(self._committed):
             self._exhausted = draft.done
         self._draft_us += spent_us
-        if not self._wants_more:
+        if draft.tokens:
+            positions = [place.position for place in places[1 + len(asked.nodes) :] if place is not None]
+            steps = max(positions) - min(positions) + 1
+            self._step_us += _SMOOTHING * (spent_us / steps - self._step_us)
+        if self._eager or not self._wants_more:
             self._send()
 
     def commit(self, position: int, tokens: tuple[int, ...], features: Features | None = None) -> None:
@@ -163,7 +172,11 @@ class Session:
             self._gamma = steering.gamma
         if steering.branches is not None:
             self._branches = max(1, steering.branches)
-        if steering.gamma is not None or steering.branches is not None:
+        if steering.nodes is not None:
+            self._nodes = steering.nodes
+        if steering.eager is not None:
+            self._eager = steering.eager
+        if steering.gamma is not None or steering.branches is not None or steering.nodes is not None:
             self._exhausted = False
 
     @property
@@ -175,7 +188,12 @@ class Session:
     @property
     def _budget(self) -> int:
         """How many more guesses may be open."""
-        return min(self._gamma * self._siblings, MAX_TREE) - len(self._tree)
+        return min(self._nodes or self._gamma * self._siblings, MAX_TREE) - len(self._tree)
+
+    @property
+    def _stride(self) -> int:
+        """Tokens, or levels of a tree, to ask for at once."""
+        return max(1, int(ASK_US / max(self._step_us, 1.0))) if self._eager else MAX_GAMMA
 
     @property
     def _siblings(self) -> int:
@@ -184,9 +202,14 @@ class Session:
 
     @property
     def _wants_more(self) -> bool:
+        if self._exhausted or self._depth <= 0 or self._budget <= 0:
+            return False
+        return self._deepest < self._depth or (self._eager and self._siblings > 1)
+
+    @property
+    def _deepest(self) -> int:
         tip = self._tip
-        deepest = 0 if tip is None else tip.position + 1 - len(self._committed)
-        return min(self._depth - deepest, self._budget) > 0 and not self._exhausted
+        return 0 if tip is None else tip.position + 1 - len(self._committed)
 
     @property
     def _tip(self) -> _Node | None:
@@ -232,15 +255,13 @@ class Session:
 
     def _send(self) -> None:
         unsent = [node for node in self._tree if not node.node_id]
-        if not unsent:
-            position = len(self._committed)
-            if not self._tree and self._exhausted and self._passed_at < position:
-                self._passed_at = position
-                self.outbox.put_nowait(Guess(position, 0, 0, (), draft_us=self._spent()))
-            return
         # One message for all that hangs from the same place: a step of the verifier sees all of it or nothing.
         while unsent:
             unsent = self._send_below(unsent[0].parent, unsent)
+        position = len(self._committed)
+        if not self._wants_more and self._deepest < self._depth and self._passed_at < position:
+            self._passed_at = position
+            self.outbox.put_nowait(Guess(position, 0, 0, (), draft_us=self._spent()))
 
     def _send_below(self, top: _Node | None, unsent: list[_Node]) -> list[_Node]:
         """Send all that hangs from `top`, directly or not; what is left."""

@@ -26,6 +26,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_GAMMA = 64
 MAX_BRANCHES = 8
+MAX_NODES = 256  # guesses of a session that are open at the same time
 MAX_PATIENCE_US = 10_000_000
 WHOLE = 65536  # the parts a Distribution is made of
 
@@ -136,12 +137,15 @@ class Steering:
     branches: int | None = None
     patience_us: int | None = None
     features: bool | None = None
+    nodes: int | None = None
+    eager: bool | None = None
 
     def check(self) -> None:
         for name, value, high in (
             ("steer.gamma", self.gamma, MAX_GAMMA),
             ("steer.branches", self.branches, MAX_BRANCHES),
             ("steer.patience_us", self.patience_us, MAX_PATIENCE_US),
+            ("steer.nodes", self.nodes, MAX_NODES),
         ):
             if value is not None:
                 _number(name, value, 0, high)
@@ -238,6 +242,7 @@ class Verdict:
     features: Features | None = None
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
+    left: int = 0  # longest guessed path that goes on from here
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:

@@ -8,7 +8,8 @@ drafter (`source`) and the id that the drafter gave it.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,30 @@ class Node:
     children: list[Node] = field(default_factory=list)
     keys: list[NodeKey] = field(default_factory=list)
     skipped: bool = False  # fits only because earlier tokens of its guess were committed meanwhile
+
+
+# What siblings are worth until a session's own have shown it: drafters push their likeliest first.
+_PRIOR_RATES = (0.7, 0.1, 0.05)
+_PRIOR_TRIALS = 8.0
+_RATE_DECAY = 0.99
+
+
+class SiblingRates:
+    """How often the first guess for a place holds, how often the second, and so on: what a node is worth unseen."""
+
+    def __init__(self) -> None:
+        self._held = [rate * _PRIOR_TRIALS for rate in _PRIOR_RATES]
+        self._trials = [_PRIOR_TRIALS] * len(_PRIOR_RATES)
+
+    def __getitem__(self, rank: int) -> float:
+        rank = min(rank, len(self._held) - 1)
+        return self._held[rank] / self._trials[rank]
+
+    def judged(self, siblings: int, held: int | None) -> None:
+        """A place with so many siblings came true, by which of them or by none."""
+        for rank in range(min(siblings, len(self._held))):
+            self._trials[rank] = self._trials[rank] * _RATE_DECAY + 1.0
+            self._held[rank] = self._held[rank] * _RATE_DECAY + (1.0 if held == rank else 0.0)
 
 
 # What a guess may hang from, and the position after it; no node: the committed prefix.
@@ -92,6 +117,7 @@ class GuessTree:
         self._held: dict[NodeKey, int] = {}  # committed guesses, by the position they took
         self._highest: dict[int, int] = {}
         self._size = 0
+        self._rates = SiblingRates()
         self.passed_at = -1  # a drafter has said that it has nothing for this position
 
     def __len__(self) -> int:
@@ -152,6 +178,7 @@ class GuessTree:
         position = len(self._committed) - len(tokens)
         for token in tokens:
             kept = next((node for node in self._roots if node.token == token), None)
+            self._rates.judged(len(self._roots), None if kept is None else self._roots.index(kept))
             for node in self._roots:
                 if node is not kept:
                     self._drop(node)
@@ -166,20 +193,36 @@ class GuessTree:
             position += 1
 
     def block(self, max_rows: int, max_depth: int) -> Block:
-        """Up to `max_rows` guesses, no deeper than `max_depth`, nearest first."""
+        """Up to `max_rows` guesses, no deeper than `max_depth`, those first that are likeliest to hold."""
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[Node] = []
-        level = deque((node, 0, 1) for node in self._roots)
-        while level and len(tokens) < max_rows:
-            node, parent_row, depth = level.popleft()
-            if depth > max_depth:
-                break
+        reached: list[tuple[float, int, Node, int, int]] = []
+        seen = 0
+
+        def reach(siblings: Sequence[Node], parent_row: int, depth: int, chance: float) -> None:
+            nonlocal seen
+            for rank, node in enumerate(siblings):
+                seen += 1  # of equals, the first reached
+                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, parent_row, depth))
+
+        if max_depth > 0:
+            reach(self._roots, 0, 1, 1.0)
+        while reached and len(tokens) < max_rows:
+            worth, _, node, parent_row, depth = heapq.heappop(reached)
             tokens.append(node.token)
             parents.append(parent_row)
             nodes.append(node)
-            level.extend((child, len(tokens), depth + 1) for child in node.children)
+            if depth < max_depth:
+                reach(node.children, len(tokens), depth + 1, -worth)
         return Block(tuple(tokens), tuple(parents), tuple(nodes))
+
+    def reaches(self, depth: int) -> bool:
+        """Whether a chain of this length fits now."""
+        level = self._roots
+        for _ in range(depth - 1):
+            level = [child for node in level for child in node.children]
+        return depth <= 0 or bool(level)
 
     @property
     def depth(self) -> int:

@@ -84,6 +84,8 @@ def steering_to_proto(steering: Steering) -> common.Steer:
         branches=steering.branches,
         patience_us=steering.patience_us,
         features=steering.features,
+        nodes=steering.nodes,
+        eager=steering.eager,
     )
 
 
@@ -93,6 +95,8 @@ def steering_from_proto(proto: common.Steer) -> Steering:
         branches=proto.branches if proto.HasField("branches") else None,
         patience_us=proto.patience_us if proto.HasField("patience_us") else None,
         features=proto.features if proto.HasField("features") else None,
+        nodes=proto.nodes if proto.HasField("nodes") else None,
+        eager=proto.eager if proto.HasField("eager") else None,
     )
 
 
@@ -165,6 +169,7 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
         logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
         sources=[tally_to_proto(tally) for tally in verdict.sources],
         nodes=verdict.nodes,
+        left=verdict.left,
     )
     if verdict.features is not None:
         proto.features.CopyFrom(features_to_proto(verdict.features))
@@ -194,6 +199,7 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
         features=features_from_proto(proto.features) if proto.HasField("features") else None,
         sources=tuple(tally_from_proto(tally) for tally in proto.sources),
         nodes=proto.nodes,
+        left=proto.left,
     )
 
 

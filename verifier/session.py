@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from outrider.acceptance import Chance, NoiseChance
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import (
     MAX_GAMMA,
+    MAX_NODES,
     NO_STEERING,
     FinishReason,
     Guess,
@@ -28,7 +29,6 @@ from outrider.sampling import History
 from outrider.tree import Block, GuessTree
 from verifier.hidden import Hidden
 
-MAX_TREE_NODES = 256
 MAX_BACKLOG = 64
 
 
@@ -100,7 +100,7 @@ class Session:
         self.tree = GuessTree(
             self.committed,
             single=self.params.mode.needs_draft_probs,
-            max_nodes=MAX_TREE_NODES,
+            max_nodes=MAX_NODES,
             max_ahead=MAX_GAMMA,
         )
         assert self.params.seed is not None
@@ -112,7 +112,8 @@ class Session:
         self.cached = 0
         self.found = 0  # tokens that were in the cache before
         self.begun = False
-        self.gamma = 0
+        self.gamma = 0  # a guessed path of this length is worth waiting for
+        self.nodes = 0  # guesses to check per step; 0: no limit of the session's own
         self.patience_s = 0.0
         self.idle_since = time.monotonic()
         self.closed = False
@@ -139,6 +140,8 @@ class Session:
             self.gamma = steering.gamma
         if steering.patience_us is not None:
             self.patience_s = steering.patience_us / 1e6
+        if steering.nodes is not None:
+            self.nodes = steering.nodes
         if steering.features is not None:
             self.hidden.steer(steering.features)
 
@@ -163,13 +166,14 @@ class Session:
 
     def due(self, now: float) -> float:
         """When the next step may run: now if there is something to check or nothing to wait for."""
-        nothing_to_wait_for = not self._started or self.gamma == 0 or self.remaining == 1
-        if nothing_to_wait_for or len(self.tree) or self.tree.passed_at >= len(self.committed):
+        wanted = min(self.gamma, self.remaining - 1)
+        nothing_to_wait_for = not self._started or self.tree.passed_at >= len(self.committed)
+        if nothing_to_wait_for or self.patience_s == 0.0 or self.tree.reaches(wanted):
             return now
         return self.idle_since + self.patience_s
 
     def block(self, max_rows: int) -> Block:
-        return self.tree.block(max_rows, self.remaining - 1)
+        return self.tree.block(min(max_rows, self.nodes or max_rows), self.remaining - 1)
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason]:
         """What of these may be committed: nothing after a stop, nothing past max_tokens."""
@@ -187,7 +191,7 @@ class Session:
             self.history.append(verdict.tokens)
         self.idle_since = time.monotonic()
         self._started = True
-        self.outbox.put_nowait(verdict)
+        self.outbox.put_nowait(replace(verdict, left=self.tree.depth))
 
     def stalls(self) -> bool:
         """Whether too much is unread to go on. The stream says when that is over: see `relieved`."""

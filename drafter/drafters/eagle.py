@@ -47,6 +47,8 @@ class _Held:
     rows: int = 0  # cached, with the target's states
     path: list[int] = field(default_factory=list)  # tokens of the rows cached after them, with answers for states
     answers: list[_Answer] = field(default_factory=list)  # of the last of `rows`, then of the path's
+    grown: dict[tuple[int, ...], _Answer] = field(default_factory=dict)  # of a tree's places, by the path to them,
+    grown_from: tuple[int, int] = (0, 0)  # from here: tokens committed, rows with the target's states
 
     @property
     def behind(self) -> int:
@@ -174,26 +176,36 @@ class EagleDrafter:
         return Draft(tuple(drafted), tuple(probs))
 
     def _grow(self, ask: Ask, held: _Held) -> Work:
-        """A tree, about a level at a time: all of it goes through the layer again, which costs little more than a
-        row, and nothing of it stays cached."""
+        """A tree, about a level at a time: all of it goes through the layer with each level, which costs little more
+        than a row, and nothing of it stays cached."""
         yield from self._follow(ask, held, ask.tokens[held.behind : ask.committed])
         cached = held.rows + len(held.path)
         growth = Growth(ask)
-        answers = {ROOT: held.answers[-1]}
-        shown: list[int] = []
-        self._offer(ask, growth, [ROOT], answers)
-        while True:
-            for _ in range(growth.share):
-                growth.add()
+        answers = {ROOT: held.answers[-1]} | self._known(ask, held, growth)
+        shown = [place for place in answers if place != ROOT]
+        self._offer(ask, growth, list(answers), answers)
+        for _ in range(ask.room):
             new = [node for node in growth.open_places() if node not in answers and growth.parents[node] in answers]
-            if not new:
-                return growth.draft(done=growth.room > 0)
-            shown += new
-            found = yield self._tree(ask.session, growth, shown, answers, len(new))
-            self._engine.truncate(ask.session, cached)
-            for i, node in enumerate(new):
-                answers[node] = _Answer(found.state[i : i + 1], found.logits[i : i + 1])
-            self._offer(ask, growth, new, answers)
+            if new:
+                shown += new
+                found = yield self._tree(ask.session, growth, shown, answers, len(new))
+                self._engine.truncate(ask.session, cached)
+                for i, node in enumerate(new):
+                    answers[node] = _Answer(found.state[i : i + 1], found.logits[i : i + 1])
+                    held.grown[tuple(growth.path(node))] = answers[node]
+                self._offer(ask, growth, new, answers)
+            added = [growth.add() for _ in range(growth.share)]
+            if added[0] is None:
+                return growth.draft(done=True)
+        return growth.draft()
+
+    def _known(self, ask: Ask, held: _Held, growth: Growth) -> dict[int, _Answer]:
+        """The answers to open guesses that were found before, from the same states of the target's."""
+        here = (ask.committed, held.rows)
+        if held.grown_from != here:
+            held.grown, held.grown_from = {}, here
+        paths = {node: tuple(growth.path(node)) for node in range(len(growth.tokens))}
+        return {node: held.grown[path] for node, path in paths.items() if path in held.grown}
 
     def _offer(self, ask: Ask, growth: Growth, places: Sequence[int], answers: dict[int, _Answer]) -> None:
         logits = torch.cat([answers[place].logits for place in places])

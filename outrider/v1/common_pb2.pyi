@@ -421,14 +421,25 @@ class Steer(google.protobuf.message.Message):
     BRANCHES_FIELD_NUMBER: builtins.int
     PATIENCE_US_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    EAGER_FIELD_NUMBER: builtins.int
     gamma: builtins.int
-    """tokens ahead of the committed position; 0: none"""
+    """tokens ahead of the committed position; 0: none. Drafters guess so far,"""
     branches: builtins.int
-    """siblings per position a drafter may push; default 1"""
+    """verifiers wait until a guessed path is so long
+    siblings per position a drafter may push; default 1
+    """
     patience_us: builtins.int
     """how long a verifier waits for guesses, microseconds"""
     features: builtins.bool
     """send hidden states with verdicts from now on; verifiers only"""
+    nodes: builtins.int
+    """guesses, all branches together: that a drafter may have open at once (default"""
+    eager: builtins.bool
+    """and 0: gamma x branches), that a verifier checks per step (default and 0: as many
+    as it allows)
+    push guesses as they come, not only whole paths of gamma; drafters only
+    """
     def __init__(
         self,
         *,
@@ -436,15 +447,21 @@ class Steer(google.protobuf.message.Message):
         branches: builtins.int | None = ...,
         patience_us: builtins.int | None = ...,
         features: builtins.bool | None = ...,
+        nodes: builtins.int | None = ...,
+        eager: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_features", b"_features", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "features", b"features", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_features", b"_features", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "features", b"features", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "branches", b"branches", "eager", b"eager", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "branches", b"branches", "eager", b"eager", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_eager", b"_eager"]) -> typing.Literal["eager"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_features", b"_features"]) -> typing.Literal["features"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience_us", b"_patience_us"]) -> typing.Literal["patience_us"] | None: ...
 
@@ -457,7 +474,7 @@ class Guess(google.protobuf.message.Message):
     the committed prefix, of which the drafter then knew exactly `position` tokens.
     The tokens themselves get the node ids first_id, first_id+1, ... and each
     hangs from the one before it, unless `parents` says otherwise. No tokens at all
-    says: nothing to guess here, do not wait for me.
+    says: nothing more to guess until something is committed, do not wait for me.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -220,6 +220,7 @@ class Verdict(google.protobuf.message.Message):
     FEATURES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    LEFT_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute position of the first token"""
     accepted: builtins.int
@@ -233,6 +234,8 @@ class Verdict(google.protobuf.message.Message):
     finish_reason: global___FinishReason.ValueType
     nodes: builtins.int
     """guesses that were checked, all branches together"""
+    left: builtins.int
+    """length of the longest guessed path that goes on from here: at hand for the next step"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """committed now: final"""
@@ -266,9 +269,10 @@ class Verdict(google.protobuf.message.Message):
         features: outrider.v1.common_pb2.Features | None = ...,
         sources: collections.abc.Iterable[global___SourceTally] | None = ...,
         nodes: builtins.int = ...,
+        left: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["features", b"features", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
 

@@ -63,7 +63,7 @@ async def test_resumed_in_the_middle(verifier: str, truth: list[int]) -> None:
 
 async def test_guesses_that_hold_and_the_bonus(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=3, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         first = await stream.verdict()
         assert (list(first.tokens), first.last, first.offered) == (truth[:1], TokenKind.PLAIN, 0)
         await stream.guess(len(PROMPT) + 1, truth[1:4])
@@ -75,7 +75,7 @@ async def test_guesses_that_hold_and_the_bonus(verifier: str, truth: list[int]) 
 
 async def test_a_guess_that_fails_is_recovered(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=3, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, [truth[1], wrong(truth[2]), truth[3]])
         verdict = await stream.verdict()
@@ -93,7 +93,7 @@ async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: 
     truth = greedy(prompt, 40)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=2) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=40, gamma=4, branches=4, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=40, gamma=1, branches=4, patience_us=LONG_PATIENCE_US)
         await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
         await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
         await stream.guess(at + 2, truth[2:4], first_id=7, parent=2)
@@ -114,7 +114,7 @@ async def test_two_drafters_in_one_tree_are_tallied(loaded: LoadedModel, tmp_pat
     truth = greedy(prompt, 8)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=8, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=8, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.guess(at, [*truth[:3], wrong(truth[3])], source=1)
         await stream.guess(at, [*truth[:2], wrong(truth[2])], source=2)
         assert (await stream.call.read()).HasField("opened")
@@ -127,7 +127,7 @@ async def test_two_drafters_in_one_tree_are_tallied(loaded: LoadedModel, tmp_pat
 
 async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT), truth[0:4])
         verdict = await stream.verdict()
@@ -161,7 +161,7 @@ async def test_patience_ends_with_a_plain_token(verifier: str, truth: list[int])
 
 async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, [], first_id=0)
         verdict = await asyncio.wait_for(stream.verdict(), LONG_PATIENCE_US / 1e6 / 2)
@@ -170,7 +170,7 @@ async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> 
 
 async def test_steer_to_plain_decoding_ends_the_wait(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=6, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=6, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.steer(gamma=0)
         await asyncio.wait_for(stream.rest(), LONG_PATIENCE_US / 1e6 / 2)
@@ -232,7 +232,7 @@ async def test_a_prompt_longer_than_a_step_takes(verifier: str, greedy: Greedy) 
 
 async def test_half_closing_ends_the_session(verifier: str) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.verdict()
         assert (await probe(verifier)).load.sessions == 1
         await stream.call.done_writing()
@@ -346,7 +346,7 @@ async def test_features_are_the_models_hidden_states(
 ) -> None:
     async with verifying(verifier) as stream:
         await stream.open(
-            PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, features=True, cache_salt="features"
+            PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US, features=True, cache_salt="features"
         )
         verdicts = [await stream.verdict()]
         await stream.guess(len(PROMPT) + 1, [*truth[1:4], wrong(truth[4])])
@@ -410,7 +410,7 @@ async def test_features_end_with_the_output(verifier: str, plain_target: LlamaFo
 
 async def test_features_are_steered_on_and_off(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
         first = await stream.verdict()
         await stream.steer(features=True)
         await stream.guess(len(PROMPT) + 1, truth[1:4])
@@ -432,7 +432,7 @@ async def test_no_features_unless_asked_for(verifier: str) -> None:
 async def test_logprobs(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
     """Of the raw distribution, for guessed and own tokens alike, whatever the sampling parameters."""
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=4, patience_us=LONG_PATIENCE_US, logprobs=3)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US, logprobs=3)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, truth[1:4])
         await stream.verdict()

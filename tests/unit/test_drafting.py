@@ -99,7 +99,26 @@ def test_a_chain_is_sent_when_it_reaches_gamma() -> None:
 
 def test_a_chain_is_sent_when_nothing_more_will_come() -> None:
     session = opened(gamma=4)
-    assert draft(session, 7, done=True) == [Guess(3, 1, 0, (7,), draft_us=100)]
+    assert draft(session, 7, done=True) == [Guess(3, 1, 0, (7,), draft_us=100), Guess(3, 0, 0, ())]
+
+
+def test_an_eager_session_sends_what_there_is() -> None:
+    session = opened(gamma=3)
+    session.steer(Steering(eager=True))
+    assert draft(session, 7) == [Guess(3, 1, 0, (7,), draft_us=100)]
+    assert draft(session, 8) == [Guess(4, 2, 1, (8,), draft_us=100)]
+
+
+def test_an_eager_session_asks_for_little_at_a_time() -> None:
+    """So that a commit takes effect soon: about as many tokens as its drafter makes in four milliseconds."""
+    session = opened(gamma=64)
+    session.steer(Steering(eager=True))
+    for _ in range(20):
+        ask = session.ask()
+        assert ask is not None
+        session.take(Draft((7,) * ask.room), 2_000 * ask.room)
+        session.commit(len(session._committed), (9,))
+    assert ask.room == 2
 
 
 def test_nothing_to_guess_is_said_once_per_position() -> None:
@@ -175,8 +194,20 @@ def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
     session.commit(3, (7,))
     session.take(Draft((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
     assert sent(session) == [], "it was done for what was asked, not for what is asked now"
-    (guess,) = draft(session, done=True)
+    guess, passed = draft(session, done=True)
     assert (guess.position, guess.tokens) == (4, (9, 6)), "8 and 5 are gone with what they hang from"
+    assert (passed.position, passed.tokens) == (4, ()), "it is shorter than the verifier was told to wait for"
+
+
+def test_an_eager_session_widens_its_tree_until_no_more_may_be_open() -> None:
+    session = opened(gamma=2, branches=2)
+    session.steer(Steering(eager=True, nodes=5))
+    draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 1))
+    ask = session.ask()
+    assert ask is not None
+    assert (ask.room, ask.budget) == (1, 1)
+    draft(session, 6, parents=(0,))
+    assert session.ask() is None
 
 
 def test_a_drawn_token_has_no_sibling() -> None:

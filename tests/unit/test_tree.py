@@ -237,15 +237,40 @@ def test_nodes_carry_the_distribution_that_they_were_drawn_from() -> None:
     assert [node.draft_prob for node in tree.block(9, 9).nodes] == list(points(8, 7))
 
 
-def test_a_block_takes_the_nearest_guesses_first() -> None:
+def test_a_block_takes_the_likeliest_guesses_first() -> None:
+    """Drafters push their likeliest first: what follows it is worth more than what stands beside it."""
     tree = tree_over([1])
     tree.add(chain(1, 1, 7, 8, 9))
     tree.add(chain(1, 4, 5, 6))
-    block = tree.block(3, 9)
-    assert sorted(block.tokens[:2]) == [5, 7]
-    assert block.depth == 2
-    assert tree.block(9, 1).depth == 1
+    assert tree.block(3, 9).tokens == (7, 8, 9)
+    assert tree.block(4, 9).tokens == (7, 8, 9, 5)
+    assert sorted(tree.block(9, 1).tokens) == [5, 7]
     assert tree.block(0, 9) == tree.block(9, 0) == Block()
+
+
+def test_what_second_guesses_are_worth_is_learnt() -> None:
+    tree = tree_over([1])
+    tree.add(chain(1, 1, 7, 8))
+    tree.add(chain(1, 4, 5, 6))
+    assert tree.block(2, 9).tokens == (7, 8)
+    committed = [1]
+    tree = GuessTree(committed, single=False, max_nodes=EVERYTHING, max_ahead=EVERYTHING)
+    for at in range(1, 60):  # the second of two always holds
+        tree.add(chain(at, 2 * at - 1, 7))
+        tree.add(chain(at, 2 * at, 5))
+        committed.append(5)
+        tree.commit((5,))
+    tree.add(chain(60, 119, 7, 8))
+    tree.add(chain(60, 121, 5, 6))
+    assert tree.block(1, 9).tokens == (5,)
+
+
+def test_reaching_a_depth() -> None:
+    tree = tree_over([1])
+    assert [tree.reaches(depth) for depth in range(3)] == [True, False, False]
+    tree.add(chain(1, 1, 7))
+    tree.add(chain(1, 2, 5, 6))
+    assert [tree.reaches(depth) for depth in range(4)] == [True, True, True, False]
 
 
 def test_drafters_are_tallied_each_on_its_own() -> None:
@@ -433,8 +458,7 @@ class TreeMachine(RuleBasedStateMachine):
             for row, node in enumerate(block.nodes, start=1):
                 assert node.token == block.tokens[row - 1]
                 assert node.position == len(self.committed) + len(block.path_to(row)) - 1
-            depths = [len(block.path_to(row)) for row in range(1, len(block.tokens) + 1)]
-            assert depths == sorted(depths), "nearest first"
+            assert all(parent < row for row, parent in enumerate(block.parents, start=1)), "parents first"
         if self.single:
             assert len(set(block.parents)) == len(block.parents)
 
