@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from coordinator.gamma import Pair
 from coordinator.hops import DrafterHop
+from coordinator.plans import Plan
 from coordinator.roster import Link
-from outrider.messages import Features, SourceTally, Steering
+from outrider.messages import Features, SourceTally
+from outrider.tree import depth
 from outrider.v1 import common_pb2 as common
 
 
 class Attached:
     """`joined` once it has opened the session: until then it hears of commits and is not counted on."""
 
-    def __init__(self, hop: DrafterHop, source: int, pair: Pair, gamma: int) -> None:
+    def __init__(self, hop: DrafterHop, source: int, pair: Pair, plan: Plan) -> None:
         self.source = source
         self.pair = pair
-        self.gamma = gamma
+        self.plan = plan
         self.joined = False
         self.wants_features = False
         self.passed: common.Guess | None = None  # the newest message that said: nothing to guess here
@@ -26,16 +28,16 @@ class Attached:
         return self._hop.link
 
     def guessed(self, guess: common.Guess) -> None:
-        self.pair.drafted(depth(guess), guess.draft_us)
+        self.pair.drafted(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=self.plan.branches > 1)
         if not guess.tokens:
             self.passed = guess
 
     def judged(self, tally: SourceTally | None, *, awaited: bool) -> None:
         """`awaited`: the verifier waited, and no drafter had anything."""
         if tally is not None:
-            self.pair.judged(tally.offered, tally.accepted, due=self.gamma > 0)
+            self.pair.judged(tally.offered, tally.accepted, due=self.plan.gamma > 0)
         else:
-            self.pair.judged(0, 0, due=self.gamma > 0 and awaited)
+            self.pair.judged(0, 0, due=self.plan.gamma > 0 and awaited)
 
     def committed(self, position: int, tokens: tuple[int, ...], features: Features | None) -> int:
         """Tell it; how many bytes of hidden states went along."""
@@ -44,20 +46,10 @@ class Attached:
         self._hop.committed(position, tokens, features)
         return len(features.rows) if features is not None else 0
 
-    def steer(self, gamma: int, branches: int | None) -> None:
-        if gamma != self.gamma:
-            self.gamma = gamma
-            self._hop.steer(Steering(gamma=gamma, branches=branches))
+    def steer(self, plan: Plan) -> None:
+        if plan.for_drafter() != self.plan.for_drafter():
+            self._hop.steer(plan.for_drafter())
+        self.plan = plan
 
     def hang_up(self) -> None:
         self._hop.hang_up()
-
-
-def depth(guess: common.Guess) -> int:
-    """Length of its longest path: what the drafter had to do one after the other."""
-    if not guess.parents:
-        return len(guess.tokens)
-    depths = [0]
-    for parent in guess.parents[: len(guess.tokens)]:
-        depths.append(1 + depths[min(parent, len(depths) - 1)])
-    return max(depths)

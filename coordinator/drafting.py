@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
 from coordinator.attached import Attached
 from coordinator.budget import Budget
 from coordinator.features import FeatureWindow
-from coordinator.gamma import Controller, Estimator, Pair, PairHistory
+from coordinator.gamma import Controller, Estimator, Pair, PairHistory, Wishes
 from coordinator.hops import DrafterHop, Refusal, VerifierHop
 from coordinator.pairs import PairMemory
+from coordinator.plans import PLAIN
 from coordinator.record import SessionRecord
 from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.stats import RequestStats
@@ -54,7 +55,10 @@ class Drafting:
         self._means = means
         self._stats = stats
         self._positions = max(means.gamma_max, wish.gamma or 0)
-        self._control = Controller(means.gamma_max, Estimator(self._positions), wish.gamma, wish.patience_us)
+        wishes = Wishes(wish.gamma, wish.patience_us, wish.branches, wish.ahead)
+        single = record.request.params.mode.needs_draft_probs
+        self._control = Controller(means.gamma_max, Estimator(self._positions), wishes, single=single)
+        stats.control = self._control
         self._budget = Budget()
         self._window = FeatureWindow()
         self._verifier: VerifierHop | None = None
@@ -67,7 +71,7 @@ class Drafting:
 
     @property
     def gamma(self) -> int:
-        return self._control.gamma
+        return self._control.plan.gamma
 
     @property
     def wants_features(self) -> bool:
@@ -99,7 +103,7 @@ class Drafting:
         tallies = {tally.source: tally for tally in verdict.sources}
         for drafter in self._joined:
             drafter.judged(tallies.get(drafter.source), awaited=awaited)
-        if self._control.gamma or tallies:
+        if self._control.plan.gamma or tallies:
             self._budget.judged(verdict.sources)
         self._control.judged(verdict)
 
@@ -147,7 +151,7 @@ class Drafting:
         self._sources += 1
         source = self._sources
         async with DrafterHop(link, self._opening(), source) as hop:
-            drafter = Attached(hop, source, Pair(self._positions), self._control.gamma)
+            drafter = Attached(hop, source, Pair(self._positions), self._control.plan)
             self._attached[source] = drafter
             try:
                 opened = await hop.opened()
@@ -193,7 +197,15 @@ class Drafting:
         self._budget.leave(drafter.source)
         if drafter.pair.seen:
             target, model = self._target.info.fingerprint, drafter.link.info.model.fingerprint
-            self._means.pairs.remember(target, model, drafter.pair.history())
+            together = self._control.estimator.pair.history()
+            shown = replace(
+                drafter.pair.history(),
+                tree_gain=together.tree_gain,
+                ahead_gain=together.ahead_gain,
+                tree_rows=together.tree_rows,
+                paces=together.paces,
+            )
+            self._means.pairs.remember(target, model, shown)
 
     # Steering.
 
@@ -211,17 +223,25 @@ class Drafting:
         if best is not None:
             round_trips_ms += best.link.round_trip_ms
             self._control.estimator.pair.draft_ms = best.pair.draft_ms
+            self._control.estimator.pair.level_ms = best.pair.level_ms
             self._stats.drafter_kind = best.link.info.kind
         steering = self._control.decide(round_trips_ms, attached=best is not None)
+        plan = self._control.plan
         if steering is not None:
+            log.debug(
+                "plan",
+                session=self._record.session_id,
+                plan=plan.label,
+                considered={choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.considered()},
+            )
             verifier.steer(steering)
-        for source, gamma in self._budget.shares(self._control.gamma).items():
-            self._attached[source].steer(gamma, self._wish.branches)
+        for source, gamma in self._budget.shares(plan.gamma).items():
+            self._attached[source].steer(plan if gamma else PLAIN)
         self._pass_on()
 
     def _pass_on(self) -> None:
         """Once everybody who may guess has nothing to guess, the verifier need not wait."""
-        asked = [drafter.passed for drafter in self._joined if drafter.gamma]
+        asked = [drafter.passed for drafter in self._joined if drafter.plan.gamma]
         passed = [guess for guess in asked if guess is not None]
         if not passed or len(passed) < len(asked):
             return
@@ -268,7 +288,7 @@ class Drafting:
             tokens=[*request.prompt, *self._record.tokens],
             prompt_length=len(request.prompt),
             params=wire.params_to_proto(request.params),
-            steer=wire.steering_to_proto(Steering(gamma=self._control.gamma, branches=self._wish.branches)),
+            steer=wire.steering_to_proto(self._control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,
         )

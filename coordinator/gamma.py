@@ -1,101 +1,52 @@
-"""γ control: how far ahead to guess, and how long the verifier should wait for it.
+"""γ control: how a session is drafted and verified, learnt from its verdicts.
 
-Pure: no clocks, no I/O. `choose` maximises the expected committed tokens per
-second over γ from 0 (plain decoding) to the largest allowed; `Estimator`
-turns verdicts into the quantities that it needs.
+Pure: no clocks, no I/O. `Estimator` turns verdicts and guesses into the
+quantities that `plans` works with; `Controller` chooses the plan that
+promises the most tokens per second, compares what it promised with what came
+of it, and now and then looks whether guessing pays again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, Verdict
+from coordinator.plans import BRANCHES, PLAIN, Choice, Conditions, Plan, Way, expected_tokens, patience_for, plans, rate
+from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, TokenKind, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
 PRIOR_TRIALS = 4.0
-DECAY = 0.96  # of what a trial weighs, per step with guesses
+PRIOR_GAIN = 0.4  # of the guesses that fail, how many have the truth beside them where there are three
+PRIOR_GAIN_TRIALS = 10.0
+PRIOR_TREE_ROWS = 2.0
+DECAY = 0.98  # of what a trial weighs, per step with guesses
 SMOOTHING = 0.15
-HYSTERESIS = 1.04  # another γ must promise this much more before it is taken
+HYSTERESIS = 1.04  # another plan must promise this much more before it is taken
+DECIDE_EVERY = 4  # verdicts between two choices
 PROBE_AFTER = 16  # plain steps before a first look at whether guessing would pay by now
 PROBE_AT_MOST = 192  # plain steps between looks: each that shows nothing doubles the pause
 PROBE_STEPS = 4
 PROBE_GAMMA = 3
-MIN_PATIENCE_MS = 2.0
 MAX_PATIENCE_MS = 1_000.0
+FIXED_PATIENCE_MS = 50.0  # a fixed γ is meant: wait generously, so that it is what happens
 MAX_FITTED_ROWS = 256  # steps beyond this carry prompts, on another line
 PRIOR_ROW_SHARE = 0.04  # of a step's cost, that one more row adds, before it is known better
+SETTLING = 3  # verdicts after a new plan that still show the old one
+PACE_STEPS = 16  # verdicts after which what came is compared with what was promised
+PACE_SMOOTHING = 0.2  # the first looks weigh more
+KNOWN_LOOKS = 3  # what a pace of earlier sessions counts for
+PACE_BOUNDS = (0.3, 1.5)
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What a choice depends on. Times in milliseconds."""
-
-    acceptance: tuple[float, ...]  # chance that guess i holds, given that those before it did
-    offer_rate: float  # share of steps for which the drafter has a guess at all
-    draft_ms: float  # per guessed token
-    link_ms: float  # from a verdict to the guess that follows it, drafting aside: both round trips
-    cost: CostCurve  # of a verifier's step, by its rows
-    other_rows: float = 0.0  # of the sessions that share our steps
-    guess_rows: float = 1.0  # per guess of the longest path: more where paths branch
-
-    def verify_ms(self, guesses: float) -> float:
-        """A step that checks so many guesses of ours, one after the other."""
-        return self.cost.at(self.other_rows + 1.0 + guesses * self.guess_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    gamma: int
-    patience_ms: float
-    tokens_per_s: float  # expected
-
-    def steering(self) -> Steering:
-        return Steering(gamma=self.gamma, patience_us=int(self.patience_ms * 1000))
-
-
-def expected_tokens(acceptance: Sequence[float], gamma: int) -> float:
-    """Tokens that a step with γ guesses commits on average: the target's own and what holds before it."""
-    total, reached = 1.0, 1.0
-    for i in range(gamma):
-        reached *= acceptance[min(i, len(acceptance) - 1)]
-        total += reached
-    return total
-
-
-def wait_ms(conditions: Conditions, gamma: int) -> float:
-    """From a verdict until γ new guesses are at the verifier."""
-    return conditions.link_ms + gamma * conditions.draft_ms
-
-
-def rate(conditions: Conditions, gamma: int) -> float:
-    """Expected tokens per second with γ guesses per step."""
-    if gamma == 0:
-        return 1000.0 / max(conditions.verify_ms(0), 1e-6)
-    offered = conditions.offer_rate
-    tokens = offered * expected_tokens(conditions.acceptance, gamma) + (1.0 - offered)
-    # A drafter without a guess says so after one link's time.
-    wait = offered * wait_ms(conditions, gamma) + (1.0 - offered) * conditions.link_ms
-    verify = offered * conditions.verify_ms(gamma) + (1.0 - offered) * conditions.verify_ms(0)
-    return 1000.0 * tokens / max(wait + verify, 1e-6)
-
-
-def choose(conditions: Conditions, gamma_max: int, current: int | None = None) -> Choice:
-    """The best γ; the current one unless another is clearly better. What is slower than plain is never kept."""
-    rates = [rate(conditions, gamma) for gamma in range(gamma_max + 1)]
-    best = max(range(gamma_max + 1), key=rates.__getitem__)
-    kept = current is not None and current <= gamma_max and rates[current] >= rates[0]
-    if current is not None and kept and rates[best] < rates[current] * HYSTERESIS:
+def choose(conditions: Conditions, candidates: Iterable[Plan], current: Plan | None = None) -> Choice:
+    """The best plan; the current one unless another is clearly better. What is slower than plain is never kept."""
+    rates = {plan: rate(conditions, plan) for plan in candidates}
+    best = max(rates, key=rates.__getitem__)
+    plain = rates.get(PLAIN, 0.0)
+    if current is not None and rates.get(current, -1.0) >= plain and rates[best] < rates[current] * HYSTERESIS:
         best = current
     return Choice(best, patience_for(conditions, best), rates[best])
-
-
-def patience_for(conditions: Conditions, gamma: int) -> float:
-    """Twice the expected wait: enough for jitter, and a silent drafter costs little before γ falls to 0."""
-    if gamma == 0:
-        return 0.0
-    return min(MAX_PATIENCE_MS, max(MIN_PATIENCE_MS, 2.0 * wait_ms(conditions, gamma)))
 
 
 @dataclass(slots=True)
@@ -141,6 +92,30 @@ class PairHistory:
     acceptance: list[float] = field(default_factory=list)
     offer_rate: float = 1.0
     draft_ms: float = 0.0
+    tree_gain: float = PRIOR_GAIN
+    ahead_gain: float = PRIOR_GAIN
+    tree_rows: float = PRIOR_TREE_ROWS
+    level_ms: float = 0.0
+    paces: dict[str, float] = field(default_factory=dict)  # of each way, against what was expected of it
+
+
+@dataclass(slots=True)
+class Share:
+    """How often something held, lately."""
+
+    held: float
+    trials: float = PRIOR_GAIN_TRIALS
+
+    def __post_init__(self) -> None:
+        self.held *= self.trials
+
+    def add(self, *, held: bool) -> None:
+        self.trials = self.trials * DECAY + 1.0
+        self.held = self.held * DECAY + held
+
+    @property
+    def mean(self) -> float:
+        return self.held / self.trials
 
 
 class Pair:
@@ -155,24 +130,47 @@ class Pair:
         self._held = [0.0] * self._positions
         self._trials = [0.0] * self._positions
         self._prior_weight = [PRIOR_TRIALS] * self._positions
+        self._beside = Share(history.tree_gain)
+        self._at_hand = Share(history.ahead_gain)
         self.seen = 0  # steps with guesses
         self.offer_rate = history.offer_rate
         self.draft_ms = history.draft_ms
+        self.level_ms = history.level_ms
+        self.tree_rows = history.tree_rows
+        self.paces = {Way(way): pace for way, pace in history.paces.items()}
 
-    def drafted(self, tokens: int, draft_us: int) -> None:
-        """A guess arrived."""
-        if tokens:
-            self.draft_ms = _smooth(self.draft_ms, draft_us / 1000 / tokens)
+    def drafted(self, tokens: int, draft_us: int, *, tree: bool = False) -> None:
+        """A guess arrived, so deep."""
+        if not tokens or not draft_us:
+            return  # what goes out in several messages has its time on the first
+        taken = draft_us / 1000 / tokens
+        if tree:
+            self.level_ms = _smooth(self.level_ms, taken) if self.level_ms else taken
+        else:
+            self.draft_ms = _smooth(self.draft_ms, taken)
 
-    def judged(self, offered: int, accepted: int, *, due: bool) -> None:
-        """A verdict arrived; `due`: guesses were to be there."""
+    def judged(self, offered: int, accepted: int, *, due: bool, beside: int = 0) -> None:
+        """A verdict arrived; `due`: guesses were to be there. `beside`: accepted ones that were not the first for their
+        place."""
         if due:
             self.offer_rate = _smooth(self.offer_rate, 1.0 if offered else 0.0)
         self.seen += offered > 0
         for i in range(min(accepted + 1, offered, len(self._trials))):
             self._prior_weight[i] *= DECAY
             self._trials[i] = self._trials[i] * DECAY + 1.0
-            self._held[i] = self._held[i] * DECAY + (1.0 if i < accepted else 0.0)
+            # Which of the accepted stood beside is not said: the last, for what follows them is drafted last.
+            self._held[i] = self._held[i] * DECAY + (1.0 if i < accepted - beside else 0.0)
+
+    def branched(self, verdict: Verdict, *, ahead: bool) -> None:
+        """A tree was checked: what its runners-up were good for."""
+        missed = verdict.last is TokenKind.RECOVERED
+        share = self._at_hand if ahead else self._beside
+        for _ in range(verdict.beside):
+            share.add(held=True)
+        if missed:
+            share.add(held=ahead and verdict.left > 0)
+        if verdict.offered:
+            self.tree_rows = _smooth(self.tree_rows, max(1.0, verdict.nodes / verdict.offered))
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -187,12 +185,29 @@ class Pair:
         return tuple(found)
 
     @property
+    def tree_gain(self) -> float:
+        return self._beside.mean
+
+    @property
+    def ahead_gain(self) -> float:
+        return self._at_hand.mean
+
+    @property
     def length(self) -> float:
         """Accepted tokens to expect of as long a guess as there may be."""
         return expected_tokens(self.acceptance, self._positions) - 1.0
 
     def history(self) -> PairHistory:
-        return PairHistory(list(self.acceptance), self.offer_rate, self.draft_ms)
+        return PairHistory(
+            acceptance=list(self.acceptance),
+            offer_rate=self.offer_rate,
+            draft_ms=self.draft_ms,
+            tree_gain=self.tree_gain,
+            ahead_gain=self.ahead_gain,
+            tree_rows=self.tree_rows,
+            level_ms=self.level_ms,
+            paces={way.value: pace for way, pace in self.paces.items()},
+        )
 
 
 class Estimator:
@@ -205,15 +220,14 @@ class Estimator:
         self._published = UNKNOWN_COST
         self._pace: float | None = None  # steps seen, against what was published
         self._other_rows = 0.0  # of the sessions that share our steps
-        self._guess_rows = 1.0  # per guess of the longest path: more where paths branch
 
     def priced(self, published: CostCurve) -> None:
         """A verifier was attached, and says what its steps take."""
         self._published = published
         self._pace = None
 
-    def judged(self, verdict: Verdict, *, asked: int, waited: bool) -> None:
-        """A verdict arrived. `asked` is the γ in force, `waited` whether the verifier was to wait for guesses."""
+    def judged(self, verdict: Verdict, *, plan: Plan, waited: bool) -> None:
+        """A verdict arrived. `plan` is the one in force, `waited` whether the verifier was to wait for guesses."""
         timings = verdict.timings
         if timings.rows <= MAX_FITTED_ROWS:
             step_ms = timings.step_us / 1000
@@ -222,11 +236,13 @@ class Estimator:
                 pace = step_ms / self._published.at(timings.rows)
                 self._pace = pace if self._pace is None else _smooth(self._pace, pace)
             self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
-        self.pair.judged(verdict.offered, verdict.accepted, due=asked > 0 and (waited or verdict.offered > 0))
-        if verdict.offered:
-            self._guess_rows = _smooth(self._guess_rows, max(1.0, verdict.nodes / verdict.offered))
-        if asked and waited:
-            drafting = verdict.offered * self.pair.draft_ms
+        tree, asked = plan.branches > 1, plan.gamma > 0
+        due = asked and (waited or verdict.offered > 0)
+        self.pair.judged(verdict.offered, verdict.accepted, due=due, beside=verdict.beside)
+        if tree:
+            self.pair.branched(verdict, ahead=plan.ahead)
+        if asked and waited and not plan.ahead:
+            drafting = verdict.offered * (self.pair.level_ms if tree else self.pair.draft_ms)
             link = max(0.0, timings.wait_us / 1000 - drafting)
             self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
 
@@ -239,7 +255,11 @@ class Estimator:
             link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
             cost=self._curve(),
             other_rows=self._other_rows,
-            guess_rows=self._guess_rows,
+            tree_gain=self.pair.tree_gain,
+            ahead_gain=self.pair.ahead_gain,
+            tree_rows=self.pair.tree_rows,
+            level_ms=self.pair.level_ms or None,
+            paces=self.pair.paces,
         )
 
     def _curve(self) -> CostCurve:
@@ -249,50 +269,117 @@ class Estimator:
         return CostCurve.line(*self._cost.fit())
 
 
-class Controller:
-    """γ of one session over time: `choose`, and now and then a look at whether guessing pays again."""
+@dataclass(slots=True)
+class Tally:
+    """What one plan was expected to bring, and what it brought."""
 
-    def __init__(self, gamma_max: int, estimator: Estimator, fixed: int | None, fixed_patience_us: int | None) -> None:
-        self._gamma_max = gamma_max
-        self._fixed = fixed
-        self._fixed_patience_us = fixed_patience_us
+    steps: int = 0
+    tokens: int = 0
+    ms: float = 0.0
+    expected: float = 0.0  # tokens per second, summed over steps
+
+    def add(self, tokens: int, ms: float, expected: float) -> None:
+        self.steps += 1
+        self.tokens += tokens
+        self.ms += ms
+        self.expected += expected
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is not for the controller to choose."""
+
+    gamma: int | None = None
+    patience_us: int | None = None
+    branches: int | None = None
+    ahead: bool | None = None
+
+
+class Controller:
+    """The plan of one session over time: `choose`, and now and then a look at whether guessing pays again."""
+
+    def __init__(
+        self, gamma_max: int, estimator: Estimator, wishes: Wishes = Wishes(), *, single: bool = False
+    ) -> None:
+        """`single`: guesses are drawn, not chosen, and have no siblings."""
+        self._wishes = wishes
+        self._fixed = self._plan_wished(wishes, single=single)
+        self._gamma_max = gamma_max if wishes.gamma is None else wishes.gamma
+        self._candidates = [] if self._fixed is not None else self._allowed(self._gamma_max, wishes, single=single)
         self._plain_steps = 0
         self._pause = PROBE_AFTER
         self._probing = 0
+        self._since_choice = DECIDE_EVERY
+        self._since_plan = 0
+        self._seen = Tally()  # of the plan in force, since it settled
+        self._expected = 0.0  # of the plan in force, tokens per second
+        self._looks: dict[Way, int] = {}  # at what a way brings
         self.estimator = estimator
-        self.gamma = 0
+        self.plan = PLAIN
         self.patience_ms = 0.0
+        self.tallies: dict[Plan, Tally] = {}
+        self._conditions: Conditions | None = None  # when last chosen
 
     @property
     def wants_drafter(self) -> bool:
-        return (self._gamma_max if self._fixed is None else self._fixed) > 0
+        return (self._gamma_max if self._fixed is None else self._fixed.gamma) > 0
+
+    def considered(self) -> list[Choice]:
+        """The best plan of every way, as things stood when last chosen."""
+        best: dict[Way, Choice] = {}
+        for plan in self._candidates if self._conditions is not None else ():
+            assert self._conditions is not None
+            promised = rate(self._conditions, plan)
+            if plan.way not in best or promised > best[plan.way].tokens_per_s:
+                best[plan.way] = Choice(plan, patience_for(self._conditions, plan), promised)
+        return list(best.values())
 
     def judged(self, verdict: Verdict) -> None:
-        self.estimator.judged(verdict, asked=self.gamma, waited=self.patience_ms > 0)
+        self.estimator.judged(verdict, plan=self.plan, waited=self.patience_ms > 0)
         if self._probing and verdict.accepted:
             self._probing += PROBE_STEPS  # promising: look on
+        self._since_choice += 1
+        self._since_plan += 1
+        timings = verdict.timings
+        ms = (timings.wait_us + timings.step_us) / 1000
+        self.tallies.setdefault(self.plan, Tally()).add(len(verdict.tokens), ms, self._expected)
+        if self.plan.gamma and not self._probing and self._since_plan > SETTLING:
+            self._compare(len(verdict.tokens), ms)
 
     def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
-        """What to steer to now, if anything changes."""
-        choice = self._next(round_trips_ms) if attached else Choice(0, 0.0, 0.0)
-        if self._fixed_patience_us is not None and choice.gamma:
-            choice = Choice(choice.gamma, self._fixed_patience_us / 1000, choice.tokens_per_s)
-        unchanged = (
-            choice.gamma == self.gamma and 0.75 * self.patience_ms <= choice.patience_ms <= 1.25 * self.patience_ms
-        )
-        if unchanged:
+        """What to steer the verifier to now, if anything changes; drafters follow `plan`."""
+        if not attached:
+            choice = Choice(PLAIN, 0.0, 0.0)
+            self._since_choice = DECIDE_EVERY
+        elif self._fixed is not None:
+            choice = self._as_wished(round_trips_ms, self._fixed)
+        elif self._since_choice < DECIDE_EVERY and not self._probing:
             return None
-        self.gamma, self.patience_ms = choice.gamma, choice.patience_ms
-        return choice.steering()
+        else:
+            self._since_choice = 0
+            choice = self._next(round_trips_ms)
+        if self._wishes.patience_us is not None and choice.plan.gamma:
+            choice = Choice(choice.plan, self._wishes.patience_us / 1000, choice.tokens_per_s)
+        self._expected = choice.tokens_per_s
+        if choice.plan == self.plan and 0.75 * self.patience_ms <= choice.patience_ms <= 1.25 * self.patience_ms:
+            return None
+        if choice.plan != self.plan:
+            self._since_plan = 0
+            self._seen = Tally()
+        self.plan, self.patience_ms = choice.plan, choice.patience_ms
+        return self.plan.for_verifier(self.patience_ms)
+
+    def _as_wished(self, round_trips_ms: float, plan: Plan) -> Choice:
+        conditions = self.estimator.conditions(round_trips_ms)
+        patience = (
+            max(FIXED_PATIENCE_MS, 4.0 * patience_for(conditions, plan)) if plan.gamma and not plan.ahead else 0.0
+        )
+        return Choice(plan, min(patience, MAX_PATIENCE_MS), rate(conditions, plan))
 
     def _next(self, round_trips_ms: float) -> Choice:
-        conditions = self.estimator.conditions(round_trips_ms)
-        if self._fixed is not None:
-            # A fixed γ is meant: wait generously, so that it is what happens.
-            patience = max(50.0, 4.0 * patience_for(conditions, self._fixed)) if self._fixed else 0.0
-            return Choice(self._fixed, min(patience, MAX_PATIENCE_MS), rate(conditions, self._fixed))
-        choice = choose(conditions, self._gamma_max, None if self._probing else self.gamma)
-        if choice.gamma:
+        conditions = self._conditions = self.estimator.conditions(round_trips_ms)
+        choice = choose(conditions, self._candidates, None if self._probing else self.plan)
+        if choice.plan.gamma:
             self._plain_steps = self._probing = 0
             self._pause = PROBE_AFTER
             return choice
@@ -307,12 +394,50 @@ class Controller:
             if self._probing == 0:
                 self._pause = min(PROBE_AT_MOST, 2 * self._pause)
         else:
-            self._plain_steps += 1
+            self._plain_steps += DECIDE_EVERY
             if self._plain_steps % self._pause:
                 return None
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
-        return Choice(gamma, 0.0, rate(conditions, 0))
+        return Choice(Plan(gamma, ahead=True), 0.0, rate(conditions, PLAIN))
+
+    def _compare(self, tokens: int, ms: float) -> None:
+        """Over some steps: what the plan brought, against what was expected of its way with nothing known of it."""
+        way, pace = self.plan.way, self.estimator.pair.paces.get(self.plan.way, 1.0)
+        self._seen.add(tokens, ms, self._expected / pace)
+        if self._seen.steps < PACE_STEPS or self._seen.ms <= 0.0 or self._seen.expected <= 0.0:
+            return
+        brought = 1000.0 * self._seen.tokens / self._seen.ms
+        found = brought / (self._seen.expected / self._seen.steps)
+        low, high = PACE_BOUNDS
+        looks = self._looks.get(way, KNOWN_LOOKS if way in self.estimator.pair.paces else 0)
+        self._looks[way] = looks + 1
+        weight = max(PACE_SMOOTHING, 1.0 / (1 + looks))
+        self.estimator.pair.paces[way] = pace + weight * (min(high, max(low, found)) - pace)
+        self._seen = Tally()
+
+    @staticmethod
+    def _plan_wished(wishes: Wishes, *, single: bool) -> Plan | None:
+        if wishes.gamma == 0:
+            return PLAIN
+        if wishes.gamma is None or wishes.ahead:
+            return None  # ahead, what a step takes and waits for remains to be chosen
+        return Plan(wishes.gamma, 1 if single else wishes.branches or 1)
+
+    @staticmethod
+    def _allowed(gamma_max: int, wishes: Wishes, *, single: bool) -> list[Plan]:
+        if single:
+            widths = [1]
+        elif wishes.branches is not None:
+            widths = [wishes.branches]
+        else:
+            widths = [1, *BRANCHES] if wishes.gamma is None else [1]
+        return [
+            plan
+            for plan in plans(gamma_max, widths)
+            if (plan.gamma == 0 and wishes.gamma is None)
+            or (plan.gamma and (wishes.ahead is None or plan.ahead == wishes.ahead))
+        ]
 
 
 def _smooth(old: float, new: float) -> float:

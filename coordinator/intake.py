@@ -54,7 +54,8 @@ def _wish(speculation: pb.Speculation) -> Wish:
     branches = speculation.branches if speculation.HasField("branches") else None
     if branches is not None and not 1 <= branches <= MAX_BRANCHES:
         raise InvalidRequest.of("speculation.branches", branches, f"in [1, {MAX_BRANCHES}]")
-    return Wish(gamma, patience, speculation.drafter, branches)
+    ahead = speculation.ahead if speculation.HasField("ahead") else None
+    return Wish(gamma, patience, speculation.drafter, branches, ahead)
 
 
 def _prompt(request: pb.GenerateRequest, target: Target, limit: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import structlog
 
@@ -56,8 +57,11 @@ def _blend(old: PairHistory, new: PairHistory) -> PairHistory:
 
     longer = max(old.acceptance, new.acceptance, key=len)
     both = [mix(a, b) for a, b in zip(old.acceptance, new.acceptance, strict=False)]
-    return PairHistory(
+    numbers = ("offer_rate", "draft_ms", "tree_gain", "ahead_gain", "tree_rows")
+    return replace(
+        old,
         acceptance=both + longer[len(both) :],
-        offer_rate=mix(old.offer_rate, new.offer_rate),
-        draft_ms=mix(old.draft_ms, new.draft_ms),
+        level_ms=mix(old.level_ms, new.level_ms) if old.level_ms and new.level_ms else old.level_ms or new.level_ms,
+        paces={way: mix(old.paces.get(way, 1.0), pace) for way, pace in (old.paces | new.paces).items()},
+        **{name: mix(getattr(old, name), getattr(new, name)) for name in numbers},
     )

@@ -22,6 +22,7 @@ class Wish:
     patience_us: int | None = None
     drafter: str = ""
     branches: int | None = None
+    ahead: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

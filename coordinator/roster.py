@@ -31,6 +31,7 @@ COOLDOWN_S = 0.5
 MAX_COOLDOWN_S = 5.0
 LOOK_EVERY_S = 0.1
 _SMOOTHING = 0.3
+_LEAP = 1.4  # a round trip that differs so much is news, not noise: half of it is believed at once
 LOST_AFTER_HEARTBEATS = 5
 
 
@@ -87,9 +88,13 @@ class Link:
             else:
                 taken = 1000 * (time.perf_counter() - started)
                 known = self.round_trip_ms
-                self.round_trip_ms = taken if known == 0.0 else known + _SMOOTHING * (taken - known)
+                self.round_trip_ms = taken if known == 0.0 else known + _trust(known, taken) * (taken - known)
                 self.info = replace(self.info, load=wire.load_from_proto(reply.load), draining=reply.draining)
             await asyncio.sleep(PROBE_S)
+
+
+def _trust(known: float, taken: float) -> float:
+    return _SMOOTHING if known / _LEAP <= taken <= known * _LEAP else 0.5
 
 
 def _anybody(_: Link) -> bool:

@@ -13,7 +13,7 @@ class CoordinatorSettings(Settings):
     redis_url: str = Field("", description="Redis for sessions; empty: REDIS_URL, else a private embedded server.")
     max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
     max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt taken, KiB of text.")
-    gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that adaptive control may choose.")
+    gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that adaptive control may choose; twice that ahead.")
     drafters_per_session: int = Field(1, ge=1, le=8, description="Different drafters that guess for one session.")
     heartbeat_ms: int = Field(1000, ge=50, description="How often workers report, ms; lost after five times this.")
     worker_wait_s: float = Field(30.0, ge=0, description="How long a session waits for a verifier, seconds.")

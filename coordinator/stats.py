@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from coordinator.gamma import Controller
 from outrider import wire
-from outrider.messages import Verdict
+from outrider.messages import TokenKind, Verdict
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -36,6 +37,9 @@ class RequestStats:
         self.drafter_losses = 0
         self.drafter_kind = ""
         self.feature_bytes = 0
+        self.control: Controller | None = None
+        self._missed = 0
+        self._missed_at_hand = 0
         self._kinds: dict[int, str] = {}  # of every drafter that there was, by its source
         self._guessed_by: Counter[str] = Counter()
         self._accepted_of: Counter[str] = Counter()
@@ -68,6 +72,9 @@ class RequestStats:
             self._accepted_of[self._kinds.get(tally.source, "")] += tally.accepted
         if verdict.offered:
             self._drafts += 1
+            if verdict.last is TokenKind.RECOVERED:
+                self._missed += 1
+                self._missed_at_hand += verdict.left > 0
             self._committed_with_drafts += len(verdict.tokens)
             _count_up_to(self._offered, verdict.offered)
             _count_up_to(self._accepted, verdict.accepted)
@@ -108,7 +115,31 @@ class RequestStats:
                 )
                 for order, kind in enumerate(dict.fromkeys(self._kinds.values()), start=1)
             ],
+            plans=self._plans(),
+            missed=self._missed,
+            draft_ms=self._draft_us / 1000,
+            missed_at_hand=self._missed_at_hand,
         )
+
+    def _plans(self) -> list[pb.PlanShare]:
+        if self.control is None:
+            return []
+        tallies = sorted(self.control.tallies.items(), key=lambda item: -item[1].steps)
+        taken = [
+            pb.PlanShare(
+                plan=plan.label,
+                steps=tally.steps,
+                expected_tokens_per_second=_ratio(tally.expected, tally.steps),
+                tokens_per_second=1000.0 * _ratio(tally.tokens, tally.ms),
+            )
+            for plan, tally in tallies
+        ]
+        ways = {plan.way for plan in self.control.tallies}
+        return taken + [
+            pb.PlanShare(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
+            for choice in self.control.considered()
+            if choice.plan.way not in ways
+        ]
 
 
 def _count_up_to(counts: list[int], length: int) -> None:

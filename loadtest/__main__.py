@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.endpoint import allowed
 from loadtest.summary import Summary
 from loadtest.workload import cases
 from outrider.client import DEFAULT_ENDPOINT
+from outrider.endpoint import allowed
 from outrider.errors import InvalidRequest
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")

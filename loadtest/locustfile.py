@@ -19,10 +19,10 @@ import grpc.experimental.gevent
 from locust import User, constant, events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.endpoint import allowed
 from loadtest.summary import FIRST_TOKEN, REQUEST_TYPE, TEXT_DIFFERS, TOTAL, summarise
 from loadtest.workload import Case, Output, ask, cases, difference, fetch
 from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
+from outrider.endpoint import allowed
 from outrider.errors import OutriderError
 
 grpc.experimental.gevent.init_gevent()

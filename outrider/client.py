@@ -114,6 +114,7 @@ class Client:
         patience_us: int | None = None,
         drafter: str = "",
         branches: int | None = None,
+        ahead: bool | None = None,
         idempotency_key: str = "",
         cache_salt: str = "",
     ) -> Iterator[Reply]:
@@ -125,7 +126,9 @@ class Client:
             params=wire.params_to_proto(params or SamplingParams()),
             # With a key a request can be sent again when the answer to it was lost.
             idempotency_key=idempotency_key or secrets.token_hex(16),
-            speculation=pb.Speculation(gamma=gamma, patience_us=patience_us, drafter=drafter, branches=branches),
+            speculation=pb.Speculation(
+                gamma=gamma, patience_us=patience_us, drafter=drafter, branches=branches, ahead=ahead
+            ),
             cache_salt=cache_salt,
         )
         if prompt is not None:

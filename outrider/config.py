@@ -79,6 +79,9 @@ class WorkerSettings(Settings):
     prefix_tokens: int = Field(
         -1, ge=-1, description="Tokens of ended sessions kept for others that begin alike; -1: what suits the device."
     )
+    pace: str = Field(
+        "", description="For benchmarks only: no step is faster, e.g. 1:40,16:40,32:80, milliseconds by its tokens."
+    )
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:

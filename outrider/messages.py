@@ -243,6 +243,7 @@ class Verdict:
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
     left: int = 0  # longest guessed path that goes on from here
+    beside: int = 0  # accepted guesses that were not the first for their place
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:

@@ -70,6 +70,7 @@ class Block:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     nodes: tuple[Node, ...] = ()
+    ranks: tuple[int, ...] = ()  # among its siblings, 0 for the first that came
 
     def path_to(self, row: int) -> list[int]:
         """Guessed tokens from the root to a row."""
@@ -197,25 +198,27 @@ class GuessTree:
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[Node] = []
-        reached: list[tuple[float, int, Node, int, int]] = []
+        ranks: list[int] = []
+        reached: list[tuple[float, int, Node, int, int, int]] = []
         seen = 0
 
         def reach(siblings: Sequence[Node], parent_row: int, depth: int, chance: float) -> None:
             nonlocal seen
             for rank, node in enumerate(siblings):
                 seen += 1  # of equals, the first reached
-                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, parent_row, depth))
+                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent_row, depth))
 
         if max_depth > 0:
             reach(self._roots, 0, 1, 1.0)
         while reached and len(tokens) < max_rows:
-            worth, _, node, parent_row, depth = heapq.heappop(reached)
+            worth, _, node, rank, parent_row, depth = heapq.heappop(reached)
             tokens.append(node.token)
             parents.append(parent_row)
             nodes.append(node)
+            ranks.append(rank)
             if depth < max_depth:
                 reach(node.children, len(tokens), depth + 1, -worth)
-        return Block(tuple(tokens), tuple(parents), tuple(nodes))
+        return Block(tuple(tokens), tuple(parents), tuple(nodes), tuple(ranks))
 
     def reaches(self, depth: int) -> bool:
         """Whether a chain of this length fits now."""
@@ -300,3 +303,13 @@ class GuessTree:
         self._size -= 1
         for key in node.keys:
             self._nodes.pop(key, None)
+
+
+def depth(parents: Sequence[int], num_tokens: int) -> int:
+    """Length of a guess's longest path: what its drafter had to do one after the other."""
+    if not parents:
+        return num_tokens
+    depths = [0]
+    for parent in parents[:num_tokens]:
+        depths.append(1 + depths[min(parent, len(depths) - 1)])
+    return max(depths)

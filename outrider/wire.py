@@ -170,6 +170,7 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
         sources=[tally_to_proto(tally) for tally in verdict.sources],
         nodes=verdict.nodes,
         left=verdict.left,
+        beside=verdict.beside,
     )
     if verdict.features is not None:
         proto.features.CopyFrom(features_to_proto(verdict.features))
@@ -200,6 +201,7 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
         sources=tuple(tally_from_proto(tally) for tally in proto.sources),
         nodes=proto.nodes,
         left=proto.left,
+        beside=proto.beside,
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.tiny import make_model
 from tests.cluster import Cluster
-from tests.tiny import make_model
 
 _REAL = ("contract", "e2e", "prove")
 

@@ -385,4 +385,5 @@ def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
         features=features,
         sources=item.block.tallies(outcome.path[:accepted]),
         nodes=len(item.block.tokens),
+        beside=sum(item.block.ranks[row - 1] > 0 for row in outcome.path[:accepted]),
     )

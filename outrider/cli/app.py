@@ -39,6 +39,7 @@ app.command()(tune.tune)
 bench_app.command()(bench.overhead)
 bench_app.command()(bench.engine)
 bench_app.command()(bench.drafters)
+bench_app.command()(bench.network)
 
 
 @app.command(

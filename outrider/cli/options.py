@@ -30,6 +30,16 @@ Seed = Annotated[int | None, option("--seed", "Same seed, same text. Drawn and r
 Gamma = Annotated[
     int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
 ]
+Branches = Annotated[
+    int | None, option("--branches", "Fix how many guesses stand beside each other. Default: adaptive.", min=1)
+]
+Ahead = Annotated[
+    bool | None,
+    option("--ahead/--in-turns", "Whether the drafter goes on while its guesses are checked. Default: adaptive."),
+]
+Explain = Annotated[
+    bool, option("--explain", "Say at the end what γ control expected of each way to speculate, and what came true.")
+]
 Drafter = Annotated[str, option("--drafter", "Only drafters of this kind: suffix, model, ... Default: any.")]
 Mode = Annotated[
     str | None,

@@ -6,6 +6,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from outrider.client import Finished, Generation, Tokens
@@ -49,6 +50,19 @@ def summary(stats: pb.Stats, finished: Finished) -> str:
         f"{line} · {stats.drafter}: {stats.acceptance_length:.2f} tokens per guessed step, "
         f"{100 * stats.acceptance_rate:.0f} % accepted, mean γ {stats.mean_gamma:.1f}"
     )
+
+
+def explanation(stats: pb.Stats) -> Table:
+    """What γ control expected of each way to speculate, and what came true."""
+    table = Table("plan", "steps", "expected tokens/s", "came true", title="γ control", title_justify="left")
+    for share in stats.plans:
+        table.add_row(
+            share.plan,
+            str(share.steps) if share.steps else "not taken",
+            f"{share.expected_tokens_per_second:.1f}" if share.expected_tokens_per_second else "-",
+            f"{share.tokens_per_second:.1f}" if share.steps else "",
+        )
+    return table
 
 
 def as_json(generation: Generation) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options
-from outrider.cli.show import LEGEND, as_json, show_tokens, summary
+from outrider.cli.show import LEGEND, as_json, explanation, show_tokens, summary
 from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
 from outrider.errors import InvalidRequest
 
@@ -27,6 +27,8 @@ def generate(
     min_p: options.MinP = 0.0,
     seed: options.Seed = None,
     gamma: options.Gamma = None,
+    branches: options.Branches = None,
+    ahead: options.Ahead = None,
     drafter: options.Drafter = "",
     verification: options.Mode = None,
     stop: options.Stop = None,
@@ -37,6 +39,7 @@ def generate(
     timeout_s: Annotated[float | None, options.option("--timeout-s", "Give up after this many seconds.")] = None,
     as_json_: Annotated[bool, options.option("--json", "Print one JSON object at the end.")] = False,
     show_guesses: options.ShowGuesses = False,
+    explain: options.Explain = False,
     plain: options.Plain = False,
 ) -> None:
     """Generate from a prompt and stream the text.
@@ -59,11 +62,12 @@ def generate(
     messages = [*([("system", system)] if system else []), ("user", text)]
     request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}
     request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
+    request |= {"branches": branches, "ahead": ahead}
     with Client(endpoint.split(","), timeout_s=timeout_s) as client:
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
             return
-        _stream(client, request, colour=show_guesses)
+        _stream(client, request, colour=show_guesses, explain=explain)
 
 
 def chat(
@@ -116,7 +120,7 @@ def _ask(console: Console) -> str | None:
     return None if line in ("/exit", "/quit") else line
 
 
-def _stream(client: Client, request: dict[str, Any], *, colour: bool) -> str:
+def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: bool = False) -> str:
     """Show an output as it comes; the text."""
     out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     if colour:
@@ -131,6 +135,8 @@ def _stream(client: Client, request: dict[str, Any], *, colour: bool) -> str:
                 parts.append(reply.text)
                 out.print(reply.text, markup=False, soft_wrap=True)
                 notes.print(summary(reply.stats, reply), style="dim")
+                if explain:
+                    notes.print(explanation(reply.stats))
     except KeyboardInterrupt:
         out.print()
         notes.print("stopped", style="dim")

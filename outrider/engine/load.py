@@ -26,6 +26,7 @@ from outrider.engine.cost import measure_cost
 from outrider.engine.graphs import GraphEngine
 from outrider.engine.interface import Engine, Rows
 from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.paced import PacedEngine, parse_pace
 from outrider.engine.paged import PagedEngine
 from outrider.engine.parallel import ParallelEngine, Team, whole
 from outrider.engine.plan import NoPlan, Plan, plan
@@ -62,6 +63,7 @@ class EngineOptions:
     prefix_tokens: int | None = None  # kept of ended sessions; None: what suits the device
     head_ids: tuple[int, ...] | None = None  # the only ids that logits are wanted of, in this order; None: all
     layers: int | None = None  # only the first so many
+    pace: str = ""  # no step is faster; see paced.py
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
@@ -73,6 +75,7 @@ class EngineOptions:
             threads=settings.threads,
             kv_tokens=settings.kv_tokens,
             prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
+            pace=settings.pace,
         )
 
 
@@ -125,6 +128,8 @@ def load_model(
     info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
     if options.head_ids is not None:
         info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
+    if options.pace:
+        info = replace(info, name=f"{info.name} (paced {options.pace})")
     engine = make_engine(model, info, options, progress, team)
     if team is not None and not team.leads:
         return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 has all of them warm up and measures
@@ -133,6 +138,8 @@ def load_model(
     # What is there now stays: looking through it again and again would delay steps.
     gc.collect()
     gc.freeze()
+    if options.pace:
+        engine = PacedEngine(engine, parse_pace(options.pace))
     progress("measuring what steps cost")
     cost = measure_cost(engine)
     let_go()  # another thread may run the model

@@ -26,15 +26,15 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import verifier_pb2 as outrider_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/coordinator.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1aoutrider/v1/verifier.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x81\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\x0fidempotency_key\x18\x05 \x01(\t\x12-\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x18.outrider.v1.Speculation\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x07\n\x05input\"\x8a\x01\n\x0bSpeculation\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bpatience_us\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x15\n\x08\x62ranches\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_gammaB\x0e\n\x0c_patience_usB\x0b\n\t_branches\"\xb8\x01\n\rGenerateReply\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.outrider.v1.ChunkH\x00\x12)\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x15.outrider.v1.CompleteH\x00\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.outrider.v1.ErrorH\x00\x42\t\n\x07message\"Q\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\"\xa3\x01\n\x05\x43hunk\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12%\n\x05kinds\x18\x04 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x12\n\ncharacters\x18\x06 \x03(\r\"\xa9\x01\n\x08\x43omplete\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Stats\"\xc7\x04\n\x05Stats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1c\n\x14offered_per_position\x18\x05 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x06 \x03(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x07 \x01(\x01\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01\x12\x12\n\nmean_gamma\x18\t \x01(\x01\x12 \n\x18\x62ytes_per_accepted_token\x18\n \x01(\x01\x12\x1f\n\x17\x62ytes_per_guessed_token\x18\x0b \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x0c \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\r \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0e \x01(\x01\x12\x11\n\tfailovers\x18\x0f \x01(\r\x12\x16\n\x0e\x64rafter_losses\x18\x10 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x11 \x01(\t\x12\x14\n\x0cmean_step_ms\x18\x12 \x01(\x01\x12\x14\n\x0cmean_wait_ms\x18\x13 \x01(\x01\x12\x15\n\rmean_draft_ms\x18\x14 \x01(\x01\x12\x15\n\rcached_tokens\x18\x15 \x01(\r\x12\x15\n\rfeature_bytes\x18\x16 \x01(\x04\x12+\n\x08\x64rafters\x18\x17 \x03(\x0b\x32\x19.outrider.v1.DrafterShare\"W\n\x0c\x44rafterShare\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttached_order\x18\x02 \x01(\r\x12\x0f\n\x07guessed\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\"H\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rfrom_position\x18\x02 \x01(\r\x12\x0c\n\x04tail\x18\x03 \x03(\r\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\" \n\x0b\x43\x61ncelReply\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"~\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\x12$\n\x07workers\x18\x05 \x03(\x0b\x32\x13.outrider.v1.Worker\"\xf6\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.outrider.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x04load\x18\x07 \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x15\n\rround_trip_ms\x18\t \x01(\x01\x12\x10\n\x08\x66\x65\x61tures\x18\n \x01(\x08\"r\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x13.outrider.v1.WorkerH\x00\x12-\n\nvocabulary\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VocabularyH\x00\x42\t\n\x07message\"<\n\nVocabulary\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"_\n\rRegisterReply\x12\x12\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08H\x00\x12\x19\n\x0fsend_vocabulary\x18\x02 \x01(\x08H\x00\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\rB\t\n\x07message*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x11\n\rROLE_VERIFIER\x10\x01\x12\x10\n\x0cROLE_DRAFTER\x10\x02\x32\xed\x02\n\x08Outrider\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12\x42\n\x06Resume\x12\x1a.outrider.v1.ResumeRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12>\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x18.outrider.v1.CancelReply\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfo\x12K\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\x17.outrider.v1.ServerInfo2T\n\x08Registry\x12H\n\x08Register\x12\x1c.outrider.v1.RegisterRequest\x1a\x1a.outrider.v1.RegisterReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/coordinator.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1aoutrider/v1/verifier.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x81\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\x0fidempotency_key\x18\x05 \x01(\t\x12-\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x18.outrider.v1.Speculation\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x07\n\x05input\"\xa8\x01\n\x0bSpeculation\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bpatience_us\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x15\n\x08\x62ranches\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05\x61head\x18\x05 \x01(\x08H\x03\x88\x01\x01\x42\x08\n\x06_gammaB\x0e\n\x0c_patience_usB\x0b\n\t_branchesB\x08\n\x06_ahead\"\xb8\x01\n\rGenerateReply\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.outrider.v1.ChunkH\x00\x12)\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x15.outrider.v1.CompleteH\x00\x12#\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.outrider.v1.ErrorH\x00\x42\t\n\x07message\"Q\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\"\xa3\x01\n\x05\x43hunk\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12%\n\x05kinds\x18\x04 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x12\n\ncharacters\x18\x06 \x03(\r\"\xa9\x01\n\x08\x43omplete\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\routput_tokens\x18\x05 \x01(\r\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Stats\"\xa8\x05\n\x05Stats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1c\n\x14offered_per_position\x18\x05 \x03(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x06 \x03(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x07 \x01(\x01\x12\x17\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01\x12\x12\n\nmean_gamma\x18\t \x01(\x01\x12 \n\x18\x62ytes_per_accepted_token\x18\n \x01(\x01\x12\x1f\n\x17\x62ytes_per_guessed_token\x18\x0b \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x0c \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\r \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0e \x01(\x01\x12\x11\n\tfailovers\x18\x0f \x01(\r\x12\x16\n\x0e\x64rafter_losses\x18\x10 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x11 \x01(\t\x12\x14\n\x0cmean_step_ms\x18\x12 \x01(\x01\x12\x14\n\x0cmean_wait_ms\x18\x13 \x01(\x01\x12\x15\n\rmean_draft_ms\x18\x14 \x01(\x01\x12\x15\n\rcached_tokens\x18\x15 \x01(\r\x12\x15\n\rfeature_bytes\x18\x16 \x01(\x04\x12+\n\x08\x64rafters\x18\x17 \x03(\x0b\x32\x19.outrider.v1.DrafterShare\x12%\n\x05plans\x18\x18 \x03(\x0b\x32\x16.outrider.v1.PlanShare\x12\x0e\n\x06missed\x18\x19 \x01(\r\x12\x10\n\x08\x64raft_ms\x18\x1b \x01(\x01\x12\x16\n\x0emissed_at_hand\x18\x1a \x01(\r\"g\n\tPlanShare\x12\x0c\n\x04plan\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\r\x12\"\n\x1a\x65xpected_tokens_per_second\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\"W\n\x0c\x44rafterShare\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x16\n\x0e\x61ttached_order\x18\x02 \x01(\r\x12\x0f\n\x07guessed\x18\x03 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x04\"H\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rfrom_position\x18\x02 \x01(\r\x12\x0c\n\x04tail\x18\x03 \x03(\r\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\" \n\x0b\x43\x61ncelReply\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"~\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0e\x63oordinator_id\x18\x02 \x01(\t\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\x12$\n\x07workers\x18\x05 \x03(\x0b\x32\x13.outrider.v1.Worker\"\xf6\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1f\n\x04role\x18\x02 \x01(\x0e\x32\x11.outrider.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12%\n\x05model\x18\x06 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x04load\x18\x07 \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x15\n\rround_trip_ms\x18\t \x01(\x01\x12\x10\n\x08\x66\x65\x61tures\x18\n \x01(\x08\"r\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x13.outrider.v1.WorkerH\x00\x12-\n\nvocabulary\x18\x02 \x01(\x0b\x32\x17.outrider.v1.VocabularyH\x00\x42\t\n\x07message\"<\n\nVocabulary\x12\x10\n\x08\x66irst_id\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"_\n\rRegisterReply\x12\x12\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08H\x00\x12\x19\n\x0fsend_vocabulary\x18\x02 \x01(\x08H\x00\x12\x14\n\x0cheartbeat_ms\x18\x03 \x01(\rB\t\n\x07message*A\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x11\n\rROLE_VERIFIER\x10\x01\x12\x10\n\x0cROLE_DRAFTER\x10\x02\x32\xed\x02\n\x08Outrider\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12\x42\n\x06Resume\x12\x1a.outrider.v1.ResumeRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12>\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x18.outrider.v1.CancelReply\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfo\x12K\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\x17.outrider.v1.ServerInfo2T\n\x08Registry\x12H\n\x08Register\x12\x1c.outrider.v1.RegisterRequest\x1a\x1a.outrider.v1.RegisterReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2728
-  _globals['_ROLE']._serialized_end=2793
+  _globals['_ROLE']._serialized_start=2960
+  _globals['_ROLE']._serialized_end=3025
   _globals['_CHATMESSAGE']._serialized_start=100
   _globals['_CHATMESSAGE']._serialized_end=144
   _globals['_CHAT']._serialized_start=146
@@ -44,39 +44,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=224
   _globals['_GENERATEREQUEST']._serialized_end=481
   _globals['_SPECULATION']._serialized_start=484
-  _globals['_SPECULATION']._serialized_end=622
-  _globals['_GENERATEREPLY']._serialized_start=625
-  _globals['_GENERATEREPLY']._serialized_end=809
-  _globals['_STARTED']._serialized_start=811
-  _globals['_STARTED']._serialized_end=892
-  _globals['_CHUNK']._serialized_start=895
-  _globals['_CHUNK']._serialized_end=1058
-  _globals['_COMPLETE']._serialized_start=1061
-  _globals['_COMPLETE']._serialized_end=1230
-  _globals['_STATS']._serialized_start=1233
-  _globals['_STATS']._serialized_end=1816
-  _globals['_DRAFTERSHARE']._serialized_start=1818
-  _globals['_DRAFTERSHARE']._serialized_end=1905
-  _globals['_RESUMEREQUEST']._serialized_start=1907
-  _globals['_RESUMEREQUEST']._serialized_end=1979
-  _globals['_CANCELREQUEST']._serialized_start=1981
-  _globals['_CANCELREQUEST']._serialized_end=2016
-  _globals['_CANCELREPLY']._serialized_start=2018
-  _globals['_CANCELREPLY']._serialized_end=2050
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2052
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2074
-  _globals['_SERVERINFO']._serialized_start=2076
-  _globals['_SERVERINFO']._serialized_end=2202
-  _globals['_WORKER']._serialized_start=2205
-  _globals['_WORKER']._serialized_end=2451
-  _globals['_REGISTERREQUEST']._serialized_start=2453
-  _globals['_REGISTERREQUEST']._serialized_end=2567
-  _globals['_VOCABULARY']._serialized_start=2569
-  _globals['_VOCABULARY']._serialized_end=2629
-  _globals['_REGISTERREPLY']._serialized_start=2631
-  _globals['_REGISTERREPLY']._serialized_end=2726
-  _globals['_OUTRIDER']._serialized_start=2796
-  _globals['_OUTRIDER']._serialized_end=3161
-  _globals['_REGISTRY']._serialized_start=3163
-  _globals['_REGISTRY']._serialized_end=3247
+  _globals['_SPECULATION']._serialized_end=652
+  _globals['_GENERATEREPLY']._serialized_start=655
+  _globals['_GENERATEREPLY']._serialized_end=839
+  _globals['_STARTED']._serialized_start=841
+  _globals['_STARTED']._serialized_end=922
+  _globals['_CHUNK']._serialized_start=925
+  _globals['_CHUNK']._serialized_end=1088
+  _globals['_COMPLETE']._serialized_start=1091
+  _globals['_COMPLETE']._serialized_end=1260
+  _globals['_STATS']._serialized_start=1263
+  _globals['_STATS']._serialized_end=1943
+  _globals['_PLANSHARE']._serialized_start=1945
+  _globals['_PLANSHARE']._serialized_end=2048
+  _globals['_DRAFTERSHARE']._serialized_start=2050
+  _globals['_DRAFTERSHARE']._serialized_end=2137
+  _globals['_RESUMEREQUEST']._serialized_start=2139
+  _globals['_RESUMEREQUEST']._serialized_end=2211
+  _globals['_CANCELREQUEST']._serialized_start=2213
+  _globals['_CANCELREQUEST']._serialized_end=2248
+  _globals['_CANCELREPLY']._serialized_start=2250
+  _globals['_CANCELREPLY']._serialized_end=2282
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2284
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2306
+  _globals['_SERVERINFO']._serialized_start=2308
+  _globals['_SERVERINFO']._serialized_end=2434
+  _globals['_WORKER']._serialized_start=2437
+  _globals['_WORKER']._serialized_end=2683
+  _globals['_REGISTERREQUEST']._serialized_start=2685
+  _globals['_REGISTERREQUEST']._serialized_end=2799
+  _globals['_VOCABULARY']._serialized_start=2801
+  _globals['_VOCABULARY']._serialized_end=2861
+  _globals['_REGISTERREPLY']._serialized_start=2863
+  _globals['_REGISTERREPLY']._serialized_end=2958
+  _globals['_OUTRIDER']._serialized_start=3028
+  _globals['_OUTRIDER']._serialized_end=3393
+  _globals['_REGISTRY']._serialized_start=3395
+  _globals['_REGISTRY']._serialized_end=3479
 # @@protoc_insertion_point(module_scope)

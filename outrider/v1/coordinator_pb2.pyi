@@ -145,6 +145,7 @@ class Speculation(google.protobuf.message.Message):
     PATIENCE_US_FIELD_NUMBER: builtins.int
     DRAFTER_FIELD_NUMBER: builtins.int
     BRANCHES_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """fixes γ; absent: adaptive; 0: plain decoding"""
     patience_us: builtins.int
@@ -152,7 +153,9 @@ class Speculation(google.protobuf.message.Message):
     drafter: builtins.str
     """only drafters of this kind, e.g. ngram; empty: any"""
     branches: builtins.int
-    """siblings per position a drafter may push; absent: as the drafter thinks best"""
+    """siblings per position a drafter may push; absent: as pays best"""
+    ahead: builtins.bool
+    """whether the drafter goes on while its guesses are checked; absent: as pays best,"""
     def __init__(
         self,
         *,
@@ -160,9 +163,12 @@ class Speculation(google.protobuf.message.Message):
         patience_us: builtins.int | None = ...,
         drafter: builtins.str = ...,
         branches: builtins.int | None = ...,
+        ahead: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "branches", b"branches", "drafter", b"drafter", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ahead", b"_ahead", "_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "ahead", b"ahead", "branches", b"branches", "gamma", b"gamma", "patience_us", b"patience_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ahead", b"_ahead", "_branches", b"_branches", "_gamma", b"_gamma", "_patience_us", b"_patience_us", "ahead", b"ahead", "branches", b"branches", "drafter", b"drafter", "gamma", b"gamma", "patience_us", b"patience_us"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ahead", b"_ahead"]) -> typing.Literal["ahead"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
     @typing.overload
@@ -330,6 +336,10 @@ class Stats(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     FEATURE_BYTES_FIELD_NUMBER: builtins.int
     DRAFTERS_FIELD_NUMBER: builtins.int
+    PLANS_FIELD_NUMBER: builtins.int
+    MISSED_FIELD_NUMBER: builtins.int
+    DRAFT_MS_FIELD_NUMBER: builtins.int
+    MISSED_AT_HAND_FIELD_NUMBER: builtins.int
     steps: builtins.int
     """verifier steps"""
     drafts: builtins.int
@@ -366,6 +376,12 @@ class Stats(google.protobuf.message.Message):
     """prompt tokens whose keys and values the verifier had already"""
     feature_bytes: builtins.int
     """hidden states that crossed to drafters"""
+    missed: builtins.int
+    """tokens that no accepted guess foretold, in steps with guesses"""
+    draft_ms: builtins.float
+    """that drafters have worked"""
+    missed_at_hand: builtins.int
+    """of these, how many were in the tree all the same, with guesses behind them"""
     @property
     def offered_per_position(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """[i]: steps that checked a guess i tokens ahead"""
@@ -377,6 +393,10 @@ class Stats(google.protobuf.message.Message):
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DrafterShare]:
         """in the order in which they were first attached"""
+
+    @property
+    def plans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlanShare]:
+        """by the steps they were in force; then the best of every way not taken"""
 
     def __init__(
         self,
@@ -404,10 +424,42 @@ class Stats(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         feature_bytes: builtins.int = ...,
         drafters: collections.abc.Iterable[global___DrafterShare] | None = ...,
+        plans: collections.abc.Iterable[global___PlanShare] | None = ...,
+        missed: builtins.int = ...,
+        draft_ms: builtins.float = ...,
+        missed_at_hand: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafters", b"drafters", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "feature_bytes", b"feature_bytes", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "offered_per_position", b"offered_per_position", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acceptance_length", b"acceptance_length", "acceptance_rate", b"acceptance_rate", "accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "bytes_per_accepted_token", b"bytes_per_accepted_token", "bytes_per_guessed_token", b"bytes_per_guessed_token", "cached_tokens", b"cached_tokens", "draft_ms", b"draft_ms", "draft_tokens", b"draft_tokens", "drafter", b"drafter", "drafter_losses", b"drafter_losses", "drafters", b"drafters", "drafts", b"drafts", "duration_ms", b"duration_ms", "failovers", b"failovers", "feature_bytes", b"feature_bytes", "mean_draft_ms", b"mean_draft_ms", "mean_gamma", b"mean_gamma", "mean_step_ms", b"mean_step_ms", "mean_wait_ms", b"mean_wait_ms", "missed", b"missed", "missed_at_hand", b"missed_at_hand", "offered_per_position", b"offered_per_position", "plans", b"plans", "steps", b"steps", "time_to_first_token_ms", b"time_to_first_token_ms", "tokens_per_second", b"tokens_per_second"]) -> None: ...
 
 global___Stats = Stats
+
+@typing.final
+class PlanShare(google.protobuf.message.Message):
+    """A way to speculate: what was expected of it, and what came of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    EXPECTED_TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    plan: builtins.str
+    """for a person"""
+    steps: builtins.int
+    """in which it was in force; 0: another was better"""
+    expected_tokens_per_second: builtins.float
+    tokens_per_second: builtins.float
+    def __init__(
+        self,
+        *,
+        plan: builtins.str = ...,
+        steps: builtins.int = ...,
+        expected_tokens_per_second: builtins.float = ...,
+        tokens_per_second: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_tokens_per_second", b"expected_tokens_per_second", "plan", b"plan", "steps", b"steps", "tokens_per_second", b"tokens_per_second"]) -> None: ...
+
+global___PlanShare = PlanShare
 
 @typing.final
 class DrafterShare(google.protobuf.message.Message):

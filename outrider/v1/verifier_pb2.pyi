@@ -220,6 +220,7 @@ class Verdict(google.protobuf.message.Message):
     FEATURES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    BESIDE_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute position of the first token"""
@@ -234,6 +235,8 @@ class Verdict(google.protobuf.message.Message):
     finish_reason: global___FinishReason.ValueType
     nodes: builtins.int
     """guesses that were checked, all branches together"""
+    beside: builtins.int
+    """accepted guesses that were not the first for their place"""
     left: builtins.int
     """length of the longest guessed path that goes on from here: at hand for the next step"""
     @property
@@ -269,10 +272,11 @@ class Verdict(google.protobuf.message.Message):
         features: outrider.v1.common_pb2.Features | None = ...,
         sources: collections.abc.Iterable[global___SourceTally] | None = ...,
         nodes: builtins.int = ...,
+        beside: builtins.int = ...,
         left: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["features", b"features", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "beside", b"beside", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
 

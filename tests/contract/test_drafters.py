@@ -16,10 +16,10 @@ from coordinator.settings import CoordinatorSettings
 from outrider.engine.load import EngineOptions, load_model
 from outrider.messages import FinishReason, TokenKind
 from outrider.serving import until
+from outrider.tiny import byte_tokenizer, make_model, respelt
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
 from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
-from tests.tiny import byte_tokenizer, make_model, respelt
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,8 +20,8 @@ from coordinator.settings import CoordinatorSettings
 from drafter.drafters import Ask, Draft
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
-from loadtest.link import Link, Shape
 from outrider.engine.load import LoadedModel
+from outrider.link import Link, Shape
 from outrider.messages import Features, ModelInfo
 from outrider.serving import until
 from outrider.v1 import common_pb2 as common

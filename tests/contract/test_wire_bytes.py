@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from loadtest.link import Link
 from outrider.engine.load import LoadedModel
+from outrider.link import Link
 from outrider.serving import until
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process

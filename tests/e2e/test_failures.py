@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis
 
-from loadtest.link import Link
 from outrider.config import Settings
 from outrider.errors import Expired, Unavailable
+from outrider.link import Link
 from outrider.messages import FinishReason
 from outrider.serving import KEEPALIVE_MS, channel_options, server_options
 from outrider.v1 import common_pb2 as common

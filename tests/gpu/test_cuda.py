@@ -24,7 +24,7 @@ from outrider.engine.plan import plan
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.errors import StartupError
 from outrider.messages import ModelInfo, SamplingParams
-from tests.tiny import make_model
+from outrider.tiny import make_model
 from tests.unit.test_engine import FAMILIES, VOCAB
 
 pytestmark = pytest.mark.gpu

@@ -45,7 +45,7 @@ from outrider.engine.plan import NoPlan, plan
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.errors import ModelMismatch, StartupError
 from outrider.messages import ModelInfo
-from tests.tiny import make_model
+from outrider.tiny import make_model
 
 VOCAB = 128
 SHAPE: dict[str, Any] = {

@@ -18,14 +18,14 @@ import grpc
 import pytest
 import typer
 
-from loadtest import link as link_module
 from loadtest.__main__ import main, table
-from loadtest.endpoint import allowed, is_loopback, split
-from loadtest.link import Link, Shape
 from loadtest.prompts import KINDS, PROMPTS
 from loadtest.summary import NO_REQUESTS, TEXT_DIFFERS, Summary, summarise
 from loadtest.workload import Output, cases, difference
+from outrider import link as link_module
+from outrider.endpoint import allowed, is_loopback, split
 from outrider.errors import InvalidRequest, Overloaded
+from outrider.link import Link, Shape
 from outrider.messages import FinishReason, Verification
 from outrider.serving import ErrorInterceptor
 from outrider.v1 import coordinator_pb2 as pb
@@ -482,7 +482,7 @@ def test_a_shape_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
 async def test_the_link_by_hand() -> None:
     async with Target() as target:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loadtest.link", "--to", f"127.0.0.1:{target.port}", "--delay-ms", "5"),
+            *(sys.executable, "-m", "outrider.link", "--to", f"127.0.0.1:{target.port}", "--delay-ms", "5"),
             stdout=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None

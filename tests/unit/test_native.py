@@ -19,7 +19,7 @@ from outrider.engine.plan import plan
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.errors import StartupError
 from outrider.messages import ModelInfo
-from tests.tiny import make_model
+from outrider.tiny import make_model
 
 VOCAB = 203  # no multiple of any panel
 TOKENS = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(3)).tolist()

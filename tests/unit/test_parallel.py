@@ -23,7 +23,7 @@ from outrider.engine.parallel import ParallelEngine, Team, _apply, ranks
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.errors import Overloaded, StartupError
 from outrider.messages import ModelInfo
-from tests.tiny import make_model
+from outrider.tiny import make_model
 
 VOCAB = 64
 KV_TOKENS = 320

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.text import Detokeniser, Piece, TextStream
-from tests.tiny import EOS, byte_tokenizer
+from outrider.tiny import EOS, byte_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 CURIOSITIES = [

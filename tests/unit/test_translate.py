@@ -17,9 +17,9 @@ from drafter.drafters.translate import TranslatingDrafter
 from drafter.settings import DrafterSettings
 from outrider.errors import StartupError
 from outrider.messages import WHOLE, Distribution, ModelInfo, SamplingParams, Verification
+from outrider.tiny import EOS, byte_tokenizer, respelt
 from outrider.vocabulary import Vocabulary
 from tests.conftest import Models
-from tests.tiny import EOS, byte_tokenizer, respelt
 
 TEXT = (
     "The lighthouse keeper counted ships. Three ships in the morning, three ships at night: naïve, isn't it? "

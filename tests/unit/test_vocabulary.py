@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ModelMismatch
+from outrider.tiny import byte_tokenizer
 from outrider.vocabulary import Vocabulary, refuse_difference
-from tests.tiny import byte_tokenizer
 
 TARGET = Vocabulary(("a", "b", "c", "", "d"))
 

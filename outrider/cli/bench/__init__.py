@@ -2,6 +2,7 @@
 
 from outrider.cli.bench.drafters import drafters
 from outrider.cli.bench.engine import engine
+from outrider.cli.bench.network import network
 from outrider.cli.bench.overhead import overhead
 
-__all__ = ["drafters", "engine", "overhead"]
+__all__ = ["drafters", "engine", "network", "overhead"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.attached import depth
-from outrider.v1 import common_pb2 as common
+from outrider.tree import depth
 
 
 @pytest.mark.parametrize(
@@ -21,4 +20,4 @@ from outrider.v1 import common_pb2 as common
     ],
 )
 def test_the_length_of_a_guess_is_that_of_its_longest_path(tokens: list[int], parents: list[int], length: int) -> None:
-    assert depth(common.Guess(tokens=tokens, parents=parents)) == length
+    assert depth(parents, len(tokens)) == length

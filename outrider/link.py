@@ -3,7 +3,7 @@
     async with Link("127.0.0.1", 50051, Shape(delay_ms=20)) as link:
         ...  # connect to link.address; link.stall(), link.heal(), link.cut() on the way
 
-For tests and experiments; by hand: `python -m loadtest.link --to
+For tests and experiments; by hand: `python -m outrider.link --to
 127.0.0.1:50051 --delay-ms 20`. Order is kept. What is under way waits for its
 own due time only, so delay does not limit throughput. Delays are kept to
 about a millisecond, which is what asyncio's timers can do.
@@ -23,7 +23,7 @@ from typing import Annotated, Self
 
 import typer
 
-from loadtest.endpoint import allowed, split
+from outrider.endpoint import allowed, split
 from outrider.errors import InvalidRequest
 
 CHUNK = 64 * 1024

@@ -1,4 +1,5 @@
-"""Tiny models with seeded random weights and a byte-level tokenizer, made on the spot."""
+"""Tiny models with seeded random weights and a byte-level tokenizer, made on the spot: for tests, and for benchmarks of
+what does not depend on a model."""
 
 from __future__ import annotations
 

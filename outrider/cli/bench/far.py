@@ -1,0 +1,181 @@
+"""A drafter far away: a paced pair of tiny models as real processes, with a link of our own between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.cli.stack import Plan, Stack
+from outrider.client import Client
+from outrider.drawing import shared_choices, shared_draw
+from outrider.embedded_redis import embedded_redis
+from outrider.engine.interface import Rows, prefill
+from outrider.engine.load import EngineOptions, load_model
+from outrider.errors import StartupError
+from outrider.link import Link, Shape
+from outrider.messages import Role, SamplingParams
+from outrider.tiny import make_model
+
+_TIMEOUT_S = 300.0
+_SHARPNESS = 1.8  # of the target: how peaked what it says is
+_CONTEXT = 4096
+_LOOKED_AT = 400  # tokens of which the pair's acceptance is read off
+_RUNNERS_UP = 2
+_SETTLED = 0.15  # a round trip is known when it is measured within this share
+_NOISE_MS = 5.0
+_SETTLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a near copy of it. `acceptance` of its first guesses, `gain`: of the misses, how many have the truth
+    among the two runners-up."""
+
+    target: Path
+    draft: Path
+    acceptance: float
+    gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    verify: str  # as --pace takes it
+    draft_ms: float
+
+
+def make_pair(folder: Path, acceptance: float) -> Pair:
+    """Blur a copy of the target until its first guesses hold about so often."""
+    target = make_model(folder / "target", seed=1, sharpness=_SHARPNESS, context=_CONTEXT)
+    said = _say(target)
+    low, high = 0.0, 0.4
+    found = Pair(target, target, 1.0, 0.0)
+    for turn in range(7):
+        blur = math.sqrt(max(low, 1e-4) * high) if low else high / 8
+        draft = make_model(folder / f"draft-{turn}", seed=2, like=target, blur=blur, context=_CONTEXT)
+        first, gain = _compare(draft, said)
+        if abs(first - acceptance) < abs(found.acceptance - acceptance):
+            found = Pair(target, draft, first, gain)
+        low, high = (blur, high) if first > acceptance else (low, blur)
+    return found
+
+
+_DRAWING = SamplingParams(temperature=1.0, seed=7)
+
+
+def _say(target: Path) -> list[int]:
+    """What the target says on its own, to compare with."""
+    engine = load_model(str(target), EngineOptions(device="cpu", kv_tokens=2 * _LOOKED_AT)).engine
+    tokens = [1, 2, 3]
+    logits = prefill(engine, "say", tokens)
+    for _ in range(_LOOKED_AT):
+        tokens += shared_draw(logits[None], _DRAWING, [len(tokens)])
+        logits = engine.extend([Rows("say", tokens[-1:])]).logits[0][-1]
+    return tokens
+
+
+def _compare(draft: Path, said: list[int]) -> tuple[float, float]:
+    """How often a drafter's first guess would have held, and how often of the others a runner-up."""
+    engine = load_model(str(draft), EngineOptions(device="cpu", kv_tokens=2 * _LOOKED_AT)).engine
+    engine.extend([Rows("see", said[:3], logits_from=3)])
+    logits = torch.cat([engine.extend([Rows("see", [token])]).logits[0].clone() for token in said[3:-1]])
+    choices = shared_choices(logits, _DRAWING, list(range(4, len(said))), 1 + _RUNNERS_UP)
+    ranks = [
+        next((rank for rank, (token, _) in enumerate(offered) if token == truth), None)
+        for offered, truth in zip(choices, said[4:], strict=True)
+    ]
+    first = ranks.count(0)
+    beside = sum(rank is not None and rank > 0 for rank in ranks)
+    return first / len(ranks), beside / max(1, len(ranks) - first)
+
+
+class FarStack(Stack):
+    """A verifier here, a drafter behind a link."""
+
+    def __init__(self, plan: Plan, pair: Pair, paces: Paces, redis: str, folder: Path) -> None:
+        super().__init__(plan, redis, folder)
+        self._pair = pair
+        self._paces = paces
+        self.drafter_port = _free_port()
+        self.link_port = 0
+
+    def start_workers(self) -> None:
+        common = ["--coordinators", ",".join(self.endpoints), "--device", "cpu", "--threads", "1"]
+        self._spawn("verifier", "verifier", [*common, "--target", str(self._pair.target), "--pace", self._paces.verify])
+        flags = ["--kind", "model", "--model", str(self._pair.draft), "--pace", f"1:{self._paces.draft_ms:g}"]
+        where = ["--port", str(self.drafter_port), "--advertise", f"127.0.0.1:{self.link_port}"]
+        self._spawn("drafter", "drafter", [*common, *flags, *where])
+
+
+class Network:
+    """The link, on a loop of its own beside a client that blocks."""
+
+    def __init__(self, port: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.link = Link("127.0.0.1", port)
+        asyncio.run_coroutine_threadsafe(self.link.__aenter__(), self._loop).result()
+
+    def become(self, shape: Shape) -> None:
+        self.link.shape = shape
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.link.__aexit__(None, None, None), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Far:
+    client: Client
+    network: Network
+    pair: Pair
+
+    def settle(self, rtt_ms: float) -> None:
+        """Wait until the coordinator has seen that the link is different."""
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline:
+            measured = [w.round_trip_ms for w in self.client.server().workers if int(w.role) == Role.DRAFTER]
+            if measured and abs(measured[0] - rtt_ms) <= max(_NOISE_MS, _SETTLED * rtt_ms):
+                return
+            time.sleep(0.2)
+        raise StartupError(f"the coordinator measures {measured} ms to the drafter, not {rtt_ms:g} ms")
+
+
+@contextlib.contextmanager
+def far(pair: Pair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Far]:
+    """Start everything, yield when it is ready, stop everything."""
+    with contextlib.ExitStack() as exits:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        redis = exits.enter_context(embedded_redis())
+        plan = Plan(target=str(pair.target), drafters=(("model", str(pair.draft)),), port=0)
+        running = FarStack(plan, pair, paces, redis, folder)
+        network = Network(running.drafter_port)
+        exits.callback(network.close)
+        running.link_port = network.link.port
+        exits.callback(running.stop)
+        running.start_coordinators()
+        running.wait_ready(running.children, lambda: tick(running))
+        running.start_workers()
+        running.wait_ready(running.children, lambda: tick(running))
+        running.wait_registered(lambda: tick(running))
+        client = exits.enter_context(Client(running.endpoints, timeout_s=_TIMEOUT_S))
+        yield Far(client, network, pair)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

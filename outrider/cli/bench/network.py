@@ -1,0 +1,379 @@
+"""`outrider bench network`: what a drafter far away brings over links of every length, and whether control knows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.cli import options
+from outrider.cli.bench.far import Far, Paces, Pair, far, make_pair
+from outrider.cli.bench.report import Row, check_files, needs, write_json
+from outrider.client import Finished, Tokens
+from outrider.link import Shape
+from outrider.messages import SamplingParams
+from outrider.v1 import coordinator_pb2 as pb
+
+PLAIN, ADAPTIVE, COLOCATED = "plain", "adaptive", "co-located, in turns"
+_PROMPT = tuple(range(40, 72))
+_GAMMA = 16
+_BRANCHES = 3
+_WARM_TOKENS = 64
+_SETTLE_TOLERANCE = 0.1
+_DRIFT_RTTS = (15.0, 80.0, 5.0, 40.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a request asks for; nothing is fixed where it is adaptive."""
+
+    name: str
+    gamma: int | None = None
+    ahead: bool | None = None
+    branches: int | None = None
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        given = {"gamma": self.gamma, "ahead": self.ahead, "branches": self.branches}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def fixed(self) -> bool:
+        return self.name not in (ADAPTIVE, COLOCATED)
+
+
+def modes(gammas: Sequence[int]) -> list[Mode]:
+    return [
+        Mode(PLAIN, 0),
+        *(Mode(f"in turns, γ {gamma}", gamma, ahead=False, branches=1) for gamma in gammas),
+        Mode("chain ahead", _GAMMA, ahead=True, branches=1),
+        Mode("tree ahead", _GAMMA, ahead=True, branches=_BRANCHES),
+        Mode(ADAPTIVE),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of link."""
+
+    rtt_ms: float
+    jitter_ms: float = 0.0
+    kib_per_s: float = 0.0
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.rtt_ms / 2, self.jitter_ms, 1024 * self.kib_per_s)
+
+    @property
+    def label(self) -> str:
+        text = f"{self.rtt_ms:g} ms"
+        if self.jitter_ms:
+            text += f", jitter {self.jitter_ms:g} ms"
+        return text + (f", {self.kib_per_s:g} KiB/s" if self.kib_per_s else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One answer."""
+
+    tokens: tuple[int, ...]
+    gaps_ms: tuple[float, ...]  # between tokens; those of one message come together
+    stats: pb.Stats
+
+
+@dataclass(slots=True)
+class Runs:
+    """The answers of one mode over one link."""
+
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(run.stats.tokens_per_second for run in self.runs)
+
+    def row(self) -> Row:
+        stats = [run.stats for run in self.runs]
+        gaps = sorted(gap for run in self.runs for gap in run.gaps_ms)
+        duration = sum(each.duration_ms for each in stats)
+        missed = sum(each.missed for each in stats)
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "itl_p50_ms": statistics.median(gaps),
+            "itl_p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
+            "tokens_per_step": sum(len(run.tokens) for run in self.runs) / sum(each.steps for each in stats),
+            "acceptance_first": _ratio(
+                sum(each.accepted_per_position[0] for each in stats if each.accepted_per_position),
+                sum(each.offered_per_position[0] for each in stats if each.offered_per_position),
+            ),
+            "bytes_per_accepted_token": statistics.fmean(each.bytes_per_accepted_token for each in stats),
+            "bytes_per_guess": statistics.fmean(each.bytes_per_guessed_token for each in stats),
+            "missed_at_hand": _ratio(sum(each.missed_at_hand for each in stats), missed),
+            "drafter_idle": max(0.0, 1.0 - sum(each.draft_ms for each in stats) / duration),
+            "verifier_idle": _ratio(
+                sum(each.mean_wait_ms for each in stats), sum(each.mean_wait_ms + each.mean_step_ms for each in stats)
+            ),
+            "plans": {share.plan: share.steps for each in stats for share in each.plans if share.steps},
+        }
+
+
+def network(
+    quick: Annotated[bool, options.option("--quick", "Three links, one short answer per mode.")] = False,
+    verify: Annotated[
+        str, options.option("--verify-pace", "Milliseconds of a verifier's step by its tokens.")
+    ] = "1:40,17:40,33:80",
+    draft_ms: Annotated[float, options.option("--draft-ms", "Milliseconds of a drafter's step.", min=0.0)] = 4.0,
+    acceptance: Annotated[
+        float, options.option("--acceptance", "How often the pair's first guess is to hold.", min=0.05, max=0.99)
+    ] = 0.8,
+    tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
+    rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
+    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, options.option("--plot", "Draw what was found, as a .png file.")] = None,
+) -> None:
+    """A drafter far away: every mode over every link, and whether control chooses the best.
+
+    Real services and sockets. The models are tiny and answer no sooner than the paces say, so that the timing of a
+    large pair can be studied on any machine; the link between coordinator and drafter is our own.
+    """
+    check_files(json_file, plot_file)
+    tokens = tokens or (96 if quick else 192)
+    rounds = rounds or (1 if quick else 3)
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder, _progress(console) as progress:
+        task = progress.add_task("making a pair of tiny models", total=None)
+        pair = make_pair(Path(folder), acceptance)
+        paces = Paces(verify, draft_ms)
+        with far(pair, paces) as running:
+            bench = Bench(running, modes((4, 6) if quick else (2, 4, 6, 8)), tokens, rounds)
+            for cell in cells(quick=quick):
+                bench.measure(cell, lambda text: progress.update(task, description=text))
+            progress.update(task, description="a link that changes three times")
+            drift = bench.drift()
+        progress.update(task, description="predicting the same in virtual time")
+        predicted = predict(bench.cases(pair, paces))
+    summary = summarise(bench.measured, predicted, drift, texts_equal=bench.texts_equal)
+    rows = rows_of(bench.measured, predicted)
+    show(console, bench.measured, predicted, summary, pair, paces)
+    if json_file is not None:
+        world = {"verify_pace": verify, "draft_ms": draft_ms, "acceptance": pair.acceptance, "gain": pair.gain}
+        write_json(json_file, rows, summary | {"drift": drift}, paced=world)
+    if plot_file is not None:
+        picture = needs("matplotlib", "bench", "outrider.cli.bench.network_picture")
+        picture.draw(bench.measured, pair, paces, plot_file)
+
+
+def cells(*, quick: bool) -> list[Cell]:
+    if quick:
+        return [Cell(0.0), Cell(15.0), Cell(80.0)]
+    lengths = [Cell(rtt) for rtt in (0.0, 5.0, 15.0, 40.0, 80.0, 150.0)]
+    shaken = [Cell(rtt, jitter_ms=rtt / 4) for rtt in (15.0, 80.0)]
+    narrow = [Cell(rtt, kib_per_s=32.0) for rtt in (15.0, 80.0)]
+    return [*lengths, *shaken, *narrow]
+
+
+Measured = dict[Cell, dict[Mode, Runs]]
+
+
+class Bench:
+    def __init__(self, running: Far, to_run: Sequence[Mode], tokens: int, rounds: int) -> None:
+        self.measured: Measured = {}
+        self.texts_equal = True
+        self._far = running
+        self._modes = to_run
+        self._tokens = tokens
+        self._rounds = rounds
+        self._texts: dict[int, tuple[int, ...]] = {}
+
+    def measure(self, cell: Cell, say: Any) -> None:
+        """All modes in turn, round by round."""
+        self._far.network.become(cell.shape)
+        self._far.settle(cell.rtt_ms + cell.jitter_ms)
+        found = {mode: Runs() for mode in self._modes}
+        self._ask(Mode(ADAPTIVE), seed=1_000, tokens=_WARM_TOKENS)
+        for number in range(self._rounds):
+            for mode, runs in found.items():
+                say(f"{cell.label}: {mode.name}, answer {number + 1} of {self._rounds}")
+                run = self._ask(mode, seed=number, tokens=self._tokens)
+                runs.runs.append(run)
+                self.texts_equal &= self._texts.setdefault(number, run.tokens) == run.tokens
+        self.measured[cell] = found
+
+    def drift(self) -> dict[str, float]:
+        """One answer over a link that changes three times; the time of each part at its best fixed mode, by the same
+        link's cell or the next shorter one, is what could have been had."""
+        parts = self._tokens
+        self._far.network.become(Cell(_DRIFT_RTTS[0]).shape)
+        self._far.settle(_DRIFT_RTTS[0])
+        params = SamplingParams(temperature=1.0, seed=77, max_tokens=parts * len(_DRIFT_RTTS), ignore_eos=True)
+        count, part_began = 0, 0.0
+        took: list[tuple[int, float]] = []
+        for reply in self._far.client.generate(tokens=_PROMPT, params=params):
+            if not isinstance(reply, Tokens):
+                continue
+            now = time.perf_counter()
+            part_began = part_began or now
+            count += len(reply.token_ids)
+            if count >= parts * (len(took) + 1):
+                took.append((count, now - part_began))
+                part_began = now
+                if len(took) < len(_DRIFT_RTTS):
+                    self._far.network.become(Cell(_DRIFT_RTTS[len(took)]).shape)
+        lengths = [
+            after - before for before, after in zip([0, *(c for c, _ in took)], [c for c, _ in took], strict=False)
+        ]
+        best = sum(length / self._best_fixed(rtt) for length, rtt in zip(lengths, _DRIFT_RTTS, strict=True))
+        spent = sum(seconds for _, seconds in took)
+        return {"seconds": spent, "best_fixed_seconds": best, "regret": max(0.0, 1.0 - best / spent)}
+
+    def cases(self, pair: Pair, paces: Paces) -> dict[tuple[Cell, Mode], dict[str, Any]]:
+        """What the simulator is to predict. The overhead of the services is read off the shortest link."""
+        overhead = self._overhead_ms(paces)
+        rows, ms = zip(*((int(r), float(t)) for r, t in (p.split(":") for p in paces.verify.split(","))), strict=True)
+        return {
+            (cell, mode): {
+                "world": {
+                    "acceptance": pair.acceptance,
+                    "gain": pair.gain,
+                    "draft_ms": paces.draft_ms,
+                    "cost": [rows, ms],
+                    "rtt_ms": cell.rtt_ms,
+                    "jitter_ms": cell.jitter_ms,
+                    "overhead_ms": overhead,
+                },
+                "wishes": mode.wishes,
+                "tokens": max(512, self._tokens),
+                "warm": _WARM_TOKENS,
+                "gamma_max": _GAMMA,
+            }
+            for cell, found in self.measured.items()
+            if not cell.kib_per_s
+            for mode in found
+        }
+
+    def _overhead_ms(self, paces: Paces) -> float:
+        shortest = min(self.measured, key=lambda cell: cell.rtt_ms)
+        turns = [(mode, runs) for mode, runs in self.measured[shortest].items() if mode.gamma and mode.ahead is False]
+        mode, runs = turns[0]
+        waited = statistics.median(run.stats.mean_wait_ms for run in runs.runs)
+        assert mode.gamma is not None
+        return max(0.0, waited - mode.gamma * paces.draft_ms - shortest.rtt_ms)
+
+    def _best_fixed(self, rtt_ms: float) -> float:
+        cell = max((c for c in self.measured if c == Cell(c.rtt_ms) and c.rtt_ms <= rtt_ms), key=lambda c: c.rtt_ms)
+        return max(runs.tokens_per_s for mode, runs in self.measured[cell].items() if mode.fixed)
+
+    def _ask(self, mode: Mode, *, seed: int, tokens: int) -> Run:
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
+        said: list[int] = []
+        gaps: list[float] = []
+        last = 0.0
+        for reply in self._far.client.generate(tokens=_PROMPT, params=params, **mode.wishes):
+            now = time.perf_counter()
+            if isinstance(reply, Tokens):
+                if last:
+                    gaps += [1000 * (now - last), *[0.0] * (len(reply.token_ids) - 1)]
+                last = now
+                said += reply.token_ids
+            elif isinstance(reply, Finished):
+                return Run(tuple(said), tuple(gaps), reply.stats)
+        raise AssertionError("a stream ends with Finished or raises")
+
+
+def predict(cases: Mapping[tuple[Cell, Mode], dict[str, Any]]) -> dict[tuple[Cell, Mode], float]:
+    """By the coordinator's own simulator, in a process of its own."""
+    command = [sys.executable, "-m", "coordinator.simulation"]
+    done = subprocess.run(command, input=json.dumps(list(cases.values())), capture_output=True, text=True, check=True)
+    return {key: found["tokens_per_s"] for key, found in zip(cases, json.loads(done.stdout), strict=True)}
+
+
+def summarise(
+    measured: Measured,
+    predicted: Mapping[tuple[Cell, Mode], float],
+    drift: Mapping[str, float],
+    *,
+    texts_equal: bool,
+) -> dict[str, Any]:
+    speeds = {cell: {mode.name: runs.tokens_per_s for mode, runs in found.items()} for cell, found in measured.items()}
+    shortest = min(measured, key=lambda cell: cell.rtt_ms)
+    colocated = max(v for name, v in speeds[shortest].items() if name.startswith("in turns"))
+    adaptive_vs_plain = {cell: found[ADAPTIVE] / found[PLAIN] for cell, found in speeds.items()}
+    regret = {
+        cell: 1.0 - found[ADAPTIVE] / max(v for name, v in found.items() if name != ADAPTIVE)
+        for cell, found in speeds.items()
+    }
+    errors = [abs(value / measured[cell][mode].tokens_per_s - 1.0) for (cell, mode), value in predicted.items()]
+    guesses = [run.stats for found in measured.values() for runs in found.values() for run in runs.runs]
+    at = {cell.rtt_ms: cell for cell in measured if cell == Cell(cell.rtt_ms)}
+    return {
+        **{f"adaptive_vs_colocated_rtt{rtt:g}": speeds[cell][ADAPTIVE] / colocated for rtt, cell in sorted(at.items())},
+        **{f"adaptive_vs_plain_rtt{rtt:g}": adaptive_vs_plain[cell] for rtt, cell in sorted(at.items())},
+        "colocated_vs_plain": colocated / speeds[shortest][PLAIN],
+        "worst_vs_plain": min(adaptive_vs_plain.values()),
+        "worst_regret": max(0.0, *regret.values()),
+        "worst_regret_drift": drift["regret"],
+        "predicted_within_10pct": sum(error <= _SETTLE_TOLERANCE for error in errors) / max(1, len(errors)),
+        "bytes_per_guess": max((s.bytes_per_guessed_token for s in guesses if s.drafts), default=0.0),
+        "texts_equal": texts_equal,
+    }
+
+
+def rows_of(measured: Measured, predicted: Mapping[tuple[Cell, Mode], float]) -> list[Row]:
+    return [
+        {
+            "rtt_ms": cell.rtt_ms,
+            "jitter_ms": cell.jitter_ms,
+            "kib_per_s": cell.kib_per_s,
+            "mode": mode.name,
+            **runs.row(),
+            "predicted_tokens_per_s": predicted.get((cell, mode)),
+        }
+        for cell, found in measured.items()
+        for mode, runs in found.items()
+    ]
+
+
+def show(
+    console: Console,
+    measured: Measured,
+    predicted: Mapping[tuple[Cell, Mode], float],
+    summary: Mapping[str, Any],
+    pair: Pair,
+    paces: Paces,
+) -> None:
+    console.print(
+        f"paced engines: verify {paces.verify} (tokens:ms), draft {paces.draft_ms:g} ms a step; first guesses hold "
+        f"{pair.acceptance:.2f}, runners-up {pair.gain:.2f} of the rest"
+    )
+    table = Table("link", *(mode.name for mode in next(iter(measured.values()))), title="times plain (predicted)")
+    for cell, found in measured.items():
+        plain = next(runs.tokens_per_s for mode, runs in found.items() if mode.name == PLAIN)
+        texts = []
+        for mode, runs in found.items():
+            said = predicted.get((cell, mode))
+            beside = f" ({said / plain:.2f})" if said is not None else ""
+            texts.append(f"{runs.tokens_per_s / plain:.2f}{beside}")
+        table.add_row(cell.label, *texts)
+    console.print(table)
+    for name, value in summary.items():
+        console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    )
