@@ -1,15 +1,15 @@
 """A small causal LM with the target's vocabulary, all sessions in one forward pass.
 
-A chain grows by a token per step. A tree grows by a level or so per step: all
-of it goes through the model again, which costs little more than one row, and
-nothing of it stays cached.
+A chain grows by a token per step. A tree grows by a level or so per step:
+what is new in it goes through the model together with the paths that lead
+there, which costs little more than one row, and nothing of it stays cached.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from drafter.choosing import next_token, offers, spread
 from drafter.drafters import Ask, Draft, drafter
 from drafter.drafters.translate import TranslatingDrafter, load_target_tokenizer
-from drafter.growth import ROOT, Growth
+from drafter.growth import ROOT, Choice, Growth
 from drafter.settings import DrafterSettings
 from outrider.engine import Engine, Rows
 from outrider.engine.load import EngineOptions, LoadedModel, load_model
@@ -26,6 +26,25 @@ from outrider.trained import card as cards
 from outrider.vocabulary import Vocabulary
 
 _PREFILL_ROWS = 512
+
+Trail = tuple[int, ...]  # guessed tokens, from what is committed
+
+
+@dataclass(slots=True)
+class _Offered:
+    """What may follow the open guesses of a session, as far as the model was asked: it stays true, whatever else is
+    guessed. By the path from what is committed."""
+
+    committed: int
+    branches: int
+    choices: dict[Trail, list[Choice]] = field(default_factory=dict)
+
+    def move(self, ask: Ask) -> None:
+        """Some of it has been committed since."""
+        new = tuple(ask.tokens[self.committed : ask.committed])
+        kept = self.choices if ask.branches == self.branches else {}
+        self.choices = {path[len(new) :]: found for path, found in kept.items() if path[: len(new)] == new}
+        self.committed, self.branches = ask.committed, ask.branches
 
 
 class ModelDrafter:
@@ -45,6 +64,8 @@ class ModelDrafter:
         # The engine's columns, where it has not one for every id.
         self._columns = None if head_ids is None else torch.tensor(head_ids, device=engine.device)
         self._cached: dict[str, list[int]] = {}
+        self._offered: dict[str, _Offered] = {}
+        self._shown: dict[str, list[int]] = {}  # the open guesses that go through the model in this step
         self.vocabulary: Vocabulary | None = vocabulary
 
     def draft(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -65,6 +86,7 @@ class ModelDrafter:
     def forget(self, session: str) -> None:
         self._engine.free(session)
         self._cached.pop(session, None)
+        self._offered.pop(session, None)
 
     def _make_room(self, able: list[Ask]) -> None:
         """The cache is full: give up the session that was drafted longest ago; when there is no other, one that asks.
@@ -89,11 +111,24 @@ class ModelDrafter:
         new = chain[same : same + _PREFILL_ROWS]
         if same + len(new) < len(chain):
             return Rows(ask.session, new, logits_from=len(new))
+        return Rows(ask.session, new, logits_from=len(new) - 1) if ask.branches == 1 else self._tree(ask, new)
+
+    def _tree(self, ask: Ask, new: Sequence[int]) -> Rows:
+        """The open guesses that the model has not been asked about, behind the paths that lead there."""
+        offered = self._offered.setdefault(ask.session, _Offered(ask.committed, ask.branches))
+        offered.move(ask)
+        shown: set[int] = set()
+        for node, path in enumerate(_paths(ask)):
+            if path not in offered.choices:
+                while node != ROOT and node not in shown:
+                    shown.add(node)
+                    node = ask.open_parents[node]
+        order = self._shown[ask.session] = sorted(shown)
         last = len(new) - 1
-        if ask.branches == 1 or not ask.open_tokens:
-            return Rows(ask.session, new, logits_from=last)
-        parents = (*range(-1, last), *(last + 1 + parent if parent >= 0 else last for parent in ask.open_parents))
-        return Rows(ask.session, [*new, *ask.open_tokens], parents, logits_from=last)
+        rows = {node: last + 1 + i for i, node in enumerate(order)}
+        parents = (*range(-1, last), *(rows.get(ask.open_parents[node], last) for node in order))
+        tokens = [*new, *(ask.open_tokens[node] for node in order)]
+        return Rows(ask.session, tokens, parents if order else (), logits_from=last)
 
     def _drafted(self, ask: Ask, rows: Rows, logits: torch.Tensor) -> Draft:
         """What a step's logits make of an ask; what it has cached is noted."""
@@ -109,12 +144,17 @@ class ModelDrafter:
 
     def _grow(self, ask: Ask, logits: torch.Tensor) -> Draft:
         """The likeliest of what may follow all open guesses: a share of what may be added, for deeper levels will want
-        theirs. `logits` are those after what is committed and after each open guess."""
+        theirs. `logits` are those after what is committed and after each guess that was shown."""
+        known = self._offered[ask.session].choices
+        paths = _paths(ask)
+        asked = [(), *(paths[node] for node in self._shown.pop(ask.session))]
+        new = [row for row, path in enumerate(asked) if path not in known]
+        if new:
+            chosen = [asked[row] for row in new]
+            known.update(zip(chosen, offers(ask, self._by_id(logits[new]), chosen), strict=True))
         growth = Growth(ask)
-        places = range(ROOT, len(ask.open_tokens))
-        choices = offers(ask, self._by_id(logits), [growth.path(place) for place in places])
-        for place, offered in zip(places, choices, strict=True):
-            growth.offer(place, offered)
+        for place, path in zip(range(ROOT, len(paths)), [(), *paths], strict=True):
+            growth.offer(place, known[path])
         added = [growth.add() for _ in range(growth.share)]
         return growth.draft(done=added[0] is None)
 
@@ -125,6 +165,14 @@ class ModelDrafter:
     def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
         token, drawn_from = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
         return Draft((token,), () if drawn_from is None else (drawn_from,))
+
+
+def _paths(ask: Ask) -> list[Trail]:
+    """To each open guess, from what is committed."""
+    paths: list[Trail] = []
+    for token, parent in zip(ask.open_tokens, ask.open_parents, strict=True):
+        paths.append((*(paths[parent] if parent != ROOT else ()), token))
+    return paths
 
 
 def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from outrider.cli.bench.comparison import (
     pace,
 )
 from outrider.cli.bench.contest import Extent, questions
-from outrider.cli.bench.peers import Weights, transformers_recipe, vllm_recipes
+from outrider.cli.bench.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
 from outrider.errors import InvalidRequest
 from outrider.messages import Verification
 from outrider.v1 import coordinator_pb2 as pb
@@ -233,9 +233,12 @@ def test_peers_load_the_same_weights(tmp_path, monkeypatch) -> None:  # type: ig
     library.parent.mkdir(parents=True)
     library.touch()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     plain, ngram = vllm_recipes(weights, python)
     assert (plain.spec["way"], ngram.spec["way"]) == ("plain", "ngram")
     assert plain.spec["context"] == 512
     assert str(library) in plain.environment["LD_PRELOAD"]
     assert plain.environment["HF_HUB_OFFLINE"] == "1"
+    assert plain.environment["OMP_NUM_THREADS"] == "2"
     assert "VLLM_CPU_KVCACHE_SPACE" not in plain.environment, "what the user has set stays"
+    assert "OMP_NUM_THREADS" not in vllm_environment(python, replace(weights, threads=0)), "as many as the others"

@@ -82,7 +82,8 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
 
 def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
     vllm = importlib.import_module("vllm")
-    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+    # The shortest match is told because it would be as long as the longest, and guesses rare.
+    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     engine = vllm.LLM(
         model=spec["model"],
         dtype=spec["dtype"],
@@ -102,7 +103,7 @@ def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
         tokens: list[int] = []
         clock = _Clock()
         # Step by step, and not `generate`, to see when the first token comes.
-        engine.add_request(str(asked), {"prompt_token_ids": question["prompt"]}, params)
+        engine.add_request(str(asked), {"type": "token", "prompt_token_ids": question["prompt"]}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)

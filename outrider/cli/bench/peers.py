@@ -77,9 +77,9 @@ def vllm_environment(python: Path, weights: Weights) -> dict[str, str]:
     if Path(weights.model).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"
     if weights.device.startswith("cpu"):
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        used = list(cores)[: weights.threads or None]
-        wanted |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, used))}
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "2"
+        if weights.threads:  # in one process VLLM_CPU_OMP_THREADS_BIND does nothing
+            wanted["OMP_NUM_THREADS"] = str(weights.threads)
         libraries = _libraries(python)
         if libraries:
             wanted["LD_PRELOAD"] = ":".join(map(str, libraries))
