@@ -26,6 +26,7 @@ TRUE = 1  # the token that is right, wherever; others are wrong
 WRONG = 1000
 _SHARES = (0.65, 0.25, 0.10)  # of what the runners-up hold, by their rank
 _NODES = 256
+_SHARE = 8  # guesses that a drafter ahead adds to a tree at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,7 @@ class _Drafter:
                 offers.append((-value, len(offers), top, position, rank))
         heapq.heapify(offers)
         levels = max(1, plan.gamma - self._depth)
-        room = max(1, self._budget // levels) if plan.branches > 1 else 1
+        room = max(_SHARE if plan.ahead else 1, self._budget // levels) if plan.branches > 1 else 1
         for _ in range(min(room, self._budget)):
             if not offers:
                 break

@@ -27,6 +27,8 @@ class Growth:
         self.parents = list(ask.open_parents)
         self._first_new = len(self.tokens)
         self._branches = ask.branches
+        self._calibration = ask.calibration
+        self._least_share = ask.share
         self._budget = ask.budget
         self._depth = ask.depth
         self._depths: list[int] = []
@@ -46,7 +48,7 @@ class Growth:
     def share(self) -> int:
         """How many to add now if deeper levels are to get as many: for a drafter that sees one level at a time."""
         levels = self._depth - max(self._depths, default=0)
-        return max(1, self.room // levels) if levels > 0 else self.room
+        return max(self._least_share, self.room // levels) if levels > 0 else self.room
 
     def depth(self, place: int) -> int:
         """How far a place is past what is committed: 0 for ROOT."""
@@ -73,6 +75,8 @@ class Growth:
         offer or be ROOT; nodes that an offer does not name count as likely as its last."""
         children = self._children.get(place, {})
         base = self.score(place)
+        self._learn(place, choices)
+        choices = [(token, self._calibration.score(rank, share)) for rank, (token, share) in enumerate(choices)]
         said = dict(choices)
         for token, node in children.items():
             self._scores[node] = base + said.get(token, choices[-1][1] if choices else -math.inf)
@@ -82,6 +86,12 @@ class Growth:
             if token not in children:
                 heapq.heappush(self._offers, (-(base + logprob), self._offered, place, token))
                 self._offered += 1  # of equals, the first offered
+
+    def _learn(self, place: int, choices: Sequence[Choice]) -> None:
+        """What is said of a place that nobody was offered for before."""
+        if place not in self._children:
+            for rank, (_, share) in enumerate(choices[: self._branches]):
+                self._calibration.offered(rank, share)
 
     def add(self, least: float = -math.inf) -> int | None:
         """Take the likeliest offer of at least this score: its node; None when there is none or no room."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft, Drafter
 from drafter.session import Opening, Session
 from outrider.errors import Overloaded, Unavailable
@@ -28,6 +29,7 @@ class DraftingLoop:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._sessions: dict[str, Session] = {}
         self._gone: list[Session] = []
+        self._calibrations: dict[bool, Calibration] = {}  # by whether draws are greedy
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
@@ -44,7 +46,7 @@ class DraftingLoop:
                 limit=self._max_sessions,
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        session = Session(opening)
+        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()))
         self._sessions[session.key] = session
         self._wake.set()
         return session

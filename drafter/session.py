@@ -6,6 +6,7 @@ import asyncio
 import enum
 from dataclasses import dataclass
 
+from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft
 from outrider.errors import InvalidRequest
 from outrider.messages import (
@@ -22,6 +23,7 @@ from outrider.messages import (
 
 MAX_TREE = 128  # guesses of a session that are open at the same time
 ASK_US = 4_000  # what one ask of an eager session may take, about: commits take effect between two
+EAGER_SHARE = 8  # guesses that an eager session adds to a tree at once: the likeliest, wherever they are
 _SMOOTHING = 0.2
 
 
@@ -82,7 +84,7 @@ class _Asked:
 class Session:
     """Owned by the loop; the stream reads `outbox`, which ends with None."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, calibration: Calibration | None = None) -> None:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
@@ -102,6 +104,7 @@ class Session:
         self._passed_at = -1
         self._next_id = 1
         self._draft_us = 0
+        self._calibration = calibration or Calibration()
         self._step_us = 0.0  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
 
@@ -128,7 +131,9 @@ class Session:
             branches=self._siblings,
             budget=self._budget,
             depth=self._depth,
+            share=EAGER_SHARE if self._eager else 1,
             features=features,
+            calibration=self._calibration,
         )
 
     def take(self, draft: Draft, spent_us: int) -> None:
@@ -241,6 +246,8 @@ class Session:
     def _advance(self, token: int) -> None:
         """One more token is committed."""
         self._committed.append(token)
+        guessed = [node.token for node in self._tree if node.parent is None]
+        self._calibration.judged(len(guessed), guessed.index(token) if token in guessed else None)
         kept: list[_Node] = []
         for node in self._tree:
             if node.parent is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from drafter.calibration import Calibration
 from drafter.settings import DrafterSettings
 from outrider.errors import StartupError
 from outrider.messages import MAX_GAMMA, Distribution, Features, ModelInfo, SamplingParams
@@ -41,7 +42,9 @@ class Ask:
     branches: int = 1
     budget: int = MAX_GAMMA
     depth: int = MAX_GAMMA
+    share: int = 1  # of a tree, to be added per level at least
     features: tuple[Features, ...] = ()  # the target's hidden states that came since the last ask
+    calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft, make
 from drafter.drafters.model import ModelDrafter, read_vocabulary
 from drafter.growth import Growth
@@ -95,6 +96,13 @@ def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedMod
     drafter.forget(session.key)
 
 
+class Deaf(Calibration):
+    """Believes the drafter, whatever happens."""
+
+    def score(self, rank: int, logprob: float) -> float:
+        return logprob
+
+
 @pytest.mark.parametrize("params", MODES, ids=str)
 @pytest.mark.parametrize("branches", [1, 3])
 def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches: int) -> None:
@@ -111,6 +119,7 @@ def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches:
         fresh = session_of(committed, 4, branches, **params)
         # What stayed open of the last tree is not what a fresh one would hold.
         fresh._tree, fresh._exhausted = list(session._tree), False
+        session._calibration = fresh._calibration = Deaf()
         grown(drafter, session)
         other = drafter_of(loaded)
         grown(other, fresh)
