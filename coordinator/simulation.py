@@ -51,7 +51,6 @@ class Result:
     checked: int = 0  # steps with guesses
     missed: int = 0
     missed_at_hand: int = 0
-    gammas: list[tuple[float, int]] = field(default_factory=list)  # γ over time, ms
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,6 +87,7 @@ class Simulation:
         if history is not None:
             self.controller.estimator.pair.start_from(history)
         self.result = Result()
+        self.plans: list[tuple[float, int, str]] = []  # as they were taken: when, in ms, γ, and what it is called
         self._luck = random.Random(seed)
         self._ranks: dict[int, int] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -229,7 +229,7 @@ class Simulation:
         self.controller.decide(self.world.rtt_ms + self.world.overhead_ms, attached=True)
         plan = self.controller.plan
         if plan != before or self.now == 0.0:
-            self.result.gammas.append((self.now, plan.gamma))
+            self.plans.append((self.now, plan.gamma, plan.label))
             self.send_down(lambda: self._drafter.steer(plan))
 
 
@@ -356,26 +356,40 @@ class _Drafter:
 
 
 def predict(case: dict[str, Any]) -> dict[str, Any]:
-    """`world` and `wishes` by their fields, `cost` as [[rows], [ms]]; `tokens` after `warm` others, by `seeds`."""
-    given = dict(case.get("world", {}))
-    if "cost" in given:
-        rows, ms = given.pop("cost")
-        given["cost"] = CostCurve(tuple(rows), tuple(ms))
-    world, wishes = World(**given), Wishes(**case.get("wishes", {}))
+    """One case: `world`, or `worlds` one after the other, and `wishes` by their fields, a `cost` as [[rows], [ms]];
+    `tokens` in each world after `warm` others, by `seeds`."""
+    worlds = [_world(given) for given in case.get("worlds", [case.get("world", {})])]
+    wishes = Wishes(**case.get("wishes", {}))
     total = Result()
+    ends: list[float] = []
+    plans: list[tuple[float, int, str]] = []
     for seed in range(case.get("seeds", 3)):
-        simulation = Simulation(world, case.get("gamma_max", 16), wishes, seed=seed)
+        simulation = Simulation(worlds[0], case.get("gamma_max", 16), wishes, seed=seed)
         if case.get("warm"):
             simulation.run(case["warm"])
-        found = simulation.run(case.get("tokens", 512))
-        for name in ("tokens", "steps", "ms", "waited_ms", "checked", "missed", "missed_at_hand"):
-            setattr(total, name, getattr(total, name) + getattr(found, name))
+        ends.clear()
+        for world in worlds:
+            simulation.world = world
+            found = simulation.run(case.get("tokens", 512))
+            for name in ("tokens", "steps", "ms", "waited_ms", "checked", "missed", "missed_at_hand"):
+                setattr(total, name, getattr(total, name) + getattr(found, name))
+            ends.append(simulation.now)
+        plans = simulation.plans
     return {
         "tokens_per_s": total.tokens_per_s,
         "tokens_per_step": total.tokens / max(1, total.steps),
         "missed": total.missed,
         "missed_at_hand": total.missed_at_hand,
+        "plans": plans,  # of the last seed: when, γ, and what it is called
+        "ends_ms": ends,
     }
+
+
+def _world(given: dict[str, Any]) -> World:
+    if "cost" not in given:
+        return World(**given)
+    rows, ms = given["cost"]
+    return World(**{**given, "cost": CostCurve(tuple(rows), tuple(ms))})
 
 
 def main() -> None:

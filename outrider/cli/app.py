@@ -40,6 +40,7 @@ bench_app.command()(bench.overhead)
 bench_app.command()(bench.engine)
 bench_app.command()(bench.drafters)
 bench_app.command()(bench.network)
+bench_app.command()(bench.capacity)
 
 
 @app.command(

@@ -140,7 +140,7 @@ class Network:
 class Far:
     client: Client
     network: Network
-    pair: Pair
+    endpoints: tuple[str, ...]
 
     def settle(self, rtt_ms: float) -> None:
         """Wait until the coordinator has seen that the link is different."""
@@ -171,7 +171,7 @@ def far(pair: Pair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None
         running.wait_ready(running.children, lambda: tick(running))
         running.wait_registered(lambda: tick(running))
         client = exits.enter_context(Client(running.endpoints, timeout_s=_TIMEOUT_S))
-        yield Far(client, network, pair)
+        yield Far(client, network, tuple(running.endpoints))
 
 
 def _free_port() -> int:

@@ -21,16 +21,17 @@ from outrider.cli import options
 from outrider.cli.bench.far import Far, Paces, Pair, far, make_pair
 from outrider.cli.bench.report import Row, check_files, needs, write_json
 from outrider.client import Finished, Tokens
+from outrider.engine.paced import parse_pace
 from outrider.link import Shape
 from outrider.messages import SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
 
 PLAIN, ADAPTIVE, COLOCATED = "plain", "adaptive", "co-located, in turns"
 _PROMPT = tuple(range(40, 72))
-_GAMMA = 16
+GAMMA = 16
 _BRANCHES = 3
 _WARM_TOKENS = 64
-_SETTLE_TOLERANCE = 0.1
+_TOLERANCE = 0.1
 _DRIFT_RTTS = (15.0, 80.0, 5.0, 40.0)
 
 
@@ -57,8 +58,8 @@ def modes(gammas: Sequence[int]) -> list[Mode]:
     return [
         Mode(PLAIN, 0),
         *(Mode(f"in turns, γ {gamma}", gamma, ahead=False, branches=1) for gamma in gammas),
-        Mode("chain ahead", _GAMMA, ahead=True, branches=1),
-        Mode("tree ahead", _GAMMA, ahead=True, branches=_BRANCHES),
+        Mode("chain ahead", GAMMA, ahead=True, branches=1),
+        Mode("tree ahead", GAMMA, ahead=True, branches=_BRANCHES),
         Mode(ADAPTIVE),
     ]
 
@@ -239,14 +240,13 @@ class Bench:
     def cases(self, pair: Pair, paces: Paces) -> dict[tuple[Cell, Mode], dict[str, Any]]:
         """What the simulator is to predict. The overhead of the services is read off the shortest link."""
         overhead = self._overhead_ms(paces)
-        rows, ms = zip(*((int(r), float(t)) for r, t in (p.split(":") for p in paces.verify.split(","))), strict=True)
         return {
             (cell, mode): {
                 "world": {
                     "acceptance": pair.acceptance,
                     "gain": pair.gain,
                     "draft_ms": paces.draft_ms,
-                    "cost": [rows, ms],
+                    "cost": curve(paces),
                     "rtt_ms": cell.rtt_ms,
                     "jitter_ms": cell.jitter_ms,
                     "overhead_ms": overhead,
@@ -254,7 +254,7 @@ class Bench:
                 "wishes": mode.wishes,
                 "tokens": max(512, self._tokens),
                 "warm": _WARM_TOKENS,
-                "gamma_max": _GAMMA,
+                "gamma_max": GAMMA,
             }
             for cell, found in self.measured.items()
             if not cell.kib_per_s
@@ -291,10 +291,21 @@ class Bench:
 
 
 def predict(cases: Mapping[tuple[Cell, Mode], dict[str, Any]]) -> dict[tuple[Cell, Mode], float]:
+    return {key: found["tokens_per_s"] for key, found in zip(cases, simulate(list(cases.values())), strict=True)}
+
+
+def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """By the coordinator's own simulator, in a process of its own."""
     command = [sys.executable, "-m", "coordinator.simulation"]
-    done = subprocess.run(command, input=json.dumps(list(cases.values())), capture_output=True, text=True, check=True)
-    return {key: found["tokens_per_s"] for key, found in zip(cases, json.loads(done.stdout), strict=True)}
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def curve(paces: Paces) -> tuple[list[int], list[float]]:
+    """A verifier's pace as the simulator takes it."""
+    pace = parse_pace(paces.verify)
+    return list(pace.rows), list(pace.ms)
 
 
 def summarise(
@@ -322,7 +333,7 @@ def summarise(
         "worst_vs_plain": min(adaptive_vs_plain.values()),
         "worst_regret": max(0.0, *regret.values()),
         "worst_regret_drift": drift["regret"],
-        "predicted_within_10pct": sum(error <= _SETTLE_TOLERANCE for error in errors) / max(1, len(errors)),
+        "predicted_within_10pct": sum(error <= _TOLERANCE for error in errors) / max(1, len(errors)),
         "bytes_per_guess": max((s.bytes_per_guessed_token for s in guesses if s.drafts), default=0.0),
         "texts_equal": texts_equal,
     }

@@ -1,0 +1,52 @@
+"""An engine that answers no sooner than another device would."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from outrider.engine import Rows
+from outrider.engine.instant import InstantEngine
+from outrider.engine.paced import PacedEngine, parse_pace
+from outrider.errors import StartupError
+from outrider.messages import CostCurve
+
+
+def test_a_step_takes_what_its_rows_cost() -> None:
+    plain = InstantEngine()
+    paced = PacedEngine(InstantEngine(), parse_pace("1:5,4:20"))
+    for tokens, least in (([1], 5.0), ([1, 2, 3, 4], 20.0)):
+        began = time.perf_counter()
+        found = paced.extend([Rows("s", tokens)])
+        took = 1000 * (time.perf_counter() - began)
+        assert took >= least
+        assert torch.equal(found.together, plain.extend([Rows("s", tokens)]).together), "the answer is the engine's own"
+
+
+def test_everything_else_is_the_engines() -> None:
+    engine = InstantEngine()
+    paced = PacedEngine(engine, CostCurve((1,), (0.0,)))
+    assert paced.info == engine.info
+    assert (paced.device, paced.capacity_tokens) == (engine.device, engine.capacity_tokens)
+    paced.extend([Rows("s", [1, 2, 3])])
+    paced.fork("s", "t")
+    paced.truncate("s", 1)
+    paced.free("s")
+    assert (paced.length("s"), paced.cached_tokens, paced.idle_tokens) == (
+        engine.length("s"),
+        engine.cached_tokens,
+        engine.idle_tokens,
+    )
+
+
+def test_a_pace_is_read() -> None:
+    assert parse_pace("1:40,16:40,32:80.5") == CostCurve((1, 16, 32), (40.0, 40.0, 80.5))
+    assert parse_pace("1:4").at(100) == 4.0
+
+
+@pytest.mark.parametrize("text", ["", "40", "x:1", "4:1,2:3", "1:-4", "0:1", "1:2,1:3"])
+def test_a_pace_that_cannot_be_read_is_told(text: str) -> None:
+    with pytest.raises(StartupError, match="pace"):
+        parse_pace(text)
