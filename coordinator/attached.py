@@ -6,9 +6,13 @@ from coordinator.gamma import Pair
 from coordinator.hops import DrafterHop
 from coordinator.plans import Plan
 from coordinator.roster import Link
+from outrider.errors import InvalidRequest
 from outrider.messages import Features, SourceTally
 from outrider.tree import depth
 from outrider.v1 import common_pb2 as common
+
+
+MAX_UNANSWERED = 192  # messages of guesses between two commits: no honest drafter has so much to say
 
 
 class Attached:
@@ -20,6 +24,7 @@ class Attached:
         self.plan = plan
         self.joined = False
         self.wants_features = False
+        self._unanswered = 0  # guesses since the last commit
         self.passed: common.Guess | None = None  # the newest message that said: nothing to guess here
         self._hop = hop
 
@@ -28,6 +33,10 @@ class Attached:
         return self._hop.link
 
     def guessed(self, guess: common.Guess) -> None:
+        """Raises InvalidRequest for a flood: it would take time from others that share this coordinator."""
+        self._unanswered += 1
+        if self._unanswered > MAX_UNANSWERED:
+            raise InvalidRequest.of("guesses", self._unanswered, f"at most {MAX_UNANSWERED} between two commits")
         self.pair.drafted(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=self.plan.branches > 1)
         if not guess.tokens:
             self.passed = guess
@@ -41,6 +50,7 @@ class Attached:
 
     def committed(self, position: int, tokens: tuple[int, ...], features: Features | None) -> int:
         """Tell it; how many bytes of hidden states went along."""
+        self._unanswered = 0
         if not (self.joined and self.wants_features):
             features = None
         self._hop.committed(position, tokens, features)

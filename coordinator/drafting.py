@@ -24,7 +24,7 @@ from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.stats import RequestStats
 from coordinator.target import Target
 from outrider import wire
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import Role, Steering, Verdict
 from outrider.serving import background
 from outrider.v1 import common_pb2 as common
@@ -139,6 +139,8 @@ class Drafting:
                 await self._with_one_drafter(verifier, link)
             except OutriderError as error:
                 log.info("drafter lost", session=self._record.session_id, error=error.message)
+                if isinstance(error, InvalidRequest):
+                    self._shunned.add(link.info.worker_id)
                 self._stats.drafter_losses += 1
                 link.failed()
             finally:

@@ -22,6 +22,8 @@ PRIOR_GAIN_TRIALS = 10.0
 PRIOR_TREE_ROWS = 2.0
 DECAY = 0.98  # of what a trial weighs, per step with guesses
 SMOOTHING = 0.15
+SILENCE_SMOOTHING = 0.4  # a drafter that says nothing at all is dear
+SILENT = 0.9  # of patience
 HYSTERESIS = 1.04  # another plan must promise this much more before it is taken
 DECIDE_EVERY = 4  # verdicts between two choices
 PROBE_AFTER = 16  # plain steps before a first look at whether guessing would pay by now
@@ -216,6 +218,7 @@ class Estimator:
     def __init__(self, positions: int) -> None:
         self.pair = Pair(positions)
         self._link_ms: float | None = None
+        self._silence = 0.0
         self._cost = CostLine()
         self._published = UNKNOWN_COST
         self._pace: float | None = None  # steps seen, against what was published
@@ -226,8 +229,9 @@ class Estimator:
         self._published = published
         self._pace = None
 
-    def judged(self, verdict: Verdict, *, plan: Plan, waited: bool) -> None:
-        """A verdict arrived. `plan` is the one in force, `waited` whether the verifier was to wait for guesses."""
+    def judged(self, verdict: Verdict, *, plan: Plan, patience_ms: float) -> bool:
+        """A verdict arrived under this plan; whether its step was waited for in vain."""
+        waited = patience_ms > 0
         timings = verdict.timings
         if timings.rows <= MAX_FITTED_ROWS:
             step_ms = timings.step_us / 1000
@@ -245,6 +249,10 @@ class Estimator:
             drafting = verdict.offered * (self.pair.level_ms if tree else self.pair.draft_ms)
             link = max(0.0, timings.wait_us / 1000 - drafting)
             self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
+        in_vain = waited and not verdict.offered and timings.wait_us / 1000 >= SILENT * patience_ms
+        if in_vain or (waited and verdict.offered):
+            self._silence += SILENCE_SMOOTHING * (in_vain - self._silence)
+        return in_vain
 
     def conditions(self, round_trips_ms: float) -> Conditions:
         """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
@@ -259,6 +267,7 @@ class Estimator:
             ahead_gain=self.pair.ahead_gain,
             tree_rows=self.pair.tree_rows,
             level_ms=self.pair.level_ms or None,
+            silence=self._silence,
             paces=self.pair.paces,
         )
 
@@ -335,7 +344,8 @@ class Controller:
         return list(best.values())
 
     def judged(self, verdict: Verdict) -> None:
-        self.estimator.judged(verdict, plan=self.plan, waited=self.patience_ms > 0)
+        if self.estimator.judged(verdict, plan=self.plan, patience_ms=self.patience_ms):
+            self._since_choice = DECIDE_EVERY  # that must not go on
         if self._probing and verdict.accepted:
             self._probing += PROBE_STEPS  # promising: look on
         self._since_choice += 1

@@ -99,6 +99,7 @@ class Conditions:
     ahead_gain: float = 0.4  # or in the tree at least, where the drafter goes on
     tree_rows: float = 2.0  # guesses of a tree per guess of its longest path
     level_ms: float | None = None  # drafting, per level of a tree; None: as for a chain
+    silence: float = 0.0  # share of the waits in which nobody said anything, to the end of patience
     paces: Mapping[Way, float] = field(default_factory=dict)  # what each way brought, against what was expected
 
     def verify_ms(self, guesses: float) -> float:
@@ -143,6 +144,9 @@ def rate(conditions: Conditions, plan: Plan) -> float:
     if plan.gamma == 0:
         return plain
     brings = _ahead(conditions, plan, plain) if plan.ahead else _in_turns(conditions, plan)
+    # Waiting for a silent drafter brings a plain token, and late.
+    in_vain = 1000.0 / max(conditions.verify_ms(0) + patience_for(conditions, plan), 1e-6)
+    brings = (1.0 - conditions.silence) * brings + conditions.silence * in_vain
     return brings * conditions.paces.get(plan.way, 1.0)
 
 

@@ -1,0 +1,143 @@
+"""Drafters that lie, flood, stall or say nothing: their own session is slower by a bounded share, others are left alone.
+
+The verifier is paced, so that its time and not this machine's is what sessions share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.serving import channel_options
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import drafter_pb2_grpc as drafter_rpc
+from tests.cluster import Cluster, Output, ask, client, free_port, generate, until_async
+from tests.conftest import Models
+
+pytestmark = pytest.mark.timeout(180)
+
+LENGTH = 120
+PACE = "1:15,64:15"
+FLOOD_S = 0.0001
+
+
+class Hostile(drafter_rpc.DrafterServicer):
+    """Takes every session and serves it ill."""
+
+    def __init__(self, manner: str) -> None:
+        self.manner = manner
+        self.sent = 0
+
+    async def Probe(self, request: common.ProbeRequest, context: Any) -> common.ProbeReply:
+        return common.ProbeReply()
+
+    async def Draft(self, requests: AsyncIterator[draft.DraftRequest], context: Any) -> AsyncIterator[draft.DraftReply]:
+        opening = (await anext(requests)).open
+        if self.manner == "mute":
+            await asyncio.sleep(3600)
+        yield draft.DraftReply(opened=draft.DraftOpened())
+        position = len(opening.tokens)
+        if self.manner == "stalls":
+            yield self._guess(position, [1])
+            await asyncio.sleep(3600)
+        while self.manner == "floods":
+            yield self._guess(position, [self.sent % 200])
+            await asyncio.sleep(FLOOD_S)
+        async for request in requests:  # lies: a full chain of nonsense after every commit
+            if request.HasField("committed"):
+                position = request.committed.position + len(request.committed.tokens)
+                yield self._guess(position, [7, 7, 7, 7])
+
+    def _guess(self, position: int, tokens: list[int]) -> draft.DraftReply:
+        self.sent += len(tokens)
+        first = self.sent - len(tokens) + 1
+        return draft.DraftReply(guess=common.Guess(position=position, first_id=first, tokens=tokens, draft_us=100))
+
+
+@pytest.fixture(scope="module")
+def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    fleet = Cluster(tmp_path_factory.mktemp("fleet"))
+    fleet.add_coordinator()
+    fleet.add_verifier(models.target, "--pace", PACE)
+    fleet.add_drafter("model", models.draft)
+    fleet.start()
+    yield fleet
+    fleet.stop()
+
+
+@asynccontextmanager
+async def hostile(fleet: Cluster, manner: str) -> AsyncIterator[Hostile]:
+    """Registered as a drafter of kind `hostile`."""
+    service = Hostile(manner)
+    server = grpc.aio.server()
+    drafter_rpc.add_DrafterServicer_to_server(service, server)
+    address = f"127.0.0.1:{free_port()}"
+    server.add_insecure_port(address)
+    await server.start()
+    worker = pb.Worker(
+        worker_id=f"hostile-{manner}",
+        role=pb.ROLE_DRAFTER,
+        address=address,
+        kind="hostile",
+        capacity=64,
+        model=common.ModelInfo(name=manner, fingerprint=manner),
+    )
+    async with grpc.aio.insecure_channel(fleet.address, options=channel_options()) as channel:
+        call = rpc.RegistryStub(channel).Register()
+        await call.write(pb.RegisterRequest(worker=worker))
+        await call.read()
+        yield service
+        call.cancel()
+    await server.stop(0)
+
+    async def gone() -> bool:
+        async with client(fleet.address) as stub:
+            workers = (await stub.GetServerInfo(pb.GetServerInfoRequest())).workers
+        return all(known.kind != "hostile" for known in workers)
+
+    await until_async(gone, 20, "the hostile drafter to be forgotten")
+
+
+def request(seed: int, **wishes: Any) -> pb.GenerateRequest:
+    return ask("Once upon a time there were two sessions, ", seed=seed, max_tokens=LENGTH, ignore_eos=True, **wishes)
+
+
+async def side_by_side(fleet: Cluster, other: dict[str, Any]) -> tuple[Output, Output]:
+    """One session that is drafted well, and another beside it."""
+    async with client(fleet.address) as stub:
+        mine, others = await asyncio.gather(
+            generate(stub, request(1, drafter="model", gamma=4)), generate(stub, request(2, **other))
+        )
+    return mine, others
+
+
+@pytest.mark.parametrize("manner", ["lies", "floods", "stalls", "mute"])
+async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing(fleet: Cluster, manner: str) -> None:
+    honest = [await side_by_side(fleet, {"gamma": 0}) for _ in range(2)]
+    async with hostile(fleet, manner) as service:
+        beside = [await side_by_side(fleet, {"drafter": "hostile"}) for _ in range(2)]
+    plain, ours = honest[0][1], beside[0][1]
+    assert [output.token_ids for _, output in beside] == [plain.token_ids] * 2, "it cannot change the text"
+    assert all(output.token_ids == honest[0][0].token_ids for output, _ in [*honest, *beside])
+    if manner != "mute":
+        assert service.sent > 0, "it was given a chance"
+
+    def speed(outputs: list[Output]) -> float:
+        return statistics.median(output.stats.tokens_per_second for output in outputs)
+
+    own = speed([output for _, output in beside]) / speed([output for _, output in honest])
+    neighbour = speed([output for output, _ in beside]) / speed([output for output, _ in honest])
+    # On a quiet machine: own 0.93 to 1.0, its neighbour 0.98 to 1.02; here other work may run beside the test.
+    assert own > 0.75, f"{manner}: its own session came down to {own:.2f} of plain"
+    assert neighbour > 0.8, f"{manner}: a neighbour came down to {neighbour:.2f}"
+    if manner == "floods":
+        assert service.sent < 20_000, "it was hung up on"
