@@ -200,8 +200,11 @@ class Drafting:
         if drafter.pair.seen:
             target, model = self._target.info.fingerprint, drafter.link.info.model.fingerprint
             together = self._control.estimator.pair.history()
+            own = drafter.pair.history()
+            if self._sources == 1:  # what all showed together is what it showed: first guesses told from runners-up
+                own = replace(own, acceptance=together.acceptance)
             shown = replace(
-                drafter.pair.history(),
+                own,
                 tree_gain=together.tree_gain,
                 ahead_gain=together.ahead_gain,
                 tree_rows=together.tree_rows,

@@ -38,6 +38,7 @@ SETTLING = 3  # verdicts after a new plan that still show the old one
 PACE_STEPS = 16  # verdicts after which what came is compared with what was promised
 PACE_SMOOTHING = 0.2  # the first looks weigh more
 KNOWN_LOOKS = 3  # what a pace of earlier sessions counts for
+PACE_FORGETTING = 0.02  # per choice, of the ways that are not taken: a bad spell is no verdict for ever
 PACE_BOUNDS = (0.3, 1.5)
 
 
@@ -250,7 +251,7 @@ class Estimator:
             link = max(0.0, timings.wait_us / 1000 - drafting)
             self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
         in_vain = waited and not verdict.offered and timings.wait_us / 1000 >= SILENT * patience_ms
-        if in_vain or (waited and verdict.offered):
+        if in_vain or verdict.offered:
             self._silence += SILENCE_SMOOTHING * (in_vain - self._silence)
         return in_vain
 
@@ -388,12 +389,19 @@ class Controller:
 
     def _next(self, round_trips_ms: float) -> Choice:
         conditions = self._conditions = self.estimator.conditions(round_trips_ms)
-        choice = choose(conditions, self._candidates, None if self._probing else self.plan)
+        self._forgive()
+        choice = choose(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
         if choice.plan.gamma:
             self._plain_steps = self._probing = 0
             self._pause = PROBE_AFTER
             return choice
         return self._look(conditions) or choice
+
+    def _forgive(self) -> None:
+        paces = self.estimator.pair.paces
+        for way in paces:
+            if way is not self.plan.way:
+                paces[way] += PACE_FORGETTING * (1.0 - paces[way])
 
     def _look(self, conditions: Conditions) -> Choice | None:
         """While plain wins: now and then take guesses if they come, without waiting for them."""
@@ -409,7 +417,7 @@ class Controller:
                 return None
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
-        return Choice(Plan(gamma, ahead=True), 0.0, rate(conditions, PLAIN))
+        return Choice(Plan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Over some steps: what the plan brought, against what was expected of its way with nothing known of it."""
@@ -422,7 +430,7 @@ class Controller:
         low, high = PACE_BOUNDS
         looks = self._looks.get(way, KNOWN_LOOKS if way in self.estimator.pair.paces else 0)
         self._looks[way] = looks + 1
-        weight = max(PACE_SMOOTHING, 1.0 / (1 + looks))
+        weight = max(PACE_SMOOTHING, 1.0 / (2 + looks))
         self.estimator.pair.paces[way] = pace + weight * (min(high, max(low, found)) - pace)
         self._seen = Tally()
 
@@ -444,7 +452,7 @@ class Controller:
             widths = [1, *BRANCHES] if wishes.gamma is None else [1]
         return [
             plan
-            for plan in plans(gamma_max, widths)
+            for plan in plans(gamma_max, widths, far=gamma_max if wishes.gamma is not None else None)
             if (plan.gamma == 0 and wishes.gamma is None)
             or (plan.gamma and (wishes.ahead is None or plan.ahead == wishes.ahead))
         ]

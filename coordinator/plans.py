@@ -147,7 +147,8 @@ def rate(conditions: Conditions, plan: Plan) -> float:
     # Waiting for a silent drafter brings a plain token, and late.
     in_vain = 1000.0 / max(conditions.verify_ms(0) + patience_for(conditions, plan), 1e-6)
     brings = (1.0 - conditions.silence) * brings + conditions.silence * in_vain
-    return brings * conditions.paces.get(plan.way, 1.0)
+    pace = conditions.paces.get(plan.way, 1.0)
+    return brings * (pace if brings > plain else min(1.0, pace))  # luck is no reason to leave plain
 
 
 def _in_turns(conditions: Conditions, plan: Plan) -> float:
@@ -190,26 +191,25 @@ def _ahead(conditions: Conditions, plan: Plan, plain: float) -> float:
 
 def mean_acceptance(acceptance: Sequence[float]) -> float:
     """The one chance for all places that would accept as many in a row."""
-    row = expected_tokens(acceptance, 4 * len(acceptance)) - 1.0
+    row = expected_tokens(acceptance, MAX_GAMMA) - 1.0
     return min(CERTAIN, row / (1.0 + row))
 
 
-def plans(gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, ahead: bool = True) -> Iterator[Plan]:
-    """All there is to choose from."""
+def plans(gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, far: int | None = None) -> Iterator[Plan]:
+    """All there is to choose from. `far`: how far a drafter ahead may guess, when not as far as its window."""
     yield PLAIN
     for width in branches:
         for gamma in range(1, gamma_max + 1):
             if width == 1 or gamma * width <= MOST_NODES:
                 yield Plan(gamma, width)
-    if not ahead:
-        return
+    far = window(gamma_max) if far is None else far
     for width in branches:
         if width not in (1, BRANCHES_AHEAD) and len(branches) > 1:
             continue
         for rows in ROWS_AHEAD:
             for want in (0, *WANTS):
-                if max(want, 2) <= min(rows, gamma_max):
-                    yield Plan(window(gamma_max), width, ahead=True, rows=rows, want=want)
+                if gamma_max and want <= min(rows, far) and (rows <= far or rows == ROWS_AHEAD[0]):
+                    yield Plan(far, width, ahead=True, rows=rows, want=want)
 
 
 def window(gamma_max: int) -> int:

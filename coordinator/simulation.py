@@ -88,6 +88,7 @@ class Simulation:
             self.controller.estimator.pair.start_from(history)
         self.result = Result()
         self.plans: list[tuple[float, int, str]] = []  # as they were taken: when, in ms, γ, and what it is called
+        self._seed = seed
         self._luck = random.Random(seed)
         self._ranks: dict[int, int] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -136,7 +137,8 @@ class Simulation:
         """Which of the drafter's candidates for a position is right, if it knows what comes before; −1: none."""
         if position not in self._ranks:
             chances = self.chances()
-            drawn = self._luck.random()
+            # Of its own, so that all plans are given the same text.
+            drawn = random.Random(self._seed * 1_000_003 + position).random()
             found = -1
             for rank, chance in enumerate(chances):
                 drawn -= chance
