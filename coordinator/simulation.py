@@ -15,12 +15,13 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from coordinator.gamma import Controller, Estimator, PairHistory, Wishes
 from coordinator.plans import PLAIN, Plan
 from outrider.messages import CostCurve, Guess, TokenKind, Verdict, VerifyTimings
-from outrider.tree import GuessTree, depth
+from outrider.tree import Block, GuessTree, depth
 
 TRUE = 1  # the token that is right, wherever; others are wrong
 WRONG = 1000
@@ -176,7 +177,7 @@ class Simulation:
         step_ms = self.world.cost.at(1 + len(block.tokens))
         self.after(step_ms, lambda: self._judged(block, waited, step_ms))
 
-    def _judged(self, block, waited: float, step_ms: float) -> None:  # type: ignore[no-untyped-def]
+    def _judged(self, block: Block, waited: float, step_ms: float) -> None:
         path: list[int] = []
         at = 0
         while True:
@@ -353,7 +354,7 @@ class _Drafter:
                 parents=() if parents == tuple(range(len(sent))) else parents,
             )
             self._since_us = 0
-            self._world.send_up(lambda guess=guess: self._world.arrive(guess))  # type: ignore[misc]
+            self._world.send_up(partial(self._world.arrive, guess))
             fresh = left
 
 
