@@ -11,7 +11,6 @@ from outrider.messages import Features, SourceTally
 from outrider.tree import depth
 from outrider.v1 import common_pb2 as common
 
-
 MAX_UNANSWERED = 192  # messages of guesses between two commits: no honest drafter has so much to say
 
 

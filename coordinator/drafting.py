@@ -25,7 +25,7 @@ from coordinator.stats import RequestStats
 from coordinator.target import Target
 from outrider import wire
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.messages import Role, Steering, Verdict
+from outrider.messages import Role, Steering, Verdict, WorkerInfo
 from outrider.serving import background
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
@@ -44,6 +44,12 @@ class Means:
     pairs: PairMemory
     gamma_max: int
     drafters: int  # per session at most
+
+
+def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
+    """Whether two workers run on the CPU of the same machine, as far as their addresses tell."""
+    hosts = {worker.address.rpartition(":")[0] for worker in (one, other)}
+    return len(hosts) == 1 and all(worker.model.device in ("", "cpu") for worker in (one, other))
 
 
 class Drafting:
@@ -229,6 +235,7 @@ class Drafting:
             round_trips_ms += best.link.round_trip_ms
             self._control.estimator.pair.draft_ms = best.pair.draft_ms
             self._control.estimator.pair.level_ms = best.pair.level_ms
+            self._control.shared = share_cores(verifier.link.info, best.link.info)
             self._stats.drafter_kind = best.link.info.kind
         steering = self._control.decide(round_trips_ms, attached=best is not None)
         plan = self._control.plan

@@ -329,6 +329,7 @@ class Controller:
         self.patience_ms = 0.0
         self.tallies: dict[Plan, Tally] = {}
         self._conditions: Conditions | None = None  # when last chosen
+        self.shared = False  # drafter and verifier run on the same cores: who drafts ahead slows the other
 
     @property
     def wants_drafter(self) -> bool:
@@ -337,7 +338,7 @@ class Controller:
     def considered(self) -> list[Choice]:
         """The best plan of every way, as things stood when last chosen."""
         best: dict[Way, Choice] = {}
-        for plan in self._candidates if self._conditions is not None else ():
+        for plan in self._apart() if self._conditions is not None else ():
             assert self._conditions is not None
             promised = rate(self._conditions, plan)
             if plan.way not in best or promised > best[plan.way].tokens_per_s:
@@ -390,12 +391,19 @@ class Controller:
     def _next(self, round_trips_ms: float) -> Choice:
         conditions = self._conditions = self.estimator.conditions(round_trips_ms)
         self._forgive()
-        choice = choose(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
+        candidates = self._apart()
+        choice = choose(conditions, candidates, self.plan if self.plan in candidates else PLAIN)
         if choice.plan.gamma:
             self._plain_steps = self._probing = 0
             self._pause = PROBE_AFTER
             return choice
         return self._look(conditions) or choice
+
+    def _apart(self) -> list[Plan]:
+        """What there is to choose from, on one machine or on several."""
+        if not self.shared or self._wishes.ahead:
+            return self._candidates
+        return [plan for plan in self._candidates if not plan.ahead]
 
     def _forgive(self) -> None:
         paces = self.estimator.pair.paces

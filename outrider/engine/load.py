@@ -129,7 +129,7 @@ def load_model(
     if options.head_ids is not None:
         info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
     if options.pace:
-        info = replace(info, name=f"{info.name} (paced {options.pace})")
+        info = replace(info, name=f"{info.name} (paced {options.pace})", device="paced")
     engine = make_engine(model, info, options, progress, team)
     if team is not None and not team.leads:
         return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 has all of them warm up and measures

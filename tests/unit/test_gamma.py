@@ -12,10 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import gamma
+from coordinator.drafting import share_cores
 from coordinator.gamma import Controller, CostLine, Estimator, Pair, PairHistory, Share, Wishes
 from coordinator.plans import PLAIN, Plan, Way, rate
 from coordinator.simulation import Simulation, World
-from outrider.messages import MAX_GAMMA, CostCurve, Steering, TokenKind, Verdict, VerifyTimings
+from outrider.messages import (
+    MAX_GAMMA,
+    CostCurve,
+    ModelInfo,
+    Role,
+    Steering,
+    TokenKind,
+    Verdict,
+    VerifyTimings,
+    WorkerInfo,
+)
 
 GAMMA_MAX = 16
 PATIENCE_MS = 100.0
@@ -681,3 +692,31 @@ def test_a_fixed_gamma_is_what_happens() -> None:
     assert simulation.controller.plan == Plan(4)
     assert result.checked >= result.steps - 2, "nearly every step had guesses"
     assert set(simulation.controller.tallies) == {Plan(4)}
+
+
+# --- one machine ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None:
+    for wishes, ahead in ((Wishes(), False), (Wishes(ahead=True), True)):
+        made = controller(wishes)
+        made.shared = True
+        made.decide(0.5, attached=True)
+        assert made.plan.ahead is ahead
+        assert any(choice.plan.ahead for choice in made.considered()) is ahead
+
+
+@pytest.mark.parametrize(
+    ("address", "device", "shared"),
+    [
+        ("127.0.0.1:2", "cpu", True),
+        ("127.0.0.1:2", "", True),
+        ("127.0.0.1:2", "cuda:0", False),
+        ("10.0.0.2:2", "cpu", False),
+        ("[::1]:2", "cpu", False),
+    ],
+)
+def test_who_shares_cores(address: str, device: str, shared: bool) -> None:
+    verifier = WorkerInfo("v", Role.VERIFIER, "127.0.0.1:1", ModelInfo("t", "t", device="cpu"))
+    drafter = WorkerInfo("d", Role.DRAFTER, address, ModelInfo("d", "d", device=device))
+    assert share_cores(verifier, drafter) is shared
