@@ -25,7 +25,9 @@ SMOOTHING = 0.15
 SILENCE_SMOOTHING = 0.4  # a drafter that says nothing at all is dear
 SILENT = 0.9  # of patience
 HYSTERESIS = 1.04  # another plan must promise this much more before it is taken
-DECIDE_EVERY = 4  # verdicts between two choices
+DECIDE_EVERY = 4  # verdicts between two choices,
+DECIDE_SELDOM = 16  # once a plan has stood for
+STEADY = 48  # verdicts: a choice takes about a millisecond
 PROBE_AFTER = 16  # plain steps before a first look at whether guessing would pay by now
 PROBE_AT_MOST = 192  # plain steps between looks: each that shows nothing doubles the pause
 PROBE_STEPS = 4
@@ -319,7 +321,7 @@ class Controller:
         self._plain_steps = 0
         self._pause = PROBE_AFTER
         self._probing = 0
-        self._since_choice = DECIDE_EVERY
+        self._since_choice = DECIDE_SELDOM
         self._since_plan = 0
         self._seen = Tally()  # of the plan in force, since it settled
         self._expected = 0.0  # of the plan in force, tokens per second
@@ -347,7 +349,7 @@ class Controller:
 
     def judged(self, verdict: Verdict) -> None:
         if self.estimator.judged(verdict, plan=self.plan, patience_ms=self.patience_ms):
-            self._since_choice = DECIDE_EVERY  # that must not go on
+            self._since_choice = DECIDE_SELDOM  # that must not go on
         if self._probing and verdict.accepted:
             self._probing += PROBE_STEPS  # promising: look on
         self._since_choice += 1
@@ -362,12 +364,13 @@ class Controller:
         """What to steer the verifier to now, if anything changes; drafters follow `plan`."""
         if not attached:
             choice = Choice(PLAIN, 0.0, 0.0)
-            self._since_choice = DECIDE_EVERY
+            self._since_choice = DECIDE_SELDOM
         elif self._fixed is not None:
             choice = self._as_wished(round_trips_ms, self._fixed)
-        elif self._since_choice < DECIDE_EVERY and not self._probing:
+        elif self._since_choice < (DECIDE_EVERY if self._since_plan < STEADY else DECIDE_SELDOM) and not self._probing:
             return None
         else:
+            self._plain_steps += self._since_choice
             self._since_choice = 0
             choice = self._next(round_trips_ms)
         if self._wishes.patience_us is not None and choice.plan.gamma:
@@ -420,9 +423,9 @@ class Controller:
             if self._probing == 0:
                 self._pause = min(PROBE_AT_MOST, 2 * self._pause)
         else:
-            self._plain_steps += DECIDE_EVERY
-            if self._plain_steps % self._pause:
+            if self._plain_steps < self._pause:
                 return None
+            self._plain_steps = 0
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
         return Choice(Plan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
