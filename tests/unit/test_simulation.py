@@ -159,16 +159,20 @@ def test_control_comes_near_the_best_fixed_plan(world: World, best: float) -> No
 
 def test_control_follows_a_world_that_changes() -> None:
     """Nearer and further, better and worse: three times in a run."""
-    simulation = Simulation(replace(HOUSE, rtt_ms=15.0))
-    simulation.run(200)
+    simulations = [Simulation(replace(HOUSE, rtt_ms=15.0), seed=seed) for seed in range(3)]
+    for simulation in simulations:
+        simulation.run(200)
     for world, least in (
         (replace(HOUSE, rtt_ms=80.0), 1.15),
         (replace(HOUSE, rtt_ms=80.0, acceptance=0.1, gain=0.2), 0.97),
         (replace(HOUSE, rtt_ms=5.0, acceptance=0.9), 2.0),
     ):
-        simulation.world = world
-        simulation.run(250)
-        assert times_plain(world, simulation.run(250)) > least
+        found = []
+        for simulation in simulations:
+            simulation.world = world
+            simulation.run(250)
+            found.append(times_plain(world, simulation.run(250)))
+        assert statistics.median(found) > least
 
 
 @pytest.mark.parametrize(
