@@ -195,10 +195,19 @@ class Drafting:
     def _relay(self, verifier: VerifierHop, drafter: Attached, guess: common.Guess) -> None:
         drafter.guessed(guess)
         self._stats.guessed(guess)
+        self._see_whether_late(drafter, guess)
         if guess.tokens:
             verifier.guess(guess)
         else:
             self._pass_on()
+
+    def _see_whether_late(self, drafter: Attached, guess: common.Guess) -> None:
+        """What was committed before a guess came judges it here."""
+        at = guess.position - len(self._record.request.prompt)
+        if guess.parent == 0 and guess.tokens and 0 <= at < len(self._record.tokens):
+            held = self._record.tokens[at] == guess.tokens[0]
+            drafter.pair.late(held=held)
+            self._control.estimator.pair.late(held=held)
 
     def _leave(self, drafter: Attached) -> None:
         del self._attached[drafter.source]

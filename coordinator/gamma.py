@@ -38,6 +38,8 @@ MAX_FITTED_ROWS = 256  # steps beyond this carry prompts, on another line
 PRIOR_ROW_SHARE = 0.04  # of a step's cost, that one more row adds, before it is known better
 SETTLING = 3  # verdicts after a new plan that still show the old one
 PACE_STEPS = 16  # verdicts after which what came is compared with what was promised
+SOON_STEPS = 6  # or after so many, where it is clearly slower than plain
+CLEARLY = 0.85
 PACE_SMOOTHING = 0.2  # the first looks weigh more
 KNOWN_LOOKS = 3  # what a pace of earlier sessions counts for
 PACE_FORGETTING = 0.02  # per choice, of the ways that are not taken: a bad spell is no verdict for ever
@@ -161,10 +163,18 @@ class Pair:
             self.offer_rate = _smooth(self.offer_rate, 1.0 if offered else 0.0)
         self.seen += offered > 0
         for i in range(min(accepted + 1, offered, len(self._trials))):
-            self._prior_weight[i] *= DECAY
-            self._trials[i] = self._trials[i] * DECAY + 1.0
             # Which of the accepted stood beside is not said: the last, for what follows them is drafted last.
-            self._held[i] = self._held[i] * DECAY + (1.0 if i < accepted - beside else 0.0)
+            self._trial(i, held=i < accepted - beside)
+
+    def late(self, *, held: bool) -> None:
+        """A guess arrived for what was committed meanwhile. No verdict tells of those that failed: without them, only
+        the lucky ones would be seen where nobody waits."""
+        self._trial(0, held=held)
+
+    def _trial(self, place: int, *, held: bool) -> None:
+        self._prior_weight[place] *= DECAY
+        self._trials[place] = self._trials[place] * DECAY + 1.0
+        self._held[place] = self._held[place] * DECAY + held
 
     def branched(self, verdict: Verdict, *, ahead: bool) -> None:
         """A tree was checked: what its runners-up were good for."""
@@ -325,6 +335,7 @@ class Controller:
         self._since_plan = 0
         self._seen = Tally()  # of the plan in force, since it settled
         self._expected = 0.0  # of the plan in force, tokens per second
+        self._plain_rate = 0.0  # expected, when last chosen
         self._looks: dict[Way, int] = {}  # at what a way brings
         self.estimator = estimator
         self.plan = PLAIN
@@ -394,6 +405,7 @@ class Controller:
     def _next(self, round_trips_ms: float) -> Choice:
         conditions = self._conditions = self.estimator.conditions(round_trips_ms)
         self._forgive()
+        self._plain_rate = rate(conditions, PLAIN)
         candidates = self._apart()
         choice = choose(conditions, candidates, self.plan if self.plan in candidates else PLAIN)
         if choice.plan.gamma:
@@ -434,9 +446,13 @@ class Controller:
         """Over some steps: what the plan brought, against what was expected of its way with nothing known of it."""
         way, pace = self.plan.way, self.estimator.pair.paces.get(self.plan.way, 1.0)
         self._seen.add(tokens, ms, self._expected / pace)
-        if self._seen.steps < PACE_STEPS or self._seen.ms <= 0.0 or self._seen.expected <= 0.0:
+        if self._seen.steps < SOON_STEPS or self._seen.ms <= 0.0 or self._seen.expected <= 0.0:
             return
         brought = 1000.0 * self._seen.tokens / self._seen.ms
+        if brought < CLEARLY * self._plain_rate:
+            self._since_choice = DECIDE_SELDOM  # that must not go on
+        elif self._seen.steps < PACE_STEPS:
+            return
         found = brought / (self._seen.expected / self._seen.steps)
         low, high = PACE_BOUNDS
         looks = self._looks.get(way, KNOWN_LOOKS if way in self.estimator.pair.paces else 0)

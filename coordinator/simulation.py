@@ -158,6 +158,8 @@ class Simulation:
     def arrive(self, guess: Guess) -> None:
         tree = bool(guess.parents) or self.controller.plan.branches > 1
         self.controller.estimator.pair.drafted(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=tree)
+        if guess.parent == 0 and guess.position < len(self._committed):
+            self.controller.estimator.pair.late(held=guess.tokens[0] == TRUE)
         self._tree.add(guess)
         self._kick()
 
