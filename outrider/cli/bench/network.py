@@ -22,6 +22,7 @@ from outrider.cli.bench.far import Far, Paces, Pair, far, make_pair
 from outrider.cli.bench.report import Row, check_files, needs, write_json
 from outrider.client import Finished, Tokens
 from outrider.engine.paced import parse_pace
+from outrider.errors import InvalidRequest
 from outrider.link import Shape
 from outrider.messages import SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
@@ -139,6 +140,7 @@ def network(
     ] = 0.8,
     tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
     rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
+    rtts: Annotated[str, options.option("--rtts", "Only these round trips, in ms, separated by commas.")] = "",
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw what was found, as a .png file.")] = None,
 ) -> None:
@@ -148,6 +150,8 @@ def network(
     large pair can be studied on any machine; the link between coordinator and drafter is our own.
     """
     check_files(json_file, plot_file)
+    parse_pace(verify)
+    to_cross = [Cell(rtt) for rtt in _numbers("--rtts", rtts)] if rtts else cells(quick=quick)
     tokens = tokens or (96 if quick else 192)
     rounds = rounds or (1 if quick else 3)
     console = Console()
@@ -157,7 +161,7 @@ def network(
         paces = Paces(verify, draft_ms)
         with far(pair, paces) as running:
             bench = Bench(running, modes((4, 6) if quick else (2, 4, 6, 8)), tokens, rounds)
-            for cell in cells(quick=quick):
+            for cell in to_cross:
                 bench.measure(cell, lambda text: progress.update(task, description=text))
             progress.update(task, description="a link that changes three times")
             drift = bench.drift()
@@ -172,6 +176,16 @@ def network(
     if plot_file is not None:
         picture = needs("matplotlib", "bench", "outrider.cli.bench.network_picture")
         picture.draw(bench.measured, pair, paces, plot_file)
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise InvalidRequest.of(flag, text, "numbers separated by commas") from error
+    if not all(0.0 <= number <= 10_000.0 for number in found):
+        raise InvalidRequest.of(flag, text, "numbers in [0, 10000]")
+    return found
 
 
 def cells(*, quick: bool) -> list[Cell]:

@@ -38,9 +38,10 @@ def draw(measured: Measured, pair: Pair, paces: Paces, file: Path) -> None:
     for axes, share in zip(maps, _DRAFTS, strict=True):
         _map(axes, share)
     maps[0].set_ylabel("first guesses that hold")
-    bottom.legend(
+    maps[len(maps) // 2].legend(
         handles=[Patch(color=colour, label=name) for name, colour, _ in _WAYS],
-        loc="outside lower center",
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
         ncols=len(_WAYS),
         frameon=False,
     )
