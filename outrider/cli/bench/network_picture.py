@@ -46,7 +46,7 @@ def draw(measured: Measured, pair: Pair, paces: Paces, file: Path) -> None:
         frameon=False,
     )
     figure.suptitle(f"Paced engines: verify {paces.verify} (tokens:ms), draft {paces.draft_ms:g} ms a step")
-    figure.savefig(file, dpi=130)
+    figure.savefig(file, dpi=130, bbox_inches="tight")
 
 
 def _speed(axes: Axes, measured: Measured) -> None:
