@@ -47,9 +47,9 @@ class Means:
 
 
 def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
-    """Whether two workers run on the CPU of the same machine, as far as their addresses tell."""
-    hosts = {worker.address.rpartition(":")[0] for worker in (one, other)}
-    return len(hosts) == 1 and all(worker.model.device in ("", "cpu") for worker in (one, other))
+    """Whether two workers run on the CPU of the same machine, as far as they tell."""
+    same = bool(one.machine) and one.machine == other.machine
+    return same and all(worker.model.device in ("", "cpu") for worker in (one, other))
 
 
 class Drafting:

@@ -114,6 +114,7 @@ class DrafterService(rpc.DrafterServicer):
             load=self._loop.load(),
             draining=self._draining,
             features=self._drafter.wants_features,
+            machine=self._identity.machine,
         )
 
 

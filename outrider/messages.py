@@ -335,6 +335,7 @@ class WorkerInfo:
     draining: bool = False
     round_trip_ms: float = 0.0
     features: bool = False  # a drafter that wants hidden states
+    machine: str = ""  # equal on one machine
 
 
 def check_opening(

@@ -308,6 +308,7 @@ def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
         draining=worker.draining,
         round_trip_ms=worker.round_trip_ms,
         features=worker.features,
+        machine=worker.machine,
     )
 
 
@@ -325,6 +326,7 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
         draining=proto.draining,
         round_trip_ms=proto.round_trip_ms,
         features=proto.features,
+        machine=proto.machine,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,8 @@ from outrider.config import WorkerSettings
 from outrider.errors import StartupError
 from outrider.logs import report_progress, set_up_logs
 from outrider.serving import Service, serve
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class WorkerIdentity:
@@ -22,12 +26,21 @@ class WorkerIdentity:
         self.worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self.coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
         self.address = check_address("advertise", settings.advertise) if settings.advertise else ""
+        self.machine = _machine()
         self._host = settings.host
 
     def listen_on(self, port: int) -> None:
         if not self.address:
             host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
             self.address = f"{host}:{port}"
+
+
+def _machine() -> str:
+    """Of this start of the machine: the same in all its containers. Empty where the system does not tell."""
+    try:
+        return hashlib.sha256(_BOOT.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def check_address(field: str, text: str) -> str:

@@ -154,6 +154,7 @@ class VerifierService(rpc.VerifierServicer):
             capacity=self._settings.max_sessions,
             load=self._scheduler.load(),
             draining=self._draining,
+            machine=self._identity.machine,
         )
 
 
