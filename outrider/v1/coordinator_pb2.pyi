@@ -600,6 +600,7 @@ class Worker(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
+    MACHINE_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: global___Role.ValueType
     address: builtins.str
@@ -613,6 +614,8 @@ class Worker(google.protobuf.message.Message):
     """as the answering coordinator measures it"""
     features: builtins.bool
     """drafters: wants hidden states with Committed"""
+    machine: builtins.str
+    """equal on one machine, whatever container; empty: not known"""
     @property
     def model(self) -> outrider.v1.common_pb2.ModelInfo: ...
     @property
@@ -630,9 +633,10 @@ class Worker(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         round_trip_ms: builtins.float = ...,
         features: builtins.bool = ...,
+        machine: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "features", b"features", "kind", b"kind", "load", b"load", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "features", b"features", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
 
 global___Worker = Worker
 
