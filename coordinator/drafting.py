@@ -6,6 +6,7 @@ nothing else: another is attached when there is one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -249,16 +250,17 @@ class Drafting:
         steering = self._control.decide(round_trips_ms, attached=best is not None)
         plan = self._control.plan
         if steering is not None:
-            log.debug(
-                "plan",
-                session=self._record.session_id,
-                plan=plan.label,
-                considered={choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.considered()},
-            )
+            self._tell_of_plan()
             verifier.steer(steering)
         for source, gamma in self._budget.shares(plan.gamma).items():
             self._attached[source].steer(plan if gamma else PLAIN)
         self._pass_on()
+
+    def _tell_of_plan(self) -> None:
+        if not log.is_enabled_for(logging.DEBUG):
+            return  # what else was considered takes a millisecond to find
+        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.considered()}
+        log.debug("plan", session=self._record.session_id, plan=self._control.plan.label, considered=considered)
 
     def _pass_on(self) -> None:
         """Once everybody who may guess has nothing to guess, the verifier need not wait."""

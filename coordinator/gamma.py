@@ -12,7 +12,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.plans import BRANCHES, PLAIN, Choice, Conditions, Plan, Way, expected_tokens, patience_for, plans, rate
+from coordinator.plans import (
+    BRANCHES,
+    MAX_PATIENCE_MS,
+    PLAIN,
+    Choice,
+    Conditions,
+    Plan,
+    Way,
+    expected_tokens,
+    patience_for,
+    plans,
+    rate,
+)
 from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, TokenKind, Verdict
 
 PRIOR_ACCEPTANCE = 0.6
@@ -32,7 +44,6 @@ PROBE_AFTER = 16  # plain steps before a first look at whether guessing would pa
 PROBE_AT_MOST = 192  # plain steps between looks: each that shows nothing doubles the pause
 PROBE_STEPS = 4
 PROBE_GAMMA = 3
-MAX_PATIENCE_MS = 1_000.0
 FIXED_PATIENCE_MS = 50.0  # a fixed γ is meant: wait generously, so that it is what happens
 MAX_FITTED_ROWS = 256  # steps beyond this carry prompts, on another line
 PRIOR_ROW_SHARE = 0.04  # of a step's cost, that one more row adds, before it is known better

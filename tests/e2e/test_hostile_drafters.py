@@ -135,7 +135,7 @@ async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing
 
     own = speed([output for _, output in beside]) / speed([output for _, output in honest])
     neighbour = speed([output for output, _ in beside]) / speed([output for output, _ in honest])
-    # On a quiet machine: own 0.93 to 1.0, its neighbour 0.98 to 1.02; here other work may run beside the test.
+    # Other work may run beside the test, so the bounds are wide.
     assert own > 0.75, f"{manner}: its own session came down to {own:.2f} of plain"
     assert neighbour > 0.8, f"{manner}: a neighbour came down to {neighbour:.2f}"
     if manner == "floods":
