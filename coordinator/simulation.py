@@ -89,6 +89,7 @@ class Simulation:
             self.controller.estimator.pair.start_from(history)
         self.result = Result()
         self.plans: list[tuple[float, int, str]] = []  # as they were taken: when, in ms, γ, and what it is called
+        self.offered: list[tuple[float, int]] = []  # per step: when, and how long the path it checked
         self._seed = seed
         self._luck = random.Random(seed)
         self._ranks: dict[int, int] = {}
@@ -224,6 +225,7 @@ class Simulation:
     def _tally(self, verdict: Verdict) -> None:
         result = self.result
         result.steps += 1
+        self.offered.append((self.now, verdict.offered))
         result.checked += verdict.offered > 0
         if verdict.last is TokenKind.RECOVERED:
             result.missed += 1
@@ -368,6 +370,7 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
     total = Result()
     ends: list[float] = []
     plans: list[tuple[float, int, str]] = []
+    offered: list[tuple[float, int]] = []
     for seed in range(case.get("seeds", 3)):
         simulation = Simulation(worlds[0], case.get("gamma_max", 16), wishes, seed=seed)
         if case.get("warm"):
@@ -379,13 +382,14 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
             for name in ("tokens", "steps", "ms", "waited_ms", "checked", "missed", "missed_at_hand"):
                 setattr(total, name, getattr(total, name) + getattr(found, name))
             ends.append(simulation.now)
-        plans = simulation.plans
+        plans, offered = simulation.plans, simulation.offered
     return {
         "tokens_per_s": total.tokens_per_s,
         "tokens_per_step": total.tokens / max(1, total.steps),
         "missed": total.missed,
         "missed_at_hand": total.missed_at_hand,
         "plans": plans,  # of the last seed: when, γ, and what it is called
+        "offered": offered,  # likewise: when, and how many guesses in a row a step checked
         "ends_ms": ends,
     }
 

@@ -26,7 +26,7 @@ from outrider.engine.cost import measure_cost
 from outrider.engine.graphs import GraphEngine
 from outrider.engine.interface import Engine, Rows
 from outrider.engine.native import NativeEngine, NoCompiler
-from outrider.engine.paced import PacedEngine, parse_pace
+from outrider.engine.paced import PacedEngine, parse_blur, parse_pace
 from outrider.engine.paged import PagedEngine
 from outrider.engine.parallel import ParallelEngine, Team, whole
 from outrider.engine.plan import NoPlan, Plan, plan
@@ -64,6 +64,7 @@ class EngineOptions:
     head_ids: tuple[int, ...] | None = None  # the only ids that logits are wanted of, in this order; None: all
     layers: int | None = None  # only the first so many
     pace: str = ""  # no step is faster; see paced.py
+    blur: str = ""  # of what is paced
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
@@ -76,6 +77,7 @@ class EngineOptions:
             kv_tokens=settings.kv_tokens,
             prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
             pace=settings.pace,
+            blur=settings.blur,
         )
 
 
@@ -100,6 +102,8 @@ def load_model(
     Raises StartupError with what to do about it.
     """
     options = options or EngineOptions()
+    if options.blur and not options.pace:
+        raise StartupError("blur is for paced engines", field="blur", value=options.blur, limit="needs pace")
     place = pick_device(options.device) if team is None else team.device
     dtype = pick_dtype(options.dtype, place)
     with contextlib.nullcontext() if team is None else team.rank_0_first():
@@ -139,7 +143,7 @@ def load_model(
     gc.collect()
     gc.freeze()
     if options.pace:
-        engine = PacedEngine(engine, parse_pace(options.pace))
+        engine = PacedEngine(engine, parse_pace(options.pace), parse_blur(options.blur))
     progress("measuring what steps cost")
     cost = measure_cost(engine)
     let_go()  # another thread may run the model

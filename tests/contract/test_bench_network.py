@@ -23,6 +23,7 @@ SUMMARY = (
     "adaptive_vs_colocated_rtt80",
     "adaptive_vs_plain_rtt80",
     "worst_vs_plain",
+    "worst_vs_plain_first64",
     "worst_regret",
     "worst_regret_drift",
     "predicted_within_10pct",
@@ -40,7 +41,7 @@ def run(*arguments: str) -> str:
 def test_network_measures_every_mode(tmp_path: Path) -> None:
     report = tmp_path / "network.json"
     output = run(
-        *("network", "--quick", "--tokens", "32", "--verify-pace", "1:20,17:20,33:40", "--draft-ms", "1"),
+        *("network", "--quick", "--tokens", "32", "--verify-pace", "1:20,17:20,33:40", "--drafters", "0.8:1,0.4:1"),
         *("--rtts", "0,80", "--json", str(report)),
     )
     assert "paced engines" in output, "nobody takes these for the speed of a model"
@@ -49,8 +50,11 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
     assert all(isinstance(summary[key], float) for key in SUMMARY)
     assert summary["texts_equal"] is True
     assert 0 < summary["bytes_per_guess"] <= 4
-    rows = {(row["rtt_ms"], row["mode"]): row for row in found["rows"]}
-    assert {rtt for rtt, _ in rows} == {0.0, 80.0}
+    drift = summary["drift"]
+    assert len(drift["parts"]) == 4
+    assert all(len(seconds) == 4 for seconds in drift["seconds"].values())
+    assert {(row["rtt_ms"], row["drafter"]) for row in found["rows"]} == {(0.0, ""), (80.0, ""), (80.0, "0.4, 1 ms")}
+    rows = {(row["rtt_ms"], row["mode"]): row for row in found["rows"] if not row["drafter"]}
     assert rows[80.0, "in turns, γ 6"]["tokens_per_s"] < rows[0.0, "in turns, γ 6"]["tokens_per_s"], "the link is felt"
     assert rows[0.0, "in turns, γ 6"]["acceptance_first"] > 0.5
 
@@ -97,4 +101,10 @@ def test_a_pace_that_cannot_be_read_is_told(pace: str) -> None:
 @pytest.mark.parametrize("rtts", ["x", "1,,2", "-1", "nan"])
 def test_round_trips_that_cannot_be_are_told(rtts: str) -> None:
     result = CliRunner().invoke(app, ["bench", "network", f"--rtts={rtts}"])
+    assert isinstance(result.exception, InvalidRequest)
+
+
+@pytest.mark.parametrize("drafters", ["x", "0.8", "0.8:4,", "1.5:4", "0.5:-1", "nan:4"])
+def test_drafters_that_cannot_be_are_told(drafters: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "network", f"--drafters={drafters}"])
     assert isinstance(result.exception, InvalidRequest)

@@ -9,7 +9,7 @@ import torch
 
 from outrider.engine import Rows
 from outrider.engine.instant import InstantEngine
-from outrider.engine.paced import PacedEngine, parse_pace
+from outrider.engine.paced import PacedEngine, parse_blur, parse_pace
 from outrider.errors import StartupError
 from outrider.messages import CostCurve
 
@@ -50,3 +50,26 @@ def test_a_pace_is_read() -> None:
 def test_a_pace_that_cannot_be_read_is_told(text: str) -> None:
     with pytest.raises(StartupError, match="pace"):
         parse_pace(text)
+
+
+def test_from_a_position_on_it_says_something_else() -> None:
+    """The same at the same position, however the step that asks is cut."""
+    plain = InstantEngine()
+    blurred = PacedEngine(InstantEngine(), CostCurve((1,), (0.0,)), parse_blur("2:1.5,4:0"))
+    right = plain.extend([Rows("s", [1, 2, 3, 4, 5])]).logits[0].clone()
+    wrong = blurred.extend([Rows("s", [1, 2, 3, 4, 5])])
+    assert torch.equal(wrong.together, wrong.logits[0])
+    assert [bool(torch.equal(a, b)) for a, b in zip(right, wrong.logits[0], strict=True)] == [True] * 2 + [
+        False
+    ] * 2 + [True]
+    blurred.extend([Rows("t", [1, 2])])
+    tree = blurred.extend([Rows("t", [3, 3, 4], parents=(-1, -1, 1), logits_from=1)]).logits[0]
+    assert torch.equal(tree[0], wrong.logits[0][2])
+    assert torch.equal(tree[1], wrong.logits[0][3])
+
+
+@pytest.mark.parametrize("text", ["4", "x:1", "4:1,2:3", "1:-4"])
+def test_a_blur_that_cannot_be_read_is_told(text: str) -> None:
+    with pytest.raises(StartupError, match="blur"):
+        parse_blur(text)
+    assert parse_blur("") == []

@@ -51,6 +51,7 @@ class Pair:
 class Paces:
     verify: str  # as --pace takes it
     draft_ms: float
+    blur: str = ""  # of the drafter, as --blur takes it
 
 
 def make_pair(folder: Path, acceptance: float) -> Pair:
@@ -112,6 +113,7 @@ class FarStack(Stack):
         common = ["--coordinators", ",".join(self.endpoints), "--device", "cpu", "--threads", "1"]
         self._spawn("verifier", "verifier", [*common, "--target", str(self._pair.target), "--pace", self._paces.verify])
         flags = ["--kind", "model", "--model", str(self._pair.draft), "--pace", f"1:{self._paces.draft_ms:g}"]
+        flags += ["--blur", self._paces.blur] if self._paces.blur else []
         where = ["--port", str(self.drafter_port), "--advertise", f"127.0.0.1:{self.link_port}"]
         self._spawn("drafter", "drafter", [*common, *flags, *where])
 

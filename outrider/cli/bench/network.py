@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,13 +27,15 @@ from outrider.link import Shape
 from outrider.messages import SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
 
-PLAIN, ADAPTIVE, COLOCATED = "plain", "adaptive", "co-located, in turns"
+PLAIN, ADAPTIVE = "plain", "adaptive"
 _PROMPT = tuple(range(40, 72))
 GAMMA = 16
 _BRANCHES = 3
 _WARM_TOKENS = 64
 _TOLERANCE = 0.1
-_DRIFT_RTTS = (15.0, 80.0, 5.0, 40.0)
+_FIRST = 64  # tokens in which a session finds its way
+_FEW_RTTS = (15.0, 80.0)  # of all drafters but the first
+_DRIFT = ((15.0, 0.0), (80.0, 0.6), (5.0, 0.0), (40.0, 0.6))  # round trips, and noise on what the drafter says
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,6 @@ class Mode:
     def wishes(self) -> dict[str, Any]:
         given = {"gamma": self.gamma, "ahead": self.ahead, "branches": self.branches}
         return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def fixed(self) -> bool:
-        return self.name not in (ADAPTIVE, COLOCATED)
 
 
 def modes(gammas: Sequence[int]) -> list[Mode]:
@@ -72,6 +70,7 @@ class Cell:
     rtt_ms: float
     jitter_ms: float = 0.0
     kib_per_s: float = 0.0
+    drafter: str = ""  # none but the first are named
 
     @property
     def shape(self) -> Shape:
@@ -82,7 +81,20 @@ class Cell:
         text = f"{self.rtt_ms:g} ms"
         if self.jitter_ms:
             text += f", jitter {self.jitter_ms:g} ms"
-        return text + (f", {self.kib_per_s:g} KiB/s" if self.kib_per_s else "")
+        text += f", {self.kib_per_s:g} KiB/s" if self.kib_per_s else ""
+        return text + (f", drafter {self.drafter}" if self.drafter else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter to try: how often its first guess is to hold, and what a step takes."""
+
+    acceptance: float
+    draft_ms: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.acceptance:g}, {self.draft_ms:g} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,11 @@ class Runs:
     def tokens_per_s(self) -> float:
         return statistics.median(run.stats.tokens_per_second for run in self.runs)
 
+    @property
+    def first_tokens_per_s(self) -> float:
+        """Of the first tokens after the very first."""
+        return statistics.median(1000 * _FIRST / max(1e-6, sum(run.gaps_ms[:_FIRST])) for run in self.runs)
+
     def row(self) -> Row:
         stats = [run.stats for run in self.runs]
         gaps = sorted(gap for run in self.runs for gap in run.gaps_ms)
@@ -111,6 +128,7 @@ class Runs:
         missed = sum(each.missed for each in stats)
         return {
             "tokens_per_s": self.tokens_per_s,
+            "first_tokens_per_s": self.first_tokens_per_s,
             "itl_p50_ms": statistics.median(gaps),
             "itl_p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
             "tokens_per_step": sum(len(run.tokens) for run in self.runs) / sum(each.steps for each in stats),
@@ -134,10 +152,14 @@ def network(
     verify: Annotated[
         str, options.option("--verify-pace", "Milliseconds of a verifier's step by its tokens.")
     ] = "1:40,17:40,33:80",
-    draft_ms: Annotated[float, options.option("--draft-ms", "Milliseconds of a drafter's step.", min=0.0)] = 4.0,
-    acceptance: Annotated[
-        float, options.option("--acceptance", "How often the pair's first guess is to hold.", min=0.05, max=0.99)
-    ] = 0.8,
+    drafters: Annotated[
+        str,
+        options.option(
+            "--drafters",
+            "acceptance:ms of each drafter: how often its first guess is to hold, and its step. The first crosses "
+            "every link, others those of 15 and 80 ms. Empty: 0.8:4,0.5:4,0.8:16, with --quick the first.",
+        ),
+    ] = "",
     tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
     rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
     rtts: Annotated[str, options.option("--rtts", "Only these round trips, in ms, separated by commas.")] = "",
@@ -152,30 +174,63 @@ def network(
     check_files(json_file, plot_file)
     parse_pace(verify)
     to_cross = [Cell(rtt) for rtt in _numbers("--rtts", rtts)] if rtts else cells(quick=quick)
+    to_try = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
     tokens = tokens or (96 if quick else 192)
     rounds = rounds or (1 if quick else 3)
     console = Console()
+    to_run = modes((4, 6) if quick else (2, 4, 6, 8))
+    found = Found()
+    worlds: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder, _progress(console) as progress:
-        task = progress.add_task("making a pair of tiny models", total=None)
-        pair = make_pair(Path(folder), acceptance)
-        paces = Paces(verify, draft_ms)
-        with far(pair, paces) as running:
-            bench = Bench(running, modes((4, 6) if quick else (2, 4, 6, 8)), tokens, rounds)
-            for cell in to_cross:
-                bench.measure(cell, lambda text: progress.update(task, description=text))
-            progress.update(task, description="a link that changes three times")
-            drift = bench.drift()
-        progress.update(task, description="predicting the same in virtual time")
-        predicted = predict(bench.cases(pair, paces))
-    summary = summarise(bench.measured, predicted, drift, texts_equal=bench.texts_equal)
-    rows = rows_of(bench.measured, predicted)
-    show(console, bench.measured, predicted, summary, pair, paces)
+        task = progress.add_task("", total=None)
+
+        def say(text: str) -> None:
+            progress.update(task, description=text)
+
+        for number, drafter in enumerate(to_try):
+            say(f"making a pair of tiny models, first guesses {drafter.acceptance:g}")
+            pair = make_pair(Path(folder) / str(number), drafter.acceptance)
+            paces = Paces(verify, drafter.draft_ms)
+            worlds[drafter.label] = {"acceptance": pair.acceptance, "gain": pair.gain, "draft_ms": paces.draft_ms}
+            if number == 0:
+                first, first_paces = pair, paces
+            with far(pair, paces) as running:
+                bench = Bench(running, to_run, tokens, rounds, found)
+                for cell in to_cross if number == 0 else few(to_cross):
+                    bench.measure(replace(cell, drafter=drafter.label if number else ""), pair, paces, say)
+        with far(first, replace(first_paces, blur=drift_blur(tokens))) as running:
+            drift = Bench(running, to_run, tokens, rounds, found).drift(say)
+        say("predicting the same in virtual time")
+        predicted = predict(found.cases())
+    summary = summarise(found.measured, predicted, drift, texts_equal=found.texts_equal)
+    console.print(
+        f"paced engines: verify {verify} (tokens:ms); drafters: how often first guesses hold, of the others "
+        "how many have the truth among two runners-up, and a step's milliseconds"
+    )
+    for label, world in worlds.items():
+        console.print(f"  {label}: {world['acceptance']:.2f}, {world['gain']:.2f}, {world['draft_ms']:g}")
+    show(console, found.measured, predicted, summary)
     if json_file is not None:
-        world = {"verify_pace": verify, "draft_ms": draft_ms, "acceptance": pair.acceptance, "gain": pair.gain}
-        write_json(json_file, rows, summary | {"drift": drift}, paced=world)
+        write_json(
+            json_file, rows_of(found.measured, predicted), summary | {"drift": drift}, paced=worlds, verify=verify
+        )
     if plot_file is not None:
         picture = needs("matplotlib", "bench", "outrider.cli.bench.network_picture")
-        picture.draw(bench.measured, pair, paces, plot_file)
+        picture.draw(found.measured, first, first_paces, plot_file)
+
+
+def parse_drafters(text: str) -> list[Drafter]:
+    """`0.8:4,0.5:16`: acceptance and milliseconds of each."""
+    found = []
+    for part in text.split(","):
+        acceptance, _, draft_ms = part.partition(":")
+        try:
+            found.append(Drafter(float(acceptance), float(draft_ms)))
+        except ValueError as error:
+            raise InvalidRequest.of("--drafters", text, "acceptance:ms, separated by commas") from error
+        if not (0.05 <= found[-1].acceptance <= 0.99 and 0.0 <= found[-1].draft_ms <= 10_000.0):
+            raise InvalidRequest.of("--drafters", part, "acceptance in [0.05, 0.99], ms in [0, 10000]")
+    return found
 
 
 def _numbers(flag: str, text: str) -> list[float]:
@@ -197,20 +252,68 @@ def cells(*, quick: bool) -> list[Cell]:
     return [*lengths, *shaken, *narrow]
 
 
+def few(cells: Sequence[Cell]) -> list[Cell]:
+    """The links for all drafters but the first."""
+    return [cell for cell in cells if cell in [Cell(rtt) for rtt in _FEW_RTTS]] or list(cells[:1])
+
+
+def drift_blur(part: int) -> str:
+    """The drafter of a run in which the link and its guesses change from part to part."""
+    starts = [len(_PROMPT) + part * number for number in range(len(_DRIFT))]
+    return ",".join(f"{start}:{amount:g}" for start, (_, amount) in zip(starts, _DRIFT, strict=True))
+
+
 Measured = dict[Cell, dict[Mode, Runs]]
 
 
+@dataclass(slots=True)
+class Found:
+    """What all drafters showed."""
+
+    measured: Measured = field(default_factory=dict)
+    worlds: dict[Cell, dict[str, Any]] = field(default_factory=dict)  # as the simulator takes them
+    texts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by seed: nothing may change them
+    texts_equal: bool = True
+
+    def heard(self, seed: int, tokens: tuple[int, ...]) -> None:
+        self.texts_equal &= self.texts.setdefault(seed, tokens) == tokens
+
+    def cases(self) -> dict[tuple[Cell, Mode], dict[str, Any]]:
+        """What the simulator is to predict: all but narrow links. The overhead of the services is read off the shortest
+        link."""
+        overhead = self._overhead_ms()
+        return {
+            (cell, mode): {
+                "world": {**self.worlds[cell], "overhead_ms": overhead},
+                "wishes": mode.wishes,
+                "tokens": 512,
+                "warm": _WARM_TOKENS,
+                "gamma_max": GAMMA,
+            }
+            for cell, found in self.measured.items()
+            if not cell.kib_per_s
+            for mode in found
+        }
+
+    def _overhead_ms(self) -> float:
+        shortest = min(self.measured, key=lambda cell: cell.rtt_ms)
+        mode, runs = next((m, r) for m, r in self.measured[shortest].items() if m.gamma and m.ahead is False)
+        waited = statistics.median(run.stats.mean_wait_ms for run in runs.runs)
+        assert mode.gamma is not None
+        return max(0.0, waited - mode.gamma * float(self.worlds[shortest]["draft_ms"]) - shortest.rtt_ms)
+
+
 class Bench:
-    def __init__(self, running: Far, to_run: Sequence[Mode], tokens: int, rounds: int) -> None:
-        self.measured: Measured = {}
-        self.texts_equal = True
+    """One drafter over links, with what is found going into `found`."""
+
+    def __init__(self, running: Far, to_run: Sequence[Mode], tokens: int, rounds: int, found: Found) -> None:
         self._far = running
         self._modes = to_run
         self._tokens = tokens
         self._rounds = rounds
-        self._texts: dict[int, tuple[int, ...]] = {}
+        self._found = found
 
-    def measure(self, cell: Cell, say: Any) -> None:
+    def measure(self, cell: Cell, pair: Pair, paces: Paces, say: Callable[[str], None]) -> None:
         """All modes in turn, round by round."""
         self._far.network.become(cell.shape)
         self._far.settle(cell.rtt_ms + cell.jitter_ms)
@@ -221,73 +324,61 @@ class Bench:
                 say(f"{cell.label}: {mode.name}, answer {number + 1} of {self._rounds}")
                 run = self._ask(mode, seed=number, tokens=self._tokens)
                 runs.runs.append(run)
-                self.texts_equal &= self._texts.setdefault(number, run.tokens) == run.tokens
-        self.measured[cell] = found
-
-    def drift(self) -> dict[str, float]:
-        """One answer over a link that changes three times; the time of each part at its best fixed mode, by the same
-        link's cell or the next shorter one, is what could have been had."""
-        parts = self._tokens
-        self._far.network.become(Cell(_DRIFT_RTTS[0]).shape)
-        self._far.settle(_DRIFT_RTTS[0])
-        params = SamplingParams(temperature=1.0, seed=77, max_tokens=parts * len(_DRIFT_RTTS), ignore_eos=True)
-        count, part_began = 0, 0.0
-        took: list[tuple[int, float]] = []
-        for reply in self._far.client.generate(tokens=_PROMPT, params=params):
-            if not isinstance(reply, Tokens):
-                continue
-            now = time.perf_counter()
-            part_began = part_began or now
-            count += len(reply.token_ids)
-            if count >= parts * (len(took) + 1):
-                took.append((count, now - part_began))
-                part_began = now
-                if len(took) < len(_DRIFT_RTTS):
-                    self._far.network.become(Cell(_DRIFT_RTTS[len(took)]).shape)
-        lengths = [
-            after - before for before, after in zip([0, *(c for c, _ in took)], [c for c, _ in took], strict=False)
-        ]
-        best = sum(length / self._best_fixed(rtt) for length, rtt in zip(lengths, _DRIFT_RTTS, strict=True))
-        spent = sum(seconds for _, seconds in took)
-        return {"seconds": spent, "best_fixed_seconds": best, "regret": max(0.0, 1.0 - best / spent)}
-
-    def cases(self, pair: Pair, paces: Paces) -> dict[tuple[Cell, Mode], dict[str, Any]]:
-        """What the simulator is to predict. The overhead of the services is read off the shortest link."""
-        overhead = self._overhead_ms(paces)
-        return {
-            (cell, mode): {
-                "world": {
-                    "acceptance": pair.acceptance,
-                    "gain": pair.gain,
-                    "draft_ms": paces.draft_ms,
-                    "cost": curve(paces),
-                    "rtt_ms": cell.rtt_ms,
-                    "jitter_ms": cell.jitter_ms,
-                    "overhead_ms": overhead,
-                },
-                "wishes": mode.wishes,
-                "tokens": max(512, self._tokens),
-                "warm": _WARM_TOKENS,
-                "gamma_max": GAMMA,
-            }
-            for cell, found in self.measured.items()
-            if not cell.kib_per_s
-            for mode in found
+                self._found.heard(number, run.tokens)
+        self._found.measured[cell] = found
+        self._found.worlds[cell] = {
+            "acceptance": pair.acceptance,
+            "gain": pair.gain,
+            "draft_ms": paces.draft_ms,
+            "cost": curve(paces),
+            "rtt_ms": cell.rtt_ms,
+            "jitter_ms": cell.jitter_ms,
         }
 
-    def _overhead_ms(self, paces: Paces) -> float:
-        shortest = min(self.measured, key=lambda cell: cell.rtt_ms)
-        turns = [(mode, runs) for mode, runs in self.measured[shortest].items() if mode.gamma and mode.ahead is False]
-        mode, runs = turns[0]
-        waited = statistics.median(run.stats.mean_wait_ms for run in runs.runs)
-        assert mode.gamma is not None
-        return max(0.0, waited - mode.gamma * paces.draft_ms - shortest.rtt_ms)
+    def drift(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Answers along which the link and the drafter's guesses change three times, in every mode: what each part
+        took."""
+        took: dict[str, list[list[float]]] = {mode.name: [] for mode in self._modes}
+        self._follow_drift(Mode(ADAPTIVE), seed=1_077)
+        for number in range(self._rounds):
+            for mode in self._modes:
+                say(f"what changes on the way: {mode.name}, answer {number + 1} of {self._rounds}")
+                took[mode.name].append(self._follow_drift(mode, seed=2_000 + number))
+        parts = {name: [statistics.median(part) for part in zip(*runs, strict=True)] for name, runs in took.items()}
+        fixed = {name: sum(found) for name, found in parts.items() if name != ADAPTIVE}
+        best = min(fixed, key=fixed.__getitem__)
+        spent = sum(parts[ADAPTIVE])
+        ideal = sum(min(part) for part in zip(*(parts[name] for name in fixed), strict=True))
+        return {
+            "parts": [{"rtt_ms": rtt, "blur": blur} for rtt, blur in _DRIFT],
+            "seconds": parts,
+            "best_fixed": best,
+            "regret": max(0.0, 1.0 - fixed[best] / spent),
+            "regret_of_parts": max(0.0, 1.0 - ideal / spent),  # against the best fixed mode of every part
+            "vs_plain": fixed[PLAIN] / spent,
+        }
 
-    def _best_fixed(self, rtt_ms: float) -> float:
-        cell = max((c for c in self.measured if c == Cell(c.rtt_ms) and c.rtt_ms <= rtt_ms), key=lambda c: c.rtt_ms)
-        return max(runs.tokens_per_s for mode, runs in self.measured[cell].items() if mode.fixed)
+    def _follow_drift(self, mode: Mode, *, seed: int) -> list[float]:
+        self._far.network.become(Cell(_DRIFT[0][0]).shape)
+        self._far.settle(_DRIFT[0][0])
+        took: list[float] = []
+        began = 0.0
 
-    def _ask(self, mode: Mode, *, seed: int, tokens: int) -> Run:
+        def heard(count: int) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            began = began or now
+            if count >= self._tokens * (len(took) + 1):
+                took.append(now - began)
+                began = now
+                if len(took) < len(_DRIFT):
+                    self._far.network.become(Cell(_DRIFT[len(took)][0]).shape)
+
+        run = self._ask(mode, seed=seed, tokens=self._tokens * len(_DRIFT), heard=heard)
+        self._found.heard(seed, run.tokens)
+        return took
+
+    def _ask(self, mode: Mode, *, seed: int, tokens: int, heard: Callable[[int], None] = lambda _: None) -> Run:
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
         said: list[int] = []
         gaps: list[float] = []
@@ -299,6 +390,7 @@ class Bench:
                     gaps += [1000 * (now - last), *[0.0] * (len(reply.token_ids) - 1)]
                 last = now
                 said += reply.token_ids
+                heard(len(said))
             elif isinstance(reply, Finished):
                 return Run(tuple(said), tuple(gaps), reply.stats)
         raise AssertionError("a stream ends with Finished or raises")
@@ -325,7 +417,7 @@ def curve(paces: Paces) -> tuple[list[int], list[float]]:
 def summarise(
     measured: Measured,
     predicted: Mapping[tuple[Cell, Mode], float],
-    drift: Mapping[str, float],
+    drift: Mapping[str, Any],
     *,
     texts_equal: bool,
 ) -> dict[str, Any]:
@@ -345,6 +437,7 @@ def summarise(
         **{f"adaptive_vs_plain_rtt{rtt:g}": adaptive_vs_plain[cell] for rtt, cell in sorted(at.items())},
         "colocated_vs_plain": colocated / speeds[shortest][PLAIN],
         "worst_vs_plain": min(adaptive_vs_plain.values()),
+        "worst_vs_plain_first64": min(_first(found) for found in measured.values()),
         "worst_regret": max(0.0, *regret.values()),
         "worst_regret_drift": drift["regret"],
         "predicted_within_10pct": sum(error <= _TOLERANCE for error in errors) / max(1, len(errors)),
@@ -353,12 +446,19 @@ def summarise(
     }
 
 
+def _first(found: Mapping[Mode, Runs]) -> float:
+    """The first tokens of adaptive answers, against plain ones."""
+    by_name = {mode.name: runs.first_tokens_per_s for mode, runs in found.items()}
+    return by_name[ADAPTIVE] / by_name[PLAIN]
+
+
 def rows_of(measured: Measured, predicted: Mapping[tuple[Cell, Mode], float]) -> list[Row]:
     return [
         {
             "rtt_ms": cell.rtt_ms,
             "jitter_ms": cell.jitter_ms,
             "kib_per_s": cell.kib_per_s,
+            "drafter": cell.drafter,
             "mode": mode.name,
             **runs.row(),
             "predicted_tokens_per_s": predicted.get((cell, mode)),
@@ -373,13 +473,7 @@ def show(
     measured: Measured,
     predicted: Mapping[tuple[Cell, Mode], float],
     summary: Mapping[str, Any],
-    pair: Pair,
-    paces: Paces,
 ) -> None:
-    console.print(
-        f"paced engines: verify {paces.verify} (tokens:ms), draft {paces.draft_ms:g} ms a step; first guesses hold "
-        f"{pair.acceptance:.2f}, runners-up {pair.gain:.2f} of the rest"
-    )
     table = Table("link", *(mode.name for mode in next(iter(measured.values()))), title="times plain (predicted)")
     for cell, found in measured.items():
         plain = next(runs.tokens_per_s for mode, runs in found.items() if mode.name == PLAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from matplotlib.patches import Patch
 from outrider.cli.bench.far import Paces, Pair
 from outrider.cli.bench.network import GAMMA, PLAIN, Cell, Measured, curve, simulate
 
-_STEPS = (15.0, 80.0, 5.0)  # round trips of the simulated change
+_STEPS = ((15.0, 0.8), (80.0, 0.8), (80.0, 0.4), (5.0, 0.8))  # round trips and first guesses as they change
 _STEP_TOKENS = 200
+_MEAN_OF = 12  # steps
 _RTTS = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 _ACCEPTANCES = (0.2, 0.4, 0.6, 0.8, 0.9)
 _DRAFTS = (0.05, 0.25, 1.0)  # of a verifier's step
@@ -64,19 +66,35 @@ def _speed(axes: Axes, measured: Measured) -> None:
 
 
 def _change(axes: Axes, pair: Pair, paces: Paces) -> None:
-    world = {"acceptance": pair.acceptance, "gain": pair.gain, "draft_ms": paces.draft_ms, "cost": curve(paces)}
-    parts = [{**world, "rtt_ms": rtt} for rtt in _STEPS]
+    """What control takes, and how long a path steps then check, through changes of the link and of the guesses."""
+    world = {"gain": pair.gain, "draft_ms": paces.draft_ms, "cost": curve(paces)}
+    parts = [{**world, "rtt_ms": rtt, "acceptance": acceptance} for rtt, acceptance in _STEPS]
     (found,) = simulate([{"worlds": parts, "tokens": _STEP_TOKENS, "seeds": 1}])
-    times = [ms / 1000 for ms, _, _ in found["plans"]] + [found["ends_ms"][-1] / 1000]
-    gammas = [gamma for _, gamma, _ in found["plans"]]
-    axes.step(times, [*gammas, gammas[-1]], where="post", color="black")
     began = 0.0
-    for rtt, ends in zip(_STEPS, found["ends_ms"], strict=True):
-        axes.axvspan(began, ends / 1000, alpha=0.12, color="#6baed6" if rtt > _STEPS[0] else "#fd8d3c")
-        axes.text((began + ends / 1000) / 2, 34, f"{rtt:g} ms", ha="center")
+    for number, ((rtt, acceptance), ends) in enumerate(zip(_STEPS, found["ends_ms"], strict=True)):
+        axes.axvspan(began, ends / 1000, alpha=0.12, color=("#6baed6", "#fd8d3c")[number % 2])
+        axes.text(
+            (began + ends / 1000) / 2, 22.5, f"{rtt:g} ms\nholds {acceptance:g}", ha="center", va="top", fontsize=8
+        )
         began = ends / 1000
-    axes.set_ylim(0, 37)
-    _plainly(axes, "γ while the link changes (virtual time)", "seconds", "γ", legend=False)
+    times, lengths = zip(*found["offered"], strict=True)
+    means = [statistics.fmean(lengths[max(0, i - _MEAN_OF + 1) : i + 1]) for i in range(len(lengths))]
+    axes.plot([ms / 1000 for ms in times], means, color="black", label=f"guesses in a row per step, mean of {_MEAN_OF}")
+    starts = [ms for ms, _, _ in found["plans"]]
+    for start, end, (_, _, label) in zip(starts, [*starts[1:], found["ends_ms"][-1]], found["plans"], strict=True):
+        colour = next(colour for name, colour, _ in _WAYS if name == _kind(label))
+        axes.axvspan(start / 1000, end / 1000, ymax=0.06, color=colour)
+    axes.set_ylim(-1.5, 23)
+    _plainly(axes, "How far ahead while the link changes (virtual time)", "seconds; below: the plan", "γ in use")
+
+
+def _kind(label: str) -> str:
+    """The way that a plan's name speaks of, by the colours of the map."""
+    if label == "plain":
+        return "plain"
+    if "ahead" not in label:
+        return "in turns"
+    return "tree ahead" if "×" in label else "chain ahead"
 
 
 def _map(axes: Axes, share: float) -> None:
