@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.cli.bench import far, network_picture
-from outrider.cli.bench.capacity import Point, sessions_at
+from outrider.cli.bench.capacity import sessions_at
+from outrider.cli.bench.crowd import Crowd
 from outrider.cli.bench.network import Cell, Run, Runs, modes
 from outrider.errors import InvalidRequest, StartupError
 from outrider.v1 import coordinator_pb2 as pb
@@ -78,11 +79,13 @@ def test_capacity_compares_sessions(tmp_path: Path) -> None:
     summary = json.loads(report.read_text())["summary"]
     assert summary["bound"] == {"light": pytest.approx(1.2), "heavy": pytest.approx(1.8)}
     assert summary["sessions_ratio"]["heavy"] > 1.2, "who drafts elsewhere serves more"
+    guesses = summary["full_guesses_per_step"]
+    assert guesses["8"] < 0.5 * guesses["1"], "a full verifier has no rows for guesses"
 
 
 @pytest.mark.parametrize(("token_ms", "sessions"), [(10.0, 1.0), (15.0, 1.5), (20.0, 2.0), (30.0, 3.0), (60.0, 6.0)])
 def test_sessions_at_a_time_per_token(token_ms: float, sessions: float) -> None:
-    line = [Point(1, 10.0), Point(2, 20.0), Point(4, 40.0)]
+    line = [Crowd(count, 10.0 * count, 0.0, 0.0) for count in (1, 2, 4)]
     assert sessions_at(line, token_ms) == pytest.approx(sessions)
 
 
