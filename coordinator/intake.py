@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
 from coordinator.record import SessionRequest, Wish
@@ -13,9 +14,17 @@ from outrider.messages import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US, check_sa
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000
+LARGE_BYTES = 16 * 1024
 
 
-def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+async def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+    if request.ByteSize() > LARGE_BYTES:
+        # Tokenising megabytes takes seconds: other streams go on meanwhile.
+        return await asyncio.to_thread(resolve, request, target, settings)
+    return resolve(request, target, settings)
+
+
+def resolve(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
     params = wire.params_from_proto(request.params)
     params.check(target.info.vocab_size)
     wish = _wish(request.speculation)

@@ -64,7 +64,7 @@ class Session:
         self.error: OutriderError | None = None
         self.ended = False
         self.rest = Piece("")
-        self._target = target
+        self.target = target
         self._deps = deps
         self._entry = Entry(record, self._fenced, durable)
         self._tokens: list[Token] = []

@@ -225,7 +225,7 @@ async def house(
 
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
-    assert await soon(lambda: service.ready() and len(service._roster.links()) == workers, 20)
+    assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == workers, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Home:
     service: CoordinatorService
 
     async def knows(self, drafters: int) -> None:
-        assert await soon(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
+        assert await soon(lambda: self.service.ready() and len(self.service.sessions.roster.links()) == 1 + drafters, 20)
 
     async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
         """To HOME_PROMPT."""

@@ -68,7 +68,7 @@ class Home:
         self._folder = folder
 
     async def knows(self, drafters: int) -> None:
-        assert await until(lambda: self._service.ready() and len(self._service._roster.links()) == 1 + drafters, 20)
+        assert await until(lambda: self._service.ready() and len(self._service.sessions.roster.links()) == 1 + drafters, 20)
 
     @asynccontextmanager
     async def drafted(self, way: str) -> AsyncIterator[None]:
@@ -150,4 +150,4 @@ async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home:
     async with drafter_serving(
         kind="model", model=str(folder / "respelt"), device="cpu", threads=1, coordinators=home._address
     ):
-        assert not await until(lambda: len(home._service._roster.links()) > 1, 1.0)
+        assert not await until(lambda: len(home._service.sessions.roster.links()) > 1, 1.0)
