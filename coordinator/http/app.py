@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,10 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coordinator.http import replies
+from coordinator.http import pages, replies
 from coordinator.http.answer import Answer, begun, requests_of, served_name
 from coordinator.http.bodies import Body, ChatBody, CompletionBody
 from coordinator.http.failures import (
@@ -62,7 +61,7 @@ class Api:
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/openapi.json", self.openapi),
-            Route("/docs", self.docs),
+            *pages.routes(),
         ]
         origins = [origin for origin in self._settings.cors_origins.split(",") if origin]
         limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
@@ -221,9 +220,6 @@ class Api:
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
-
-    async def docs(self, request: Request) -> Response:
-        return HTMLResponse(files("coordinator.http").joinpath("docs.html").read_text())
 
 
 _STARTED = time.time()
