@@ -1,4 +1,4 @@
-"""The pages for people: the playground and the API's description. Everything comes from here, nothing from elsewhere."""
+"""The pages for people, the playground and the API's description: all from here, nothing from elsewhere."""
 
 from __future__ import annotations
 
