@@ -143,7 +143,12 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = Field(None, description="Ignored: chat templates know no names.")
+    # As OpenAI's own answers have them, so that an answer can be sent back as it came.
     refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @property
     def text(self) -> str:

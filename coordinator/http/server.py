@@ -44,7 +44,11 @@ class HttpServer:
 
     async def start(self) -> None:
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
-        await until(lambda: self._server.started, _START_S)
+        if not await until(lambda: self._server.started or self._ended(), _START_S) or self._ended():
+            raise StartupError(f"HTTP on {self.address} did not start in {_START_S:g} s")
+
+    def _ended(self) -> bool:
+        return self._serving is None or self._serving.done()
 
     async def stop(self) -> None:
         """Answers that are still under way have a moment to end."""
