@@ -19,7 +19,7 @@ from coordinator.features import FeatureWindow
 from coordinator.gamma import Controller, Estimator, Pair, PairHistory, Wishes
 from coordinator.hops import DrafterHop, Refusal, VerifierHop
 from coordinator.pairs import PairMemory
-from coordinator.plans import PLAIN
+from coordinator.plans import PLAIN, Plan
 from coordinator.record import SessionRecord
 from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.stats import RequestStats
@@ -77,8 +77,8 @@ class Drafting:
         self._passed_at = -1
 
     @property
-    def gamma(self) -> int:
-        return self._control.plan.gamma
+    def plan(self) -> Plan:
+        return self._control.plan
 
     @property
     def wants_features(self) -> bool:

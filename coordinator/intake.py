@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import replace
 
 from coordinator.record import SessionRequest, Wish
 from coordinator.settings import CoordinatorSettings
@@ -17,14 +18,19 @@ MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
 
 
-async def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+async def prepare(
+    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
+) -> SessionRequest:
+    """`default_tokens`: how long an answer may be where the request does not say and the context leaves as many."""
     if request.ByteSize() > LARGE_BYTES:
         # Tokenising megabytes takes seconds: other streams go on meanwhile.
-        return await asyncio.to_thread(resolve, request, target, settings)
-    return resolve(request, target, settings)
+        return await asyncio.to_thread(resolve, request, target, settings, default_tokens)
+    return resolve(request, target, settings, default_tokens)
 
 
-def resolve(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+def resolve(
+    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, default_tokens: int | None = None
+) -> SessionRequest:
     params = wire.params_from_proto(request.params)
     params.check(target.info.vocab_size)
     wish = _wish(request.speculation)
@@ -34,6 +40,8 @@ def resolve(request: pb.GenerateRequest, target: Target, settings: CoordinatorSe
         raise InvalidRequest.of(
             "prompt", f"{len(prompt)} tokens", f"under the context of {target.info.context_length} tokens"
         )
+    if default_tokens is not None and not request.params.HasField("max_tokens"):
+        params = replace(params, max_tokens=min(default_tokens, room))
     if params.max_tokens > room and not request.params.HasField("max_tokens"):
         raise InvalidRequest.of(
             "prompt",

@@ -7,7 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
+import structlog
 
+from coordinator.http.app import Api
+from coordinator.http.server import HttpServer
 from coordinator.intake import prepare
 from coordinator.registration import RegistryService
 from coordinator.session import Session, Token
@@ -19,6 +22,8 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
 
+log = structlog.get_logger(__name__)
+
 
 class CoordinatorService(rpc.OutriderServicer):
     names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
@@ -26,6 +31,9 @@ class CoordinatorService(rpc.OutriderServicer):
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
         self.sessions = Sessions(settings, redis_url)
+        self._http = None
+        if settings.http_port >= 0:
+            self._http = HttpServer(Api(self.sessions, settings).app(), settings.host, settings.http_port)
 
     # Life.
 
@@ -36,6 +44,14 @@ class CoordinatorService(rpc.OutriderServicer):
 
     async def start(self, port: int) -> None:
         self.sessions.start()
+        if self._http is not None:
+            await self._http.start()
+            log.info("serving HTTP", address=self._http.address)
+
+    @property
+    def http_address(self) -> str:
+        """Empty where there is no HTTP."""
+        return "" if self._http is None else self._http.address
 
     def drain(self) -> None:
         self.sessions.drain()
@@ -48,6 +64,8 @@ class CoordinatorService(rpc.OutriderServicer):
 
     async def stop(self) -> None:
         await self.sessions.stop()
+        if self._http is not None:
+            await self._http.stop()
 
     # For clients.
 

@@ -17,6 +17,7 @@ import structlog
 from coordinator.drafting import Drafting, Means
 from coordinator.hops import Refusal, VerifierHop
 from coordinator.journal import Entry, Journal
+from coordinator.plans import Plan
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, Roster
 from coordinator.stats import RequestStats
@@ -78,6 +79,11 @@ class Session:
                 break
         if record.finished:
             self._end()
+
+    @property
+    def plan(self) -> Plan:
+        """How it is drafted now."""
+        return self._drafting.plan
 
     # For those who follow.
 
@@ -173,7 +179,7 @@ class Session:
         if verdict.position != record.position:
             raise PeerLost(f"a verdict for position {verdict.position}, not {record.position}")
         self._drafting.judged(verdict)
-        self.stats.judged(verdict, self._drafting.gamma)
+        self.stats.judged(verdict, self.plan.gamma)
         reason = verdict.finish_reason
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
             record.tokens.append(token)

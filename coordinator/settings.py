@@ -10,6 +10,11 @@ from outrider.config import Settings
 class CoordinatorSettings(Settings):
     """Serve clients: sessions, text, workers, γ control."""
 
+    http_port: int = Field(
+        8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
+    )
+    served_model_name: str = Field("", description="The target's name in the HTTP API; empty: its own.")
+    cors_origins: str = Field("", description="Web pages of these origins may call the HTTP API, separated by commas.")
     redis_url: str = Field("", description="Redis for sessions; empty: REDIS_URL, else a private embedded server.")
     max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
     max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt taken, KiB of text.")

@@ -95,6 +95,7 @@ class Process:
         self.name = name
         self.port = port
         self.address = f"127.0.0.1:{port}"
+        self.web = ""  # of a coordinator: its HTTP edge
         self._command = list(command)
         self._folder = folder
         self._lives = 0
@@ -227,7 +228,11 @@ class Cluster:
     def add_coordinator(self, *flags: str) -> Process:
         url = ("--redis-url", self.redis.url)
         common_flags = ("--heartbeat-ms", str(self._heartbeat_ms), "--drain-s", "0.3")
-        return self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
+        http_port = free_port()
+        common_flags += ("--http-port", str(http_port))
+        process = self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
+        process.web = f"http://127.0.0.1:{http_port}"
+        return process
 
     def add_verifier(self, target: Path, *flags: str, behind: str = "") -> Process:
         """`behind`: the address that coordinators are told, e.g. of a relay in between."""

@@ -21,6 +21,7 @@ from outrider.embedded_redis import embedded_redis
 from outrider.errors import PeerLost, StartupError, Unavailable
 
 _READY = "progress: ready at "
+_HTTP = "progress: http at "
 _PROGRESS = "progress: "
 _STOP_S = 15.0
 _RESTART_S = 1.0
@@ -39,6 +40,7 @@ class Plan:
     coordinators: int = 1
     host: str = "127.0.0.1"
     port: int = 50050
+    http_port: int = -1  # of the first coordinator; 0: any free one, -1: none
     device: str = "auto"
     drafter_device: str = "auto"
     dtype: str = "auto"
@@ -60,6 +62,7 @@ class Child:
     log: Path
     state: str = "starting"
     address: str = ""
+    http_address: str = ""
     restarts: int = 0
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
@@ -84,10 +87,17 @@ class Stack:
     def endpoints(self) -> list[str]:
         return [child.address for child in self.children if child.name.startswith("coordinator")]
 
+    @property
+    def web(self) -> str:
+        """Where the first coordinator's HTTP API and playground are."""
+        return f"http://{self.children[0].http_address}"
+
     def start_coordinators(self) -> None:
         for i in range(self.plan.coordinators):
             port = self.plan.port + i if self.plan.port else 0
-            flags = ["--host", self.plan.host, "--port", str(port), "--redis-url", self._redis]
+            http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
+            flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
+            flags += ["--redis-url", self._redis]
             self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
 
     def start_workers(self) -> None:
@@ -188,8 +198,11 @@ class Stack:
             if line.startswith(_READY):
                 child.address = line.removeprefix(_READY).strip()
                 child.state = "ready"
-                child.command = _with_port(child.command, child.address)
+                child.command = _with_port(child.command, "--port", child.address)
                 child.ready.set()
+            elif line.startswith(_HTTP):
+                child.http_address = line.removeprefix(_HTTP).strip()
+                child.command = _with_port(child.command, "--http-port", child.http_address)
             elif line.startswith(_PROGRESS):
                 child.state = line.removeprefix(_PROGRESS).strip()
 
@@ -225,10 +238,10 @@ def watch(running: Stack, say: Callable[[str], None]) -> None:
             say(f"{child.name} {child.state}")
 
 
-def _with_port(command: list[str], address: str) -> list[str]:
+def _with_port(command: list[str], flag: str, address: str) -> list[str]:
     """A restarted service comes back in the same place."""
     port = address.rpartition(":")[2]
-    if "--port" in command:
-        at = command.index("--port") + 1
+    if flag in command:
+        at = command.index(flag) + 1
         return [*command[:at], port, *command[at + 1 :]]
-    return [*command, "--port", port]
+    return [*command, flag, port]

@@ -47,6 +47,9 @@ def up(
     coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
     host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Port = 50050,
+    http_port: Annotated[
+        int, options.option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
+    ] = 8000,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     dtype: Dtype = "auto",
@@ -65,6 +68,7 @@ def up(
         coordinators=coordinators,
         host=host,
         port=port,
+        http_port=http_port,
         device=device,
         drafter_device=drafter_device,
         dtype=dtype,
@@ -81,6 +85,8 @@ def up(
             view.done()
             endpoints = ",".join(running.endpoints)
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
+            if http_port >= 0:
+                console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
             watch(running, console.print)
     except KeyboardInterrupt:

@@ -68,7 +68,9 @@ class Home:
         self._folder = folder
 
     async def knows(self, drafters: int) -> None:
-        assert await until(lambda: self._service.ready() and len(self._service.sessions.roster.links()) == 1 + drafters, 20)
+        assert await until(
+            lambda: self._service.ready() and len(self._service.sessions.roster.links()) == 1 + drafters, 20
+        )
 
     @asynccontextmanager
     async def drafted(self, way: str) -> AsyncIterator[None]:
@@ -94,7 +96,7 @@ class Home:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url)
     loaded = load_model(str(folder / "target"), EngineOptions(device="cpu", threads=1))
     async with (

@@ -129,7 +129,7 @@ async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models:
 async def test_one_drafter_each_when_that_is_the_setting(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, drafters_per_session=1)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, drafters_per_session=1)
     apart = redis_server.url.removesuffix("0") + "1"  # or it would hear of the other home's workers
     service = CoordinatorService(settings, apart)
     async with in_process(service, settings) as coordinator:

@@ -43,7 +43,7 @@ async def wired(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Wired]:
     # Heartbeats and probes take the same socket: rare enough here not to matter.
-    settings = CoordinatorSettings(heartbeat_ms=1000)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=1000)
     service = CoordinatorService(settings, redis_server.url)
     port = free_port()
     async with AsyncExitStack() as stack:

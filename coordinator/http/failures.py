@@ -1,0 +1,76 @@
+"""Errors in OpenAI's shape, from one handler."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from outrider.errors import STATUS, InvalidRequest, OutriderError, shorten
+
+log = structlog.get_logger(__name__)
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_SERVER = 500
+
+
+def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
+    status = status or STATUS[type(error)][1]
+    kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
+    code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
+    return {"error": {"message": error.message, "type": kind, "param": _param(error.field), "code": code}}
+
+
+def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
+    status = status or STATUS[type(error)][1]
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1000))
+        headers["Retry-After-Ms"] = str(error.retry_after_ms)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body_of(error, status), status, headers)
+
+
+async def on_outrider_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, OutriderError)
+    return respond(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Routes and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    found = InvalidRequest(f"{request.method} {shorten(request.url.path)}: {error.detail}", field="path")
+    response = respond(found, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_anything_else(request: Request, error: Exception) -> JSONResponse:
+    log.error("request failed", path=request.url.path, exc_info=error)
+    return respond(OutriderError(f"internal error: {type(error).__name__}"))
+
+
+def of_validation(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong with a body; of the ways to read a union, the one that came furthest."""
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    field = ".".join(str(part) for part in first["loc"] if not _is_union_branch(part)) or "body"
+    message = first["msg"].removeprefix("Value error, ")
+    value = "absent" if first["type"] == "missing" else shorten(repr(first["input"]))
+    return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
+
+
+def _is_union_branch(part: str | int) -> bool:
+    """Pydantic names the branch it tried: no part of the body."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+
+
+def _param(field: str) -> str | None:
+    """A field of the request over gRPC, as HTTP calls it."""
+    return field.removeprefix("params.") or None

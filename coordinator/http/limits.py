@@ -1,0 +1,109 @@
+"""Around every request: its size, its id, its key, and its end when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.http.failures import respond
+from outrider.errors import InvalidRequest
+from outrider.serving import background
+
+log = structlog.get_logger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TOO_LARGE = 413
+
+
+class RequestIds:
+    """Every answer says which request it belongs to; so does every line that is logged for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started = 0, time.monotonic()
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request=request_id):
+            try:
+                await self._app(scope, receive, send_on)
+            finally:
+                ms = round(1000 * (time.monotonic() - started))
+                log.info("http", method=scope["method"], path=scope["path"], status=status, ms=ms)
+
+
+class WholeBodies:
+    """Reads a body to its end before the app does, no further than it may be; ends the app when the client leaves."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = await self._read(receive)
+        if body is None:
+            return  # gone before all was said
+        if len(body) > self._limit:
+            error = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
+            await respond(error, _TOO_LARGE)(scope, receive, send)
+            return
+        gone = asyncio.Event()
+        told = False
+
+        async def heard() -> Message:
+            nonlocal told
+            if not told:
+                told = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                continue
+            gone.set()
+            working.cancel()
+
+        working = asyncio.ensure_future(self._app(scope, heard, send))
+        async with background(listen()):
+            try:
+                await working
+            except asyncio.CancelledError:
+                if not gone.is_set():
+                    working.cancel()
+                    raise
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            parts.append(part)
+            if size > self._limit or not message.get("more_body", False):
+                return b"".join(parts)
