@@ -142,6 +142,8 @@ class OverHttp:
                 raise refusal(reply.status, reply.read(_LARGEST_ERROR), reply.headers)
             yield reply
             reply.release_conn()
+        except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among timeouts
+            raise PeerLost(f"{method} {path}: {error}") from error
         except urllib3.exceptions.TimeoutError as error:
             raise Expired(f"{method} {path}: nothing came in time") from error
         except urllib3.exceptions.HTTPError as error:

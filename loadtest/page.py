@@ -154,8 +154,8 @@ def _parts(summary: Summary) -> str:
 
 
 def _sorts(summary: Summary) -> str:
-    rows = []
-    sums = set()
+    rows: list[list[str]] = []
+    sums: set[int] = set()
     for sort in summary.sorts:
         if not sort.kind:
             sums.add(len(rows))

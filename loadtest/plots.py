@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ _COLOURS = {
 }
 _BY_NAME = {name: colour for colour, name in _COLOURS.items()}
 _SIZE = (5.2, 2.3)  # inches; small, so that text stays readable where the page is narrow
-_SETTINGS = {
+_SETTINGS: Any = {
     "svg.fonttype": "none",
     "font.size": 9.0,
     "axes.edgecolor": _BY_NAME["line"],

@@ -78,8 +78,8 @@ class Tally:
 
     @classmethod
     def unpacked(cls, data: list[Any]) -> Tally:
-        *counts, errors, first_token, inter_token, total = data
-        return cls(*counts, Counter(errors), Spread(first_token), Spread(inter_token), Spread(total))
+        requests, shed, compared, tokens, errors, *spreads = data
+        return cls(requests, shed, compared, tokens, Counter(errors), *map(Spread, spreads))
 
 
 def whole(tallies: Iterable[Tally]) -> Tally:
