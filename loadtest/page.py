@@ -28,7 +28,7 @@ p { margin: .3rem 0; } .soft, dt, th, figcaption, footer { color: var(--soft); }
 .verdict { margin: 1rem 0; padding: .6rem .9rem; border-left: .3rem solid; border-radius: .2rem;
   background: var(--card); overflow-wrap: anywhere; }
 .good { border-color: var(--good); } .bad { border-color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .6rem; margin: 0; padding: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); gap: .6rem; margin: 0; padding: 0; }
 .tiles div { background: var(--card); border-radius: .4rem; padding: .6rem .8rem; }
 .tiles dt { font-size: .85rem; } .tiles dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .tiles small { font-size: .8rem; color: var(--soft); }
@@ -40,8 +40,8 @@ figcaption b { color: var(--ink); font-weight: 600; }
 .key::before { content: ""; display: inline-block; width: .9em; height: .2em; margin-right: .35em;
   vertical-align: middle; background: var(--of); }
 .key { margin-left: .7rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums;
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+th, td { padding: .35rem .45rem; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums;
   border-bottom: 1px solid var(--line); }
 th { font-weight: 500; } th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--paper); }
@@ -101,7 +101,7 @@ def ms(value: float | None) -> str:
 def _sentence(summary: Summary) -> str:
     if summary.verdict:
         return f"<b>✗ Failed.</b> {escape(summary.verdict)}"
-    came_back = "" if summary.recovery is None else f" The end had {summary.recovery:.0%} of the first throughput."
+    came_back = "" if summary.recovery is None else f" Throughput at the end: {summary.recovery:.0%} of the first."
     return (
         f"<b>✓ Passed.</b> {summary.all.compared:,} texts were the ones that the fleet gives without load; no request "
         f"failed.{came_back}"
