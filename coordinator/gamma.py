@@ -24,6 +24,7 @@ from coordinator.plans import (
     patience_for,
     plans,
     rate,
+    worth,
 )
 from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, TokenKind, Verdict
 
@@ -58,13 +59,14 @@ PACE_BOUNDS = (0.3, 1.5)
 
 
 def choose(conditions: Conditions, candidates: Iterable[Plan], current: Plan | None = None) -> Choice:
-    """The best plan; the current one unless another is clearly better. What is slower than plain is never kept."""
-    rates = {plan: rate(conditions, plan) for plan in candidates}
-    best = max(rates, key=rates.__getitem__)
-    plain = rates.get(PLAIN, 0.0)
-    if current is not None and rates.get(current, -1.0) >= plain and rates[best] < rates[current] * HYSTERESIS:
+    """The plan that is worth most; the current one unless another is clearly better. What is worth less than plain is
+    never kept."""
+    worths = {plan: worth(conditions, plan) for plan in candidates}
+    best = max(worths, key=worths.__getitem__)
+    plain = worths.get(PLAIN, 0.0)
+    if current is not None and worths.get(current, -1.0) >= plain and worths[best] < worths[current] * HYSTERESIS:
         best = current
-    return Choice(best, patience_for(conditions, best), rates[best])
+    return Choice(best, patience_for(conditions, best), rate(conditions, best))
 
 
 @dataclass(slots=True)
@@ -247,6 +249,8 @@ class Estimator:
         self._published = UNKNOWN_COST
         self._pace: float | None = None  # steps seen, against what was published
         self._other_rows = 0.0  # of the sessions that share our steps
+        self._others = 0.0  # how many these are
+        self._other_rate = 0.0  # their tokens, per millisecond of a step
 
     def priced(self, published: CostCurve) -> None:
         """A verifier was attached, and says what its steps take."""
@@ -264,6 +268,9 @@ class Estimator:
                 pace = step_ms / self._published.at(timings.rows)
                 self._pace = pace if self._pace is None else _smooth(self._pace, pace)
             self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
+            self._others = _smooth(self._others, timings.sessions - 1)
+            others = max(0, timings.step_tokens - len(verdict.tokens))
+            self._other_rate = _smooth(self._other_rate, others / step_ms if step_ms else 0.0)
         tree, asked = plan.branches > 1, plan.gamma > 0
         due = asked and (waited or verdict.offered > 0)
         self.pair.judged(verdict.offered, verdict.accepted, due=due, beside=verdict.beside)
@@ -287,6 +294,8 @@ class Estimator:
             link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
             cost=self._curve(),
             other_rows=self._other_rows,
+            others=self._others,
+            other_rate=self._other_rate,
             tree_gain=self.pair.tree_gain,
             ahead_gain=self.pair.ahead_gain,
             tree_rows=self.pair.tree_rows,
