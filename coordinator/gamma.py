@@ -369,11 +369,11 @@ class Controller:
         return (self._gamma_max if self._fixed is None else self._fixed.gamma) > 0
 
     def considered(self) -> list[Choice]:
-        """The best plan of every way, as things stood when last chosen."""
+        """The best plan of every way and what it is worth, as things stood when last chosen."""
         best: dict[Way, Choice] = {}
         for plan in self._apart() if self._conditions is not None else ():
             assert self._conditions is not None
-            promised = rate(self._conditions, plan)
+            promised = worth(self._conditions, plan)
             if plan.way not in best or promised > best[plan.way].tokens_per_s:
                 best[plan.way] = Choice(plan, patience_for(self._conditions, plan), promised)
         return list(best.values())
