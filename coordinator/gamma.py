@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.plans import (
     BRANCHES,
@@ -251,11 +251,15 @@ class Estimator:
         self._other_rows = 0.0  # of the sessions that share our steps
         self._others = 0.0  # how many these are
         self._other_rate = 0.0  # their tokens, per millisecond of a step
+        self._steps = 0  # on this verifier
 
-    def priced(self, published: CostCurve) -> None:
-        """A verifier was attached, and says what its steps take."""
+    def priced(self, published: CostCurve, sessions: int = 0) -> None:
+        """A verifier was attached, and says what its steps take and how many sessions it has."""
         self._published = published
         self._pace = None
+        self._steps = 0
+        self._others = self._other_rows = float(sessions)
+        self._other_rate = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
 
     def judged(self, verdict: Verdict, *, plan: Plan, patience_ms: float) -> bool:
         """A verdict arrived under this plan; whether its step was waited for in vain."""
@@ -267,10 +271,7 @@ class Estimator:
             if self._published.rows:
                 pace = step_ms / self._published.at(timings.rows)
                 self._pace = pace if self._pace is None else _smooth(self._pace, pace)
-            self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
-            self._others = _smooth(self._others, timings.sessions - 1)
-            others = max(0, timings.step_tokens - len(verdict.tokens))
-            self._other_rate = _smooth(self._other_rate, others / step_ms if step_ms else 0.0)
+            self._shared(verdict, step_ms)
         tree, asked = plan.branches > 1, plan.gamma > 0
         due = asked and (waited or verdict.offered > 0)
         self.pair.judged(verdict.offered, verdict.accepted, due=due, beside=verdict.beside)
@@ -284,6 +285,16 @@ class Estimator:
         if in_vain or verdict.offered:
             self._silence += SILENCE_SMOOTHING * (in_vain - self._silence)
         return in_vain
+
+    def _shared(self, verdict: Verdict, step_ms: float) -> None:
+        """Who was in a step beside us. The first steps weigh more: others may have begun with us."""
+        self._steps += 1
+        weight = max(SMOOTHING, 1.0 / (1 + self._steps))
+        timings = verdict.timings
+        tokens = max(0, timings.step_tokens - len(verdict.tokens))
+        self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows, weight)
+        self._others = _smooth(self._others, timings.sessions - 1, weight)
+        self._other_rate = _smooth(self._other_rate, tokens / step_ms if step_ms else 0.0, weight)
 
     def conditions(self, round_trips_ms: float) -> Conditions:
         """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
@@ -455,12 +466,19 @@ class Controller:
             if self._probing == 0:
                 self._pause = min(PROBE_AT_MOST, 2 * self._pause)
         else:
-            if self._plain_steps < self._pause:
+            if self._plain_steps < self._pause or not self._could_pay(conditions):
                 return None
             self._plain_steps = 0
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
         return Choice(Plan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
+
+    def _could_pay(self, conditions: Conditions) -> bool:
+        """Whether any plan would be worth more than plain if its guesses always held: where rows are dear, a look at
+        them is dear as well, and in vain."""
+        sure = replace(conditions, acceptance=(1.0,), offer_rate=1.0, silence=0.0, paces={})
+        plain = worth(sure, PLAIN)
+        return any(worth(sure, plan) > plain for plan in self._apart() if plan.gamma)
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Over some steps: what the plan brought, against what was expected of its way with nothing known of it."""
@@ -505,5 +523,5 @@ class Controller:
         ]
 
 
-def _smooth(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old)
+def _smooth(old: float, new: float, weight: float = SMOOTHING) -> float:
+    return old + weight * (new - old)
