@@ -33,6 +33,7 @@ GAMMA = 16
 _BRANCHES = 3
 _WARM_TOKENS = 64
 _TOLERANCE = 0.1
+_PROBE_BYTES = 240  # both ways
 _FIRST = 64  # tokens in which a session finds its way
 _FEW_RTTS = (15.0, 80.0)  # of all drafters but the first
 _DRIFT = ((15.0, 0.0), (80.0, 0.6), (5.0, 0.0), (40.0, 0.6))  # round trips, and noise on what the drafter says
@@ -75,6 +76,12 @@ class Cell:
     @property
     def shape(self) -> Shape:
         return Shape(self.rtt_ms / 2, self.jitter_ms, 1024 * self.kib_per_s)
+
+    @property
+    def probe_ms(self) -> float:
+        """What a look at the drafter takes on average."""
+        narrow = 1000 * _PROBE_BYTES / (1024 * self.kib_per_s) if self.kib_per_s else 0.0
+        return self.rtt_ms + self.jitter_ms + narrow
 
     @property
     def label(self) -> str:
@@ -316,7 +323,7 @@ class Bench:
     def measure(self, cell: Cell, pair: Pair, paces: Paces, say: Callable[[str], None]) -> None:
         """All modes in turn, round by round."""
         self._far.network.become(cell.shape)
-        self._far.settle(cell.rtt_ms + cell.jitter_ms)
+        self._far.settle(cell.probe_ms)
         found = {mode: Runs() for mode in self._modes}
         self._ask(Mode(ADAPTIVE), seed=1_000, tokens=_WARM_TOKENS)
         for number in range(self._rounds):
