@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -169,7 +170,12 @@ def network(
     ] = "",
     tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
     rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
-    rtts: Annotated[str, options.option("--rtts", "Only these round trips, in ms, separated by commas.")] = "",
+    rtts: Annotated[
+        str,
+        options.option(
+            "--rtts", "Only these round trips in ms, by commas; 15~4: with jitter; 15@32: with KiB a second."
+        ),
+    ] = "",
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw what was found, as a .png file.")] = None,
 ) -> None:
@@ -180,7 +186,7 @@ def network(
     """
     check_files(json_file, plot_file)
     parse_pace(verify)
-    to_cross = [Cell(rtt) for rtt in _numbers("--rtts", rtts)] if rtts else cells(quick=quick)
+    to_cross = parse_links(rtts) if rtts else cells(quick=quick)
     to_try = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
     tokens = tokens or (96 if quick else 192)
     rounds = rounds or (1 if quick else 3)
@@ -240,13 +246,23 @@ def parse_drafters(text: str) -> list[Drafter]:
     return found
 
 
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidRequest.of(flag, text, "numbers separated by commas") from error
-    if not all(0.0 <= number <= 10_000.0 for number in found):
-        raise InvalidRequest.of(flag, text, "numbers in [0, 10000]")
+_LINK = re.compile(r"(?P<rtt>[0-9.]+)(~(?P<jitter>[0-9.]+))?(@(?P<kib>[0-9.]+))?")
+_FARTHEST_MS = 10_000.0
+
+
+def parse_links(text: str) -> list[Cell]:
+    """`15`, with jitter `15~4`, with so many KiB a second `15@32`, both `15~4@32`; separated by commas."""
+    found = []
+    for part in text.split(","):
+        link = _LINK.fullmatch(part.strip())
+        try:
+            if link is None:
+                raise ValueError("no such form")
+            found.append(Cell(float(link["rtt"]), float(link["jitter"] or 0), float(link["kib"] or 0)))
+        except ValueError as error:
+            raise InvalidRequest.of("--rtts", part, "ms, ms~jitter, ms@KiB/s or ms~jitter@KiB/s") from error
+        if max(found[-1].rtt_ms, found[-1].jitter_ms) > _FARTHEST_MS:
+            raise InvalidRequest.of("--rtts", part, f"at most {_FARTHEST_MS:g} ms")
     return found
 
 
