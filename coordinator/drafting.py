@@ -97,7 +97,8 @@ class Drafting:
         self._window.clear()
         self._features_on = features
         self._passed_at = -1
-        self._control.estimator.priced(verifier.link.info.load.cost)
+        load = verifier.link.info.load
+        self._control.estimator.priced(load.cost, load.sessions)
         try:
             async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
                 yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.plans import (
     BRANCHES,
@@ -24,6 +24,7 @@ from coordinator.plans import (
     patience_for,
     plans,
     rate,
+    worth,
 )
 from outrider.messages import MAX_GAMMA, UNKNOWN_COST, CostCurve, Steering, TokenKind, Verdict
 
@@ -58,13 +59,14 @@ PACE_BOUNDS = (0.3, 1.5)
 
 
 def choose(conditions: Conditions, candidates: Iterable[Plan], current: Plan | None = None) -> Choice:
-    """The best plan; the current one unless another is clearly better. What is slower than plain is never kept."""
-    rates = {plan: rate(conditions, plan) for plan in candidates}
-    best = max(rates, key=rates.__getitem__)
-    plain = rates.get(PLAIN, 0.0)
-    if current is not None and rates.get(current, -1.0) >= plain and rates[best] < rates[current] * HYSTERESIS:
+    """The plan that is worth most; the current one unless another is clearly better. What is worth less than plain is
+    never kept."""
+    worths = {plan: worth(conditions, plan) for plan in candidates}
+    best = max(worths, key=worths.__getitem__)
+    plain = worths.get(PLAIN, 0.0)
+    if current is not None and worths.get(current, -1.0) >= plain and worths[best] < worths[current] * HYSTERESIS:
         best = current
-    return Choice(best, patience_for(conditions, best), rates[best])
+    return Choice(best, patience_for(conditions, best), rate(conditions, best))
 
 
 @dataclass(slots=True)
@@ -247,11 +249,17 @@ class Estimator:
         self._published = UNKNOWN_COST
         self._pace: float | None = None  # steps seen, against what was published
         self._other_rows = 0.0  # of the sessions that share our steps
+        self._others = 0.0  # how many these are
+        self._other_rate = 0.0  # their tokens, per millisecond of a step
+        self._steps = 0  # on this verifier
 
-    def priced(self, published: CostCurve) -> None:
-        """A verifier was attached, and says what its steps take."""
+    def priced(self, published: CostCurve, sessions: int = 0) -> None:
+        """A verifier was attached, and says what its steps take and how many sessions it has."""
         self._published = published
         self._pace = None
+        self._steps = 0
+        self._others = self._other_rows = float(sessions)
+        self._other_rate = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
 
     def judged(self, verdict: Verdict, *, plan: Plan, patience_ms: float) -> bool:
         """A verdict arrived under this plan; whether its step was waited for in vain."""
@@ -263,7 +271,7 @@ class Estimator:
             if self._published.rows:
                 pace = step_ms / self._published.at(timings.rows)
                 self._pace = pace if self._pace is None else _smooth(self._pace, pace)
-            self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows)
+            self._shared(verdict, step_ms)
         tree, asked = plan.branches > 1, plan.gamma > 0
         due = asked and (waited or verdict.offered > 0)
         self.pair.judged(verdict.offered, verdict.accepted, due=due, beside=verdict.beside)
@@ -278,6 +286,16 @@ class Estimator:
             self._silence += SILENCE_SMOOTHING * (in_vain - self._silence)
         return in_vain
 
+    def _shared(self, verdict: Verdict, step_ms: float) -> None:
+        """Who was in a step beside us. The first steps weigh more: others may have begun with us."""
+        self._steps += 1
+        weight = max(SMOOTHING, 1.0 / (1 + self._steps))
+        timings = verdict.timings
+        tokens = max(0, timings.step_tokens - len(verdict.tokens))
+        self._other_rows = _smooth(self._other_rows, timings.rows - timings.session_rows, weight)
+        self._others = _smooth(self._others, timings.sessions - 1, weight)
+        self._other_rate = _smooth(self._other_rate, tokens / step_ms if step_ms else 0.0, weight)
+
     def conditions(self, round_trips_ms: float) -> Conditions:
         """`round_trips_ms`: to the drafter and to the verifier together, until waits have been seen."""
         return Conditions(
@@ -287,6 +305,8 @@ class Estimator:
             link_ms=self._link_ms if self._link_ms is not None else round_trips_ms,
             cost=self._curve(),
             other_rows=self._other_rows,
+            others=self._others,
+            other_rate=self._other_rate,
             tree_gain=self.pair.tree_gain,
             ahead_gain=self.pair.ahead_gain,
             tree_rows=self.pair.tree_rows,
@@ -360,11 +380,11 @@ class Controller:
         return (self._gamma_max if self._fixed is None else self._fixed.gamma) > 0
 
     def considered(self) -> list[Choice]:
-        """The best plan of every way, as things stood when last chosen."""
+        """The best plan of every way and what it is worth, as things stood when last chosen."""
         best: dict[Way, Choice] = {}
         for plan in self._apart() if self._conditions is not None else ():
             assert self._conditions is not None
-            promised = rate(self._conditions, plan)
+            promised = worth(self._conditions, plan)
             if plan.way not in best or promised > best[plan.way].tokens_per_s:
                 best[plan.way] = Choice(plan, patience_for(self._conditions, plan), promised)
         return list(best.values())
@@ -446,12 +466,19 @@ class Controller:
             if self._probing == 0:
                 self._pause = min(PROBE_AT_MOST, 2 * self._pause)
         else:
-            if self._plain_steps < self._pause:
+            if self._plain_steps < self._pause or not self._could_pay(conditions):
                 return None
             self._plain_steps = 0
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
         return Choice(Plan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
+
+    def _could_pay(self, conditions: Conditions) -> bool:
+        """Whether any plan would be worth more than plain if its guesses always held: where rows are dear, a look at
+        them is dear as well, and in vain."""
+        sure = replace(conditions, acceptance=(1.0,), offer_rate=1.0, silence=0.0, paces={})
+        plain = worth(sure, PLAIN)
+        return any(worth(sure, plan) > plain for plan in self._apart() if plan.gamma)
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Over some steps: what the plan brought, against what was expected of its way with nothing known of it."""
@@ -496,5 +523,5 @@ class Controller:
         ]
 
 
-def _smooth(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old)
+def _smooth(old: float, new: float, weight: float = SMOOTHING) -> float:
+    return old + weight * (new - old)

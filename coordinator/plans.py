@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.messages import MAX_GAMMA, CostCurve, Steering
 
@@ -95,6 +95,8 @@ class Conditions:
     link_ms: float  # from a verdict to the guess that follows it, drafting aside: both round trips
     cost: CostCurve  # of a verifier's step, by its rows
     other_rows: float = 0.0  # of the sessions that share our steps
+    others: float = 0.0  # how many these are
+    other_rate: float = 0.0  # their tokens, per millisecond of a step
     tree_gain: float = 0.4  # of first guesses that fail, how many have the truth beside them in the same step
     ahead_gain: float = 0.4  # or in the tree at least, where the drafter goes on
     tree_rows: float = 2.0  # guesses of a tree per guess of its longest path
@@ -151,12 +153,41 @@ def rate(conditions: Conditions, plan: Plan) -> float:
     return brings * (pace if brings > plain else min(1.0, pace))  # luck is no reason to leave plain
 
 
+def worth(conditions: Conditions, plan: Plan) -> float:
+    """Expected tokens per second, less those that the others of the verifier lose by our guesses: where a step takes
+    the longer the more rows it has, all wait for ours.
+
+    Rows that are free now are not all ours: the others are met halfway to
+    doing as we do, so that whoever came first does not keep them.
+    """
+    if plan.gamma == 0 or conditions.others <= 0.0:
+        return rate(conditions, plan)
+    likewise = conditions.others * (1.0 + guesses_per_step(plan))
+    rows = max(conditions.other_rows, (conditions.other_rows + likewise) / 2)
+    shared = replace(conditions, other_rows=rows)
+    return rate(shared, plan) - 1000.0 * conditions.other_rate * _delay(shared, plan)
+
+
+def guesses_per_step(plan: Plan) -> int:
+    return plan.rows if plan.ahead else plan.gamma * plan.branches
+
+
+def _delay(conditions: Conditions, plan: Plan) -> float:
+    """By how much of the time our guesses hold up steps that others share."""
+    waits = wait_ms(conditions, plan.gamma, plan.branches)
+    if plan.ahead:  # only after a miss, if at all
+        missed = 1.0 - mean_acceptance(conditions.accepted(plan))
+        waits = missed * wait_ms(conditions, plan.want, plan.branches) if plan.want else 0.0
+    step_ms = conditions.verify_ms(guesses_per_step(plan))
+    return conditions.offer_rate * (step_ms - conditions.verify_ms(0)) / max(step_ms + waits, 1e-6)
+
+
 def _in_turns(conditions: Conditions, plan: Plan) -> float:
     offered = conditions.offer_rate
     tokens = offered * expected_tokens(conditions.accepted(plan), plan.gamma) + (1.0 - offered)
     # A drafter without a guess says so after one link's time.
     wait = offered * wait_ms(conditions, plan.gamma, plan.branches) + (1.0 - offered) * conditions.link_ms
-    verify = offered * conditions.verify_ms(plan.gamma * plan.branches) + (1.0 - offered) * conditions.verify_ms(0)
+    verify = offered * conditions.verify_ms(guesses_per_step(plan)) + (1.0 - offered) * conditions.verify_ms(0)
     return 1000.0 * tokens / max(wait + verify, 1e-6)
 
 

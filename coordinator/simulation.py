@@ -205,7 +205,11 @@ class Simulation:
             last,
             offered,
             timings=VerifyTimings(
-                wait_us=int(waited * 1000), step_us=int(step_ms * 1000), rows=rows, session_rows=rows
+                wait_us=int(waited * 1000),
+                step_us=int(step_ms * 1000),
+                rows=rows,
+                session_rows=rows,
+                step_tokens=len(tokens),
             ),
             nodes=len(block.tokens),
             left=self._tree.depth,

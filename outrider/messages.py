@@ -215,6 +215,7 @@ class VerifyTimings:
     rows: int = 1
     session_rows: int = 1
     cached_tokens: int = 0
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,6 +293,7 @@ class Scheduler:
 
     def _commit(self, work: list[Work], step: Step, started: float) -> None:
         rows = sum(item.num_rows for item in work)
+        tokens = sum(len(result.judgement.tokens) for result in step.results if result.judgement is not None)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
         self._pace.took(rows, step.step_us / 1000, prompts=any(len(item.pending) > 1 for item in work))
         for item, result in zip(work, step.results, strict=True):
@@ -314,6 +315,7 @@ class Scheduler:
                 rows=rows,
                 session_rows=item.num_rows,
                 cached_tokens=session.found,
+                step_tokens=tokens,
             )
             session.found = 0
             verdict = _verdict(item, result, timings)

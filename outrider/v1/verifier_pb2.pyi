@@ -317,6 +317,7 @@ class VerifyTimings(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     SESSION_ROWS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    STEP_TOKENS_FIELD_NUMBER: builtins.int
     wait_us: builtins.int
     """from the previous verdict to the start of this step, patience included"""
     forward_us: builtins.int
@@ -331,6 +332,8 @@ class VerifyTimings(google.protobuf.message.Message):
     """of these, this session's"""
     cached_tokens: builtins.int
     """first verdict of a stream: tokens that were found in the cache"""
+    step_tokens: builtins.int
+    """committed in the step, all sessions together"""
     def __init__(
         self,
         *,
@@ -341,8 +344,9 @@ class VerifyTimings(google.protobuf.message.Message):
         rows: builtins.int = ...,
         session_rows: builtins.int = ...,
         cached_tokens: builtins.int = ...,
+        step_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "forward_us", b"forward_us", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "forward_us", b"forward_us", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
 
 global___VerifyTimings = VerifyTimings
 

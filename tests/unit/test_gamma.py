@@ -721,3 +721,54 @@ def test_who_shares_cores(machine: str, device: str, shared: bool) -> None:
     verifier = WorkerInfo("v", Role.VERIFIER, "a:1", ModelInfo("t", "t", device="cpu"), machine="here")
     drafter = WorkerInfo("d", Role.DRAFTER, "b:1", ModelInfo("d", "d", device=device), machine=machine)
     assert share_cores(verifier, drafter) is shared
+
+
+# --- beside others ---------------------------------------------------------------------------------------------------
+
+FULL = CostCurve((1, 17, 33, 257), (40.0, 40.0, 80.0, 640.0))  # at 17 rows
+
+
+def beside(others: int, steps: int, controller: Controller) -> list[Plan]:
+    """Plain verdicts of a verifier that has so many other sessions, all plain."""
+    taken = []
+    for _ in range(steps):
+        step_ms = FULL.at(1 + others)
+        timings = VerifyTimings(
+            step_us=int(1000 * step_ms),
+            sessions=1 + others,
+            rows=1 + others,
+            session_rows=1,
+            step_tokens=1 + others,
+        )
+        controller.judged(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
+        controller.decide(2.0, attached=True)
+        taken.append(controller.plan)
+    return taken
+
+
+def promising(sessions: int) -> Controller:
+    controller = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FREE)
+    controller.estimator.priced(FULL, sessions)
+    controller.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
+    controller.decide(2.0, attached=True)
+    return controller
+
+
+def test_a_full_verifier_is_not_given_guesses_and_an_empty_one_is() -> None:
+    assert promising(sessions=0).plan.gamma > 0
+    assert promising(sessions=40).plan == PLAIN
+
+
+def test_a_verifier_that_fills_up_is_left_to_those_who_are_there() -> None:
+    controller = promising(sessions=0)
+    assert beside(40, 12, controller)[-1] == PLAIN
+
+
+def test_nobody_looks_where_even_right_guesses_would_not_pay() -> None:
+    assert set(beside(60, 400, promising(sessions=60))) == {PLAIN}
+
+
+def test_when_the_others_leave_guesses_are_made_again() -> None:
+    controller = promising(sessions=60)
+    beside(60, 60, controller)
+    assert beside(0, 60, controller)[-1].gamma > 0

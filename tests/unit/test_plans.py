@@ -443,3 +443,47 @@ def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: P
         return
     assert MIN_PATIENCE_MS <= patience <= MAX_PATIENCE_MS
     assert patience >= min(wait_ms(conditions, awaited, plan.branches), MAX_PATIENCE_MS)
+
+
+# --- several sessions ------------------------------------------------------------------------------------------------
+
+FULL = CostCurve((1, 17, 33, 65, 129, 257), (40.0, 40.0, 80.0, 160.0, 320.0, 640.0))  # full at 17 rows
+
+
+def crowd(taken: Sequence[Plan], number: int) -> Conditions:
+    """What one of several sessions sees that step together, all in turns."""
+    lone = replace(FAIR, cost=FULL)
+    others = [plan for i, plan in enumerate(taken) if i != number]
+    rows = sum(1 + plan.gamma for plan in taken)
+    tokens = sum(expected_tokens(lone.acceptance, plan.gamma) for plan in others)
+    return replace(
+        lone, other_rows=rows - 1 - taken[number].gamma, others=len(others), other_rate=tokens / FULL.at(rows)
+    )
+
+
+def goodput(taken: Sequence[Plan]) -> float:
+    """Tokens of all sessions per millisecond."""
+    rows = sum(1 + plan.gamma for plan in taken)
+    wait = max(wait_ms(FAIR, plan.gamma) if plan.gamma else 0.0 for plan in taken)
+    return sum(expected_tokens(FAIR.acceptance, plan.gamma) for plan in taken) / (FULL.at(rows) + wait)
+
+
+@pytest.mark.parametrize("sessions", [1, 2, 4, 8, 16, 24])
+@pytest.mark.parametrize("begun", [Plan(), Plan(4), Plan(16)], ids=lambda plan: plan.label)
+def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, begun: Plan) -> None:
+    """Each decides for itself, one after the other; together they come to what is best for all."""
+    taken = [begun] * sessions
+    for _ in range(12):
+        for number in range(sessions):
+            conditions = crowd(taken, number)
+            taken[number] = choose(conditions, CHAINS_IN_TURNS, taken[number]).plan
+    best = max(goodput([Plan(gamma)] * sessions) for gamma in range(17))
+    assert goodput(taken) >= 0.93 * best
+    assert sum(1 + plan.gamma for plan in taken) <= max(20, 2 * sessions)
+
+
+def test_a_row_that_delays_nobody_is_free() -> None:
+    beside = replace(FAIR, cost=FULL, other_rows=3.0, others=2.0, other_rate=0.2)
+    assert plans.worth(beside, Plan(4)) == pytest.approx(rate(beside, Plan(4)))
+    crowded = replace(beside, other_rows=16.0, others=16.0, other_rate=0.4)
+    assert plans.worth(crowded, Plan(4)) < plans.worth(crowded, PLAIN)

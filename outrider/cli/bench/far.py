@@ -33,7 +33,8 @@ _LOOKED_AT = 400  # tokens of which the pair's acceptance is read off
 _RUNNERS_UP = 2
 _SETTLED = 0.15  # a round trip is known when it is measured within this share
 _NOISE_MS = 5.0
-_SETTLE_S = 30.0
+_SETTLE_S = 15.0
+_BUSY_SHARE, _BUSY_MS = 1.5, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,8 @@ class Far:
             if measured and abs(measured[0] - rtt_ms) <= max(_NOISE_MS, _SETTLED * rtt_ms):
                 return
             time.sleep(0.2)
+        if measured and rtt_ms <= measured[0] <= _BUSY_SHARE * rtt_ms + _BUSY_MS:
+            return  # a busy machine answers late
         raise StartupError(f"the coordinator measures {measured} ms to the drafter, not {rtt_ms:g} ms")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,7 @@ GAMMA = 16
 _BRANCHES = 3
 _WARM_TOKENS = 64
 _TOLERANCE = 0.1
+_PROBE_BYTES = 240  # both ways
 _FIRST = 64  # tokens in which a session finds its way
 _FEW_RTTS = (15.0, 80.0)  # of all drafters but the first
 _DRIFT = ((15.0, 0.0), (80.0, 0.6), (5.0, 0.0), (40.0, 0.6))  # round trips, and noise on what the drafter says
@@ -75,6 +77,12 @@ class Cell:
     @property
     def shape(self) -> Shape:
         return Shape(self.rtt_ms / 2, self.jitter_ms, 1024 * self.kib_per_s)
+
+    @property
+    def probe_ms(self) -> float:
+        """What a look at the drafter takes on average."""
+        narrow = 1000 * _PROBE_BYTES / (1024 * self.kib_per_s) if self.kib_per_s else 0.0
+        return self.rtt_ms + self.jitter_ms + narrow
 
     @property
     def label(self) -> str:
@@ -162,7 +170,12 @@ def network(
     ] = "",
     tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
     rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
-    rtts: Annotated[str, options.option("--rtts", "Only these round trips, in ms, separated by commas.")] = "",
+    rtts: Annotated[
+        str,
+        options.option(
+            "--rtts", "Only these round trips in ms, by commas; 15~4: with jitter; 15@32: with KiB a second."
+        ),
+    ] = "",
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw what was found, as a .png file.")] = None,
 ) -> None:
@@ -173,7 +186,7 @@ def network(
     """
     check_files(json_file, plot_file)
     parse_pace(verify)
-    to_cross = [Cell(rtt) for rtt in _numbers("--rtts", rtts)] if rtts else cells(quick=quick)
+    to_cross = parse_links(rtts) if rtts else cells(quick=quick)
     to_try = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
     tokens = tokens or (96 if quick else 192)
     rounds = rounds or (1 if quick else 3)
@@ -233,13 +246,23 @@ def parse_drafters(text: str) -> list[Drafter]:
     return found
 
 
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidRequest.of(flag, text, "numbers separated by commas") from error
-    if not all(0.0 <= number <= 10_000.0 for number in found):
-        raise InvalidRequest.of(flag, text, "numbers in [0, 10000]")
+_LINK = re.compile(r"(?P<rtt>[0-9.]+)(~(?P<jitter>[0-9.]+))?(@(?P<kib>[0-9.]+))?")
+_FARTHEST_MS = 10_000.0
+
+
+def parse_links(text: str) -> list[Cell]:
+    """`15`, with jitter `15~4`, with so many KiB a second `15@32`, both `15~4@32`; separated by commas."""
+    found = []
+    for part in text.split(","):
+        link = _LINK.fullmatch(part.strip())
+        try:
+            if link is None:
+                raise ValueError("no such form")
+            found.append(Cell(float(link["rtt"]), float(link["jitter"] or 0), float(link["kib"] or 0)))
+        except ValueError as error:
+            raise InvalidRequest.of("--rtts", part, "ms, ms~jitter, ms@KiB/s or ms~jitter@KiB/s") from error
+        if max(found[-1].rtt_ms, found[-1].jitter_ms) > _FARTHEST_MS:
+            raise InvalidRequest.of("--rtts", part, f"at most {_FARTHEST_MS:g} ms")
     return found
 
 
@@ -316,7 +339,7 @@ class Bench:
     def measure(self, cell: Cell, pair: Pair, paces: Paces, say: Callable[[str], None]) -> None:
         """All modes in turn, round by round."""
         self._far.network.become(cell.shape)
-        self._far.settle(cell.rtt_ms + cell.jitter_ms)
+        self._far.settle(cell.probe_ms)
         found = {mode: Runs() for mode in self._modes}
         self._ask(Mode(ADAPTIVE), seed=1_000, tokens=_WARM_TOKENS)
         for number in range(self._rounds):
