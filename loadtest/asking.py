@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -95,11 +95,13 @@ class OverHttp:
         self._pool = urllib3.connection_from_url(f"http://{endpoint}", timeout=timeout, retries=False)
 
     def served_model(self) -> str:
-        with self._reply("GET", "/v1/models") as reply:
-            try:
-                return str(json.loads(reply.data)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
-                raise Unavailable("/v1/models names no model: is this Outrider's HTTP endpoint?") from error
+        return str(self._told("/v1/models", lambda told: told["data"][0]["id"]))
+
+    def capacity(self) -> int:
+        """Sessions that the fleet takes at once."""
+        return int(
+            self._told("/fleet", lambda told: sum(w["capacity"] for w in told["workers"] if w["role"] == "verifier"))
+        )
 
     def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]:
         path = "/v1/chat/completions" if case.prompt.chat else "/v1/completions"
@@ -112,6 +114,13 @@ class OverHttp:
 
     def close(self) -> None:
         self._pool.close()
+
+    def _told(self, path: str, wanted: Callable[[Any], Any]) -> Any:
+        with self._reply("GET", path) as reply:
+            try:
+                return wanted(json.loads(reply.data))
+            except (ValueError, LookupError, TypeError) as error:
+                raise Unavailable(f"{path} does not tell: is this Outrider's HTTP endpoint?") from error
 
     def _body(self, case: Case, gamma: int | None) -> dict[str, Any]:
         params = case.params

@@ -14,7 +14,6 @@ from loadtest.asking import GRPC, HTTP, Asker, OverGrpc, OverHttp
 from loadtest.attempt import fetch
 from loadtest.settings import Load, Where
 from loadtest.workload import Output, cases
-from outrider.client import Client
 from outrider.errors import OutriderError, Unavailable
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -54,11 +53,11 @@ class Assignment:
 
 
 def look(where: Where, load: Load) -> Fleet:
-    """Asks the fleet what it is, over what the load will use. Raises when that does not work."""
-    model = _served_model(where, load) if load.http_share else ""
-    if not load.grpc_share and (where.capacity or load.shape != "overload"):
-        return Fleet(model, model, where.capacity)
-    with Client(where.grpc, timeout_s=where.timeout_s) as client:
+    """Asks the fleet what it is, over all that the load will use. Raises when that does not work."""
+    model, capacity = _over_http_told(where, load) if load.http_share else ("", 0)
+    if not load.grpc_share:
+        return Fleet(model, model, where.capacity or capacity)
+    with _over_grpc(where).client as client:
         verifiers = [worker for worker in client.server().workers if worker.role == pb.ROLE_VERIFIER]
         if not verifiers:
             raise Unavailable("the fleet has no verifier yet")
@@ -79,16 +78,21 @@ def assign(where: Where, load: Load, fleet: Fleet) -> Assignment:
 
 
 def _asker(protocol: str, where: Where, model: str) -> Asker:
-    """The one place that opens connections for load."""
-    if protocol == GRPC:
-        return OverGrpc(where.grpc, where.timeout_s)
-    return OverHttp(random.choice(where.http), where.timeout_s, where.api_key, model)
+    return _over_grpc(where) if protocol == GRPC else _over_http(random.choice(where.http), where, model)
 
 
-def _served_model(where: Where, load: Load) -> str:
-    over_http = OverHttp(where.http[0], where.timeout_s, where.api_key)
+def _over_grpc(where: Where) -> OverGrpc:
+    return OverGrpc(where.grpc, where.timeout_s)
+
+
+def _over_http(endpoint: str, where: Where, model: str = "") -> OverHttp:
+    return OverHttp(endpoint, where.timeout_s, where.api_key, model)
+
+
+def _over_http_told(where: Where, load: Load) -> tuple[str, int]:
+    over_http = _over_http(where.http[0], where)
     try:
-        return over_http.served_model()
+        return over_http.served_model(), over_http.capacity()
     except OutriderError as error:
         hint = "; --http-share 0 leaves HTTP out" if load.grpc_share else ""
         raise Unavailable(f"HTTP at {where.http[0]}: {error.message}{hint}") from error

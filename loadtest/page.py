@@ -111,16 +111,16 @@ def _sentence(summary: Summary) -> str:
 def _tiles(summary: Summary) -> str:
     counts = summary.all
     tiles = [
-        ("Tokens per second", f"{summary.tokens_per_s:,.1f}", f"in {summary.seconds:.0f} s"),
+        ("Tokens/s", f"{summary.tokens_per_s:,.1f}", f"in {summary.seconds:.0f} s"),
         ("First token", ms(counts.first_token_ms.p50), f"p95 {ms(counts.first_token_ms.p95)}"),
         ("Inter-token", ms(counts.inter_token_ms.p50), f"p95 {ms(counts.inter_token_ms.p95)}"),
         ("Requests", f"{counts.requests:,}", f"{counts.tokens:,} tokens"),
         ("Texts compared", f"{counts.compared:,}", f"{summary.different_texts:,} differ"),
         ("Failed", f"{counts.failures:,}", ""),
-        ("Shed", f"{counts.shed:,}", "refused, then retried"),
+        ("Shed", f"{counts.shed:,}", "refused, retried"),
     ]
     if summary.recovery is not None:
-        tiles.append(("Recovery", f"{summary.recovery:.0%}", "last part over first"))
+        tiles.append(("Recovery", f"{summary.recovery:.0%}", "last over first"))
     made = "".join(f"<div><dt>{name}</dt><dd>{value}</dd><small>{note}</small></div>" for name, value, note in tiles)
     return f'<dl class="tiles">{made}</dl>'
 

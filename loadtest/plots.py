@@ -91,7 +91,7 @@ def _picture(summary: Summary, title: str, curves: Sequence[_Curve], *, filled: 
         for curve in curves:
             values = [math.nan if value is None else value for value in curve.values]
             # A percentile that is that of few is often that of fewer too: the upper one shows behind the lower.
-            width = 3.5 if curve.name == "p99" else 1.5
+            width = 3.0 if curve.name == "p99" else 1.5
             axes.plot(at, values, color=_BY_NAME[curve.colour], linewidth=width, marker=".", markersize=2 * width)
             if filled:
                 axes.fill_between(at, values, color=_BY_NAME[curve.colour], alpha=0.18, linewidth=0)

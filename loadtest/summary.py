@@ -147,7 +147,7 @@ class Summary(Figures):
 
 def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
     tallies = recorder.tallies
-    start = min([second for second, _ in tallies] + list(recorder.users), default=int(run.began))
+    start = min([int(run.began), *recorder.users, *(second for second, _ in tallies)])
     all_of_it = whole(tallies.values())
     parts = [_part(recorder, span, start) for span in spans]
     seconds = sum(part.seconds for part in parts)
@@ -164,7 +164,7 @@ def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
         all=Counts.of(all_of_it),
         sorts=_sorts(tallies),
         parts=parts,
-        series=_series(recorder, start),
+        series=_series(recorder, start, spans),
     )
 
 
@@ -203,8 +203,9 @@ def _recovery(parts: Sequence[PartFigures]) -> float | None:
     return parts[-1].tokens_per_s / parts[0].tokens_per_s
 
 
-def _series(recorder: Recorder, start: int) -> Series:
-    end = max([second for second, _ in recorder.tallies] + list(recorder.users), default=start)
+def _series(recorder: Recorder, start: int, spans: Sequence[Span]) -> Series:
+    ends = [math.ceil(span.ended) - 1 for span in spans]
+    end = max([start, *ends, *recorder.users, *(second for second, _ in recorder.tallies)])
     step = max(1, math.ceil((end + 1 - start) / _MOST_STEPS))
     at = range(start, end + 1, step)
     steps: dict[int, list[Tally]] = {since: [] for since in at}

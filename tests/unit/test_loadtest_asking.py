@@ -296,11 +296,21 @@ def test_the_deadline_holds_for_silence_and_for_a_trickle(trickles: bool) -> Non
         over.set()
 
 
-def test_the_served_model_is_asked_for() -> None:
-    listed = json.dumps({"object": "list", "data": [{"id": "tiny"}]}).encode()
+def test_the_fleet_is_asked_what_it_is() -> None:
+    workers = [
+        {"role": "verifier", "capacity": 4},
+        {"role": "drafter", "capacity": 9},
+        {"role": "verifier", "capacity": 2},
+    ]
+    listed = json.dumps({"data": [{"id": "tiny"}], "workers": workers}).encode()
     with Serving(lambda _: (200, {}, iter([listed]))) as serving:
         assert serving.asker.served_model() == "tiny"
-        assert serving.asker.served_model() == "tiny"
+        assert serving.asker.capacity() == 6
+        assert [path for path, _, _ in serving.server.asked] == ["/v1/models", "/fleet"]
         assert serving.server.connections == 1
-    with Serving(lambda _: (200, {}, iter([b"<html>"]))) as serving, pytest.raises(Unavailable, match="/v1/models"):
-        serving.asker.served_model()
+    for odd in (b"<html>", b"[]", b'{"data": []}'):
+        with Serving(lambda _, odd=odd: (200, {}, iter([odd]))) as serving:
+            with pytest.raises(Unavailable, match="/v1/models"):
+                serving.asker.served_model()
+            with pytest.raises(Unavailable, match="/fleet"):
+                serving.asker.capacity()
