@@ -161,6 +161,7 @@ def begin(environment: Any) -> None:
         environment.runner.send_message(ASSIGNMENT, state.assignment.packed())
     GrpcUser.weight, HttpUser.weight = load.grpc_share, load.http_share
     endpoints = [*(where.grpc if load.grpc_share else ()), *(where.http if load.http_share else ())]
+    state.recorder = Recorder.of(load.seconds)
     state.course = Course(made, load.spawn_rate, where.timeout_s)
     state.run = Run(time.time(), fleet.target, endpoints, load.packed())
 
@@ -190,7 +191,9 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
 
 
 def _take_assignment(environment: Any, msg: Any, **_: Any) -> None:
-    environment.outrider.assignment = Assignment.unpacked(msg.data)
+    assignment = Assignment.unpacked(msg.data)
+    environment.outrider.assignment = assignment
+    environment.outrider.recorder = Recorder.of(assignment.load.seconds)
 
 
 def _tell_late_worker(state: State, runner: Any, client_id: str) -> None:

@@ -57,9 +57,9 @@ _NOTES = """
 First token: from sending a request to its first output. Inter-token: the time between two arrivals of output, per token
 that came with the second; over HTTP, where a client is not told how many tokens came at once, the answer's tokens are
 shared out by characters. Whole answer: of requests that ended well. Percentiles are exact to 1 %. Tokens per second
-counts tokens of right answers, in the second in which they came; of a part, while all of its users were there. Shed:
-refused for want of room before anything came, and tried again when the server said; no failure, and not in any time
-above. Compared: texts held against the answer that the fleet gave without load.
+counts tokens of right answers, when they came; of a part, while all of its users were there. Shed: refused for want of
+room before anything came, and tried again when the server said; no failure, and not in any time above. Compared: texts
+held against the answer that the fleet gave without load.
 """
 _TIMES = ("First token", "Inter-token", "Whole answer")
 

@@ -1,4 +1,4 @@
-"""What happened in every second of a run: counted where the users are, merged by the process that leads.
+"""What happened in every slice of a run: counted where the users are, merged by the process that leads.
 
 A distributed run has users in many processes, so counts are kept, and times
 as counts of narrow steps: both add up.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from loadtest.attempt import Attempt
 
 _STEP = math.log(1.02)
 _LEAST_MS = 0.01
+LEAST_SLICE_S = 0.25
+_SLICES = 1000  # of a long run
 
 
 class Spread:
@@ -47,7 +49,7 @@ class Spread:
 
 @dataclass(slots=True)
 class Tally:
-    """Of some second or of many. Tokens are those of right answers, in the second in which they came."""
+    """Of some slice of time or of many. Tokens are those of right answers, when they came."""
 
     requests: int = 0  # that ended, well or not
     shed: int = 0  # refusals, besides
@@ -97,16 +99,24 @@ class Sort(NamedTuple):
 
 
 class Recorder:
-    def __init__(self) -> None:
+    """`slice_s`: how long a slice is; all processes of a run have the same."""
+
+    def __init__(self, slice_s: float = LEAST_SLICE_S) -> None:
+        self.slice_s = slice_s
         self._tallies: dict[tuple[int, Sort], Tally] = {}
         self._users: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, seconds: float) -> Recorder:
+        """For a run of this length: the longest takes no more memory than another."""
+        return cls(max(LEAST_SLICE_S, seconds / _SLICES))
 
     def add(self, attempt: Attempt) -> None:
         """Once it has ended."""
         sort = Sort(attempt.protocol, attempt.case.prompt.kind)
 
         def at(ms: float) -> Tally:
-            return self._tallies.setdefault((int(attempt.begun_at + ms / 1000), sort), Tally())
+            return self._tallies.setdefault((self._slice(attempt.begun_at + ms / 1000), sort), Tally())
 
         end = at(attempt.total_ms)
         if attempt.shed:
@@ -126,27 +136,32 @@ class Recorder:
             at(arrival.at_ms).tokens += arrival.tokens
 
     def see(self, now: float, users: int) -> None:
-        self._users[int(now)] = users
+        self._users[self._slice(now)] = users
 
     def clear(self) -> None:
         self._tallies.clear()
         self._users.clear()
 
     @property
-    def tallies(self) -> dict[tuple[int, Sort], Tally]:
-        return self._tallies
+    def tallies(self) -> Iterator[tuple[int, Sort, Tally]]:
+        for (number, sort), tally in self._tallies.items():
+            yield number, sort, tally
 
     @property
     def users(self) -> dict[int, int]:
+        """As last seen in each slice in which somebody looked."""
         return self._users
 
     def take(self) -> list[list[Any]]:
         """What has come since this was last asked, to be sent to whoever merges it."""
-        taken = [[second, *sort, tally.packed()] for (second, sort), tally in self._tallies.items()]
+        taken = [[number, *sort, tally.packed()] for number, sort, tally in self.tallies]
         self._tallies.clear()
         return taken
 
     def merge(self, taken: list[list[Any]]) -> None:
-        for second, protocol, kind, packed in taken:
-            found = self._tallies.setdefault((second, Sort(protocol, kind)), Tally())
+        for number, protocol, kind, packed in taken:
+            found = self._tallies.setdefault((number, Sort(protocol, kind)), Tally())
             found.merge(Tally.unpacked(packed))
+
+    def _slice(self, when: float) -> int:
+        return math.floor(when / self.slice_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from loadtest.shapes import Span
 NO_REQUESTS = "no request completed"
 RECOVERED = 0.5  # of the throughput before a peak; wide, since small machines are noisy
 _MOST_STEPS = 150  # that a picture can show
+_LEAST_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class PartFigures(Counts):
 class Series(Figures):
     """Over time, in steps of so many seconds."""
 
-    step_s: int
-    at_s: list[int]
+    step_s: float
+    at_s: list[float]
     users: list[int]
     tokens_per_s: list[float]
     shed_per_s: list[float]
@@ -146,10 +147,8 @@ class Summary(Figures):
 
 
 def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
-    tallies = recorder.tallies
-    start = min([int(run.began), *recorder.users, *(second for second, _ in tallies)])
-    all_of_it = whole(tallies.values())
-    parts = [_part(recorder, span, start) for span in spans]
+    all_of_it = whole(tally for _, _, tally in recorder.tallies)
+    parts = [_part(recorder, span, run.began) for span in spans]
     seconds = sum(part.seconds for part in parts)
     return Summary(
         version=version("outrider"),
@@ -162,30 +161,34 @@ def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
         recovery=_recovery(parts),
         errors=dict(all_of_it.errors),
         all=Counts.of(all_of_it),
-        sorts=_sorts(tallies),
+        sorts=_sorts(recorder),
         parts=parts,
-        series=_series(recorder, start, spans),
+        series=_series(recorder, spans, run.began),
     )
 
 
-def _sorts(tallies: dict[tuple[int, Sort], Tally]) -> list[SortFigures]:
-    found = []
+def _sorts(recorder: Recorder) -> list[SortFigures]:
+    by_sort: dict[Sort, list[Tally]] = {}
+    for _, sort, tally in recorder.tallies:
+        by_sort.setdefault(sort, []).append(tally)
+    found: list[SortFigures] = []
     for protocol in PROTOCOLS:
-        kinds = {kind: [t for (_, sort), t in tallies.items() if sort == (protocol, kind)] for kind in KINDS}
-        if not any(kinds.values()):
-            continue
-        found += [SortFigures.of(whole(of), protocol=protocol, kind=kind) for kind, of in kinds.items() if of]
-        found.append(SortFigures.of(whole(t for of in kinds.values() for t in of), protocol=protocol, kind=""))
+        kinds = {kind: whole(by_sort[sort]) for kind in KINDS if (sort := Sort(protocol, kind)) in by_sort}
+        found += [SortFigures.of(tally, protocol=protocol, kind=kind) for kind, tally in kinds.items()]
+        if kinds:
+            found.append(SortFigures.of(whole(kinds.values()), protocol=protocol, kind=""))
     return found
 
 
-def _part(recorder: Recorder, span: Span, start: int) -> PartFigures:
-    """Tokens of a second that is in the part with a piece only count with that piece."""
-    tokens = sum(
-        tally.tokens * max(0.0, min(second + 1, span.ended) - max(second, span.began))
-        for (second, _), tally in recorder.tallies.items()
-    )
-    within = whole(tally for (second, _), tally in recorder.tallies.items() if span.began <= second + 0.5 < span.ended)
+def _part(recorder: Recorder, span: Span, start: float) -> PartFigures:
+    """Tokens of a slice count as far as it lies in the part, all else where it lies there wholly."""
+    within = Tally()
+    tokens = 0.0
+    for number, _, tally in recorder.tallies:
+        since, until = number * recorder.slice_s, (number + 1) * recorder.slice_s
+        tokens += tally.tokens * max(0.0, min(until, span.ended) - max(since, span.began)) / recorder.slice_s
+        if span.began <= since and until <= span.ended:
+            within.merge(tally)
     figures: PartFigures = PartFigures.of(
         within,
         name=span.part.name,
@@ -203,31 +206,34 @@ def _recovery(parts: Sequence[PartFigures]) -> float | None:
     return parts[-1].tokens_per_s / parts[0].tokens_per_s
 
 
-def _series(recorder: Recorder, start: int, spans: Sequence[Span]) -> Series:
-    ends = [math.ceil(span.ended) - 1 for span in spans]
-    end = max([start, *ends, *recorder.users, *(second for second, _ in recorder.tallies)])
-    step = max(1, math.ceil((end + 1 - start) / _MOST_STEPS))
-    at = range(start, end + 1, step)
-    steps: dict[int, list[Tally]] = {since: [] for since in at}
-    for (second, _), tally in recorder.tallies.items():
-        steps[second - (second - start) % step].append(tally)
-    counted = [whole(tallies) for tallies in steps.values()]
+def _series(recorder: Recorder, spans: Sequence[Span], start: float) -> Series:
+    first = math.floor(start / recorder.slice_s)
+    ends = [math.ceil(span.ended / recorder.slice_s) - 1 for span in spans]
+    last = max([first, *ends, *recorder.users, *(number for number, _, _ in recorder.tallies)])
+    wide = max(math.ceil(_LEAST_STEP_S / recorder.slice_s), math.ceil((last + 1 - first) / _MOST_STEPS))
+    at = range(first, last + 1, wide)
+    steps: dict[int, Tally] = {since: Tally() for since in at}
+    for number, _, tally in recorder.tallies:
+        steps[max(first, number - (number - first) % wide)].merge(tally)
+    step_s = wide * recorder.slice_s
+    counted = steps.values()
     return Series(
-        step_s=step,
-        at_s=[since - start for since in at],
-        users=_users(recorder, at, step),
-        tokens_per_s=[tally.tokens / step for tally in counted],
-        shed_per_s=[tally.shed / step for tally in counted],
-        failures_per_s=[tally.failures / step for tally in counted],
+        step_s=step_s,
+        at_s=[(since - first) * recorder.slice_s for since in at],
+        users=_users(recorder, at),
+        tokens_per_s=[tally.tokens / step_s for tally in counted],
+        shed_per_s=[tally.shed / step_s for tally in counted],
+        failures_per_s=[tally.failures / step_s for tally in counted],
         first_token_ms=[Percentiles.of(tally.first_token) for tally in counted],
         inter_token_ms=[Percentiles.of(tally.inter_token) for tally in counted],
     )
 
 
-def _users(recorder: Recorder, at: Iterable[int], step: int) -> list[int]:
-    """As last seen in each step: a leader that was busy has not looked in every second."""
+def _users(recorder: Recorder, at: range) -> list[int]:
+    """As last seen in each step: a leader that was busy has not looked in every one."""
     found, last = [], 0
     for since in at:
-        last = next((recorder.users[s] for s in range(since + step - 1, since - 1, -1) if s in recorder.users), last)
+        seen = [recorder.users[number] for number in range(since, since + at.step) if number in recorder.users]
+        last = seen[-1] if seen else last
         found.append(last)
     return found
