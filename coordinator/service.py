@@ -14,17 +14,26 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
+from outrider.access import fleet_keys
+from outrider.errors import StartupError
+from outrider.guard import Guard
+from outrider.keys import Keys
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
 
+CLIENTS = "outrider.v1.Outrider"
+REGISTRY = "outrider.v1.Registry"
+
 
 class CoordinatorService(rpc.OutriderServicer):
-    names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
+    names: tuple[str, ...] = (CLIENTS, REGISTRY)
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
+        self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
+        self.guard = Guard({CLIENTS: self.api_keys, REGISTRY: _registry_keys(settings, self.api_keys)})
         self.sessions = Sessions(settings, redis_url)
 
     # Life.
@@ -104,6 +113,18 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(error=wire.error_to_proto(session.error))
             else:
                 yield pb.GenerateReply(complete=_complete(session))
+
+
+def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:
+    keys = fleet_keys(settings)
+    if api_keys and not keys:
+        raise StartupError(
+            "api_keys are given without fleet_key: anybody could report as a worker and read what clients write; give "
+            "the same fleet_key to the coordinators, verifiers and drafters",
+            field="fleet_key",
+            limit="a secret",
+        )
+    return keys
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
