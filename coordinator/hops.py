@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 
-from coordinator.roster import Link
+from coordinator.roster import Link, worker_error
 from outrider import wire
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.messages import Features, Steering, Verdict
@@ -66,13 +66,13 @@ class Hop(Generic[Out, In]):
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise wire.error_from_rpc(error) from error
+            raise worker_error(self.link.info.address, error) from error
         except asyncio.CancelledError:
             raise self._lost() from None
         if message is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
-                raise wire.error_from_rpc(cast(grpc.RpcError, await _as_error(self._call)))
+                raise worker_error(self.link.info.address, cast(grpc.RpcError, await _as_error(self._call)))
             return None
         return cast(In, message)
 

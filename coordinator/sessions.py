@@ -24,6 +24,7 @@ from coordinator.session import Deps, Session
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
+from outrider.access import Access
 from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
@@ -47,7 +48,7 @@ class Sessions:
         self._store = Store(redis_url, self.coordinator_id, settings.session_ttl_s)
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
-        self.roster = Roster(self._store, settings.heartbeat_ms)
+        self.roster = Roster(self._store, settings.heartbeat_ms, Access.of(settings))
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._deps = Deps(self.roster, self._journal, means, settings.worker_wait_s)
         self._sessions: dict[str, Session] = {}

@@ -14,8 +14,10 @@ from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import wire
+from outrider.access import Access, fleet_keys
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.guard import Guard
 from outrider.messages import Role, WorkerInfo
 from outrider.serving import background, first_message, vital
 from outrider.v1 import common_pb2 as common
@@ -33,8 +35,11 @@ class DrafterService(rpc.DrafterServicer):
         self._drafter = drafter
         self._settings = settings
         self._loop = DraftingLoop(drafter, settings.max_sessions)
+        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(self._identity.coordinators, self._describe, drafter.vocabulary)
+        self._enlistment = Enlistment(
+            self._identity.coordinators, self._describe, drafter.vocabulary, Access.of(settings)
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 

@@ -24,6 +24,8 @@ from loadtest.workload import Case, Output, ask, cases, difference, fetch
 from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
 from outrider.endpoint import allowed
 from outrider.errors import OutriderError
+from outrider.keys import Keys
+from outrider.tls import Tls
 
 grpc.experimental.gevent.init_gevent()
 
@@ -126,6 +128,14 @@ def add_arguments(parser: Any) -> None:
         help="host:port of the coordinator; several, separated by commas, are one fleet.",
         **hidden,
     )
+    for name, text in (
+        ("api-key", "Key that the coordinator asks for, or @FILE."),
+        ("tls-ca", "PEM file: who must have signed the coordinator's certificate; system: a public authority."),
+        ("tls-cert", "PEM file: our own certificate, where the coordinator asks for one."),
+        ("tls-key", "PEM file: the key to --tls-cert."),
+    ):
+        variable = "OUTRIDER_" + name.upper().replace("-", "_")
+        parser.add_argument(f"--{name}", env_var=variable, default="", help=text, **hidden)
     parser.add_argument("--allow-remote", action="store_true", help="Permit endpoints on other machines.", **hidden)
     parser.add_argument("--max-tokens", type=int, default=48, help="Tokens per request.", **hidden)
     parser.add_argument("--kinds", default="", help="Kinds of prompts, separated by commas; empty: all.", **hidden)
@@ -185,7 +195,12 @@ def _packed(answers: dict[str, Output]) -> dict[str, tuple[str, list[int]]]:
 
 def _client(options: Any) -> Client:
     """The one place that opens connections, so the one that says where to."""
-    return Client(allowed(options.endpoint, allow_remote=options.allow_remote), timeout_s=options.timeout_s)
+    return Client(
+        allowed(options.endpoint, allow_remote=options.allow_remote),
+        timeout_s=options.timeout_s,
+        api_key=Keys.parse(options.api_key, "api_key").first,
+        tls=Tls.load(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca),
+    )
 
 
 events.init_command_line_parser.add_listener(add_arguments)

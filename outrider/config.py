@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from outrider.errors import OutriderError
@@ -25,15 +25,16 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ACCEPTANCE ADVERTISE AHEAD BLUR BRANCHES CHAT COMPILE COORDINATORS CORS_ORIGINS DATA DEVICE DRAFTER DRAFTERS "
-    "DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE "
-    "EXAMPLES EXIT_LAYERS EXPLAIN GAMMA GAMMA_MAX GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME HOST HTTP_PORT JSON KIND "
-    "KV_TOKENS LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS "
-    "MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OUT PACE PLAIN PLOT PORT "
-    "PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL RESTART ROUNDS "
-    "RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS "
-    "SYSTEM TARGET TEMPERATURE TENSOR_PARALLEL THREADS TIMEOUT_S TOKENS TOP_K TOP_P UNROLL VERIFICATION VERIFIERS "
-    "VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S"
+    "ACCEPTANCE ADVERTISE AHEAD API_KEY API_KEYS BLUR BRANCHES CHAT COMPILE COORDINATORS CORS_ORIGINS DATA DEVICE "
+    "DRAFTER DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT "
+    "ENDPOINT ENGINE EXAMPLES EXIT_LAYERS EXPLAIN FLEET_KEY GAMMA GAMMA_MAX GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME "
+    "HOST HTTP_PORT JSON KIND KV_TOKENS LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB "
+    "MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OUT "
+    "PACE PLAIN PLOT PORT PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK "
+    "REDIS_URL RESTART ROUNDS RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S SHOW_GUESSES STOP SUFFIX_CERTAINTY "
+    "SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SYSTEM TARGET TEMPERATURE TENSOR_PARALLEL THREADS TIMEOUT_S TLS_CA TLS_CERT "
+    "TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K TOP_P UNROLL VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY "
+    "WORKER_WAIT_S"
 )
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
@@ -61,6 +62,14 @@ class Settings(BaseModel):
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+    fleet_key: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that services show each other, or @FILE. Of several the first is shown and all are taken.",
+    )
+    tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
+    tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
+    tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
+    tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
 
 
 class WorkerSettings(Settings):
@@ -116,13 +125,20 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
     """The whole of a service's `__main__`."""
-    typer.run(command(settings, run, program))
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
+    app.command()(command(settings, run, program))
+    app()
 
 
 def flags(settings: Settings) -> list[str]:
-    """The command line that makes these settings, where they differ from the defaults."""
+    """The command line that makes these settings, where they differ from the defaults.
+
+    Secrets are left out: everybody on a machine may read a command line.
+    """
     line: list[str] = []
     for name, value in settings.model_dump(exclude_defaults=True).items():
+        if isinstance(value, SecretStr):
+            continue
         if isinstance(value, bool):
             line.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
         else:
@@ -130,14 +146,19 @@ def flags(settings: Settings) -> list[str]:
     return line
 
 
+def has_secrets(settings: Settings) -> bool:
+    return any(isinstance(value, SecretStr) and bool(value.get_secret_value()) for _, value in settings)
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     switch = f"/--no-{_flag(name)[2:]}" if field.annotation is bool else ""
     option = typer.Option(_flag(name) + switch, envvar=PREFIX + name.upper(), help=field.description, show_default=True)
+    secret = field.annotation is SecretStr
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=field.default,
-        annotation=Annotated[field.annotation, option],
+        default="" if secret else field.default,
+        annotation=Annotated[str if secret else field.annotation, option],
     )
 
 

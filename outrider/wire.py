@@ -8,7 +8,15 @@ from typing import Any
 
 import grpc
 
-from outrider.errors import KINDS, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.errors import (
+    KINDS,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    Unauthenticated,
+    Unavailable,
+)
 from outrider.messages import (
     UNKNOWN_COST,
     CostCurve,
@@ -362,6 +370,8 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     message = f"{code.name.lower()}: {error.details() or 'no details'}"
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message)
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(message)  # of something on the way that asks for keys too
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"the peer is not an Outrider service: {message}")
     return PeerLost(message)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.access import Access
 from outrider.config import WorkerSettings
 from outrider.errors import StartupError
 from outrider.logs import report_progress, set_up_logs
@@ -55,6 +56,8 @@ def run_worker(settings: WorkerSettings, build: Callable[[Callable[[str], None]]
     set_up_logs(settings.log_level, as_json=settings.log_json)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+
+    Access.of(settings)  # a key or certificate that cannot be read is told before a model is loaded
 
     async def run() -> None:
         service = build(report_progress)

@@ -11,9 +11,11 @@ import grpc
 import structlog
 
 from outrider import wire
+from outrider.access import Access, fleet_keys
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.guard import Guard
 from outrider.messages import UNKNOWN_COST, CostCurve, Role, WorkerInfo
 from outrider.serving import background, first_message, vital
 from outrider.v1 import common_pb2 as common
@@ -57,8 +59,9 @@ class VerifierService(rpc.VerifierServicer):
             ),
             cost,
         )
+        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary)
+        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary, Access.of(settings))
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 

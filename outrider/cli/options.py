@@ -6,9 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.client import Client
 from outrider.config import PREFIX
 from outrider.errors import InvalidRequest
+from outrider.keys import Keys
 from outrider.messages import SamplingParams, Verification
+from outrider.tls import Tls
 
 
 def option(flag: str, text: str, **more: Any) -> Any:
@@ -21,6 +24,13 @@ def option(flag: str, text: str, **more: Any) -> Any:
 Endpoint = Annotated[
     str, option("--endpoint", "host:port of the coordinator; several, separated by commas, are tried in turn.")
 ]
+ApiKey = Annotated[str, option("--api-key", "Key that the coordinator asks for, or @FILE.")]
+TlsCa = Annotated[
+    str,
+    option("--tls-ca", "PEM file: who must have signed the coordinator's certificate; system: a public authority."),
+]
+TlsCert = Annotated[str, option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")]
+TlsKey = Annotated[str, option("--tls-key", "PEM file: the key to --tls-cert.")]
 MaxTokens = Annotated[int, option("--max-tokens", "Most tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: always the likeliest token.")]
 TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
@@ -48,6 +58,18 @@ Mode = Annotated[
 Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; may be given several times.")]
 ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by what became of the guesses.")]
 Plain = Annotated[bool, option("--plain", "Switch speculation off; the same as --gamma 0.")]
+
+
+def connect(
+    endpoint: str, *, api_key: str, tls_ca: str, tls_cert: str, tls_key: str, timeout_s: float | None = None
+) -> Client:
+    """A client of the coordinators that the flags name."""
+    return Client(
+        endpoint.split(","),
+        timeout_s=timeout_s,
+        api_key=Keys.parse(api_key, "api_key").first,
+        tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca),
+    )
 
 
 def sampling(

@@ -1,0 +1,55 @@
+"""Who may call what: the gRPC interceptor that asks for keys, the same in all three services."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health
+
+from outrider.errors import Unauthenticated
+from outrider.keys import HEADER, Keys
+from outrider.serving import abort
+
+log = structlog.get_logger(__name__)
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """`doors`: the keys of each service by its full name.
+
+    Health is open to all, for probes. What has no door of its own, such as
+    reflection, opens to any of the keys: a service that somebody adds and
+    forgets here is closed.
+    """
+
+    def __init__(self, doors: Mapping[str, Keys]) -> None:
+        self._doors = dict(doors) | {health.SERVICE_NAME: Keys()}
+        self._others = reduce(or_, doors.values(), Keys())
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        method: str = handler_call_details.method
+        keys = self._doors.get(method.strip("/").partition("/")[0], self._others)
+        shown = dict(handler_call_details.invocation_metadata or ())
+        if keys.allows(shown.get(HEADER)):
+            return await continuation(handler_call_details)
+        return _REFUSED
+
+
+async def _refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    log.debug("call without a valid key", peer=context.peer())
+    await abort(
+        context,
+        Unauthenticated(
+            f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER, limit="Bearer and a valid key"
+        ),
+    )
+
+
+# For calls of every kind: it answers before it has read anything.
+_REFUSED: Any = grpc.stream_stream_rpc_method_handler(_refuse)
