@@ -33,7 +33,9 @@ class CoordinatorService(rpc.OutriderServicer):
         self.sessions = Sessions(settings, redis_url)
         self._http = None
         if settings.http_port >= 0:
-            self._http = HttpServer(Api(self.sessions, settings).app(), settings.host, settings.http_port)
+            self._http = HttpServer(
+                Api(self.sessions, settings).app(), settings.host, settings.http_port, settings.open_timeout_s
+            )
 
     # Life.
 
