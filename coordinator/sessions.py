@@ -95,7 +95,7 @@ class Sessions:
     @property
     def ready(self) -> bool:
         """Whether a request could be answered."""
-        return self.roster.ready
+        return self.roster.ready and not self._draining
 
     @property
     def target(self) -> Target:

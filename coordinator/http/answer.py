@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.http.bodies import ChatBody, CompletionBody, Generation, ResponseFormat
@@ -39,7 +39,7 @@ class Answer:
         self.sessions = sessions
         self._news: asyncio.Queue[News] = asyncio.Queue()
 
-    async def news(self) -> AsyncIterator[News]:
+    async def news(self) -> AsyncGenerator[News, None]:
         """Until all choices are complete. Raises the error that ends one of them."""
         followers = [self._follow(choice, session) for choice, session in enumerate(self.sessions)]
         left = len(followers)
