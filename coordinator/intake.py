@@ -18,8 +18,8 @@ LARGE_BYTES = 16 * 1024
 
 
 async def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
-    if request.ByteSize() > LARGE_BYTES:
-        # Tokenising megabytes takes seconds: other streams go on meanwhile.
+    if request.ByteSize() > LARGE_BYTES or request.params.HasField("grammar"):
+        # Tokenising megabytes takes seconds, compiling a grammar may take one: other streams go on meanwhile.
         return await asyncio.to_thread(resolve, request, target, settings)
     return resolve(request, target, settings)
 
@@ -50,6 +50,8 @@ def resolve(request: pb.GenerateRequest, target: Target, settings: CoordinatorSe
     if params.seed is None:
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
+    if params.grammar is not None:
+        target.grammars.guide(params)  # nobody is to be told later, in the middle of a stream
     return SessionRequest(prompt, params, wish, request.cache_salt)
 
 
