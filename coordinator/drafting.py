@@ -315,4 +315,6 @@ class Drafting:
             steer=wire.steering_to_proto(self._control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,
+            vocabulary_digest=self._target.info.vocabulary_digest,
+            eos_token_ids=self._target.info.eos_token_ids,
         )

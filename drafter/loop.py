@@ -10,6 +10,7 @@ import structlog
 
 from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft, Drafter
+from drafter.grammar import Rails
 from drafter.session import Opening, Session
 from outrider.errors import Overloaded, Unavailable
 from outrider.messages import WorkerLoad
@@ -34,7 +35,7 @@ class DraftingLoop:
         self._step_ms = 0.0
         self._draining = False
 
-    def open(self, opening: Opening) -> Session:
+    def open(self, opening: Opening, rails: Rails | None = None) -> Session:
         if self._draining:
             raise Unavailable("this drafter is leaving")
         opening.check()
@@ -46,7 +47,7 @@ class DraftingLoop:
                 limit=self._max_sessions,
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()))
+        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()), rails)
         self._sessions[session.key] = session
         self._wake.set()
         return session

@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from drafter.drafters import Drafter
+from drafter.grammar import Rails, TargetGrammars
 from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
@@ -36,6 +37,7 @@ class DrafterService(rpc.DrafterServicer):
         self._settings = settings
         self._loop = DraftingLoop(drafter, settings.max_sessions)
         self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(
             self._identity.coordinators, self._describe, drafter.vocabulary, Access.of(settings)
@@ -71,7 +73,8 @@ class DrafterService(rpc.DrafterServicer):
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
         first = await first_message(requests, self._settings.open_timeout_s, "open")
-        session = self._loop.open(_opening(first))
+        opening = _opening(first)
+        session = self._loop.open(opening, await self._rails(opening))
         failed: list[OutriderError] = []
         try:
             opened = pb.DraftOpened(
@@ -95,6 +98,15 @@ class DrafterService(rpc.DrafterServicer):
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ProbeReply:
         return common.ProbeReply(load=wire.load_to_proto(self._loop.load()), draining=self._draining)
+
+    async def _rails(self, opening: Opening) -> Rails | None:
+        """Through its grammar, from where its output is."""
+        if opening.params.grammar is None:
+            return None
+        opening.check()
+        return await self._grammars.rails(
+            opening.params, opening.tokens, opening.prompt_length, opening.vocabulary_digest, opening.eos_token_ids
+        )
 
     async def _take(
         self, session: Session, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
@@ -136,6 +148,8 @@ def _opening(request: pb.DraftRequest) -> Opening:
         vocab_size=given.vocab_size,
         cache_salt=given.cache_salt,
         steering=wire.steering_from_proto(given.steer),
+        vocabulary_digest=given.vocabulary_digest,
+        eos_token_ids=tuple(given.eos_token_ids),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,6 +29,8 @@ MAX_GAMMA = 64
 MAX_BRANCHES = 8
 MAX_NODES = 256  # guesses of a session that are open at the same time
 MAX_PATIENCE_US = 10_000_000
+MAX_GRAMMAR_BYTES = 64 * 1024
+GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
 WHOLE = 65536  # the parts a Distribution is made of
 
 
@@ -61,6 +64,52 @@ class FinishReason(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be; exactly one of these is given. See Grammar in common.proto."""
+
+    json_schema: str = ""
+    json_object: bool = False
+    regex: str = ""
+    lark: str = ""
+
+    @property
+    def form(self) -> str:
+        """The name of the one that is given."""
+        return self._given[0]
+
+    @property
+    def text(self) -> str:
+        return "" if self.json_object else str(getattr(self, self.form))
+
+    @property
+    def field(self) -> str:
+        return f"params.grammar.{self.form}"
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in GRAMMAR_FORMS if getattr(self, name)]
+
+    def check(self) -> None:
+        """Whether it can be one at all; see `grammar.Grammars` for whether it says something."""
+        if len(self._given) != 1:
+            given = " and ".join(self._given) or "empty"
+            raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest.of(self.field, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        if self.json_schema:
+            self._check_schema()
+
+    def _check_schema(self) -> None:
+        try:
+            schema = json.loads(self.json_schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest.of(self.field, self.json_schema, f"JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise InvalidRequest.of(self.field, self.json_schema, "a JSON object")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request draws its tokens; the defaults are the documented ones."""
 
@@ -79,6 +128,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     verification: Verification | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -127,6 +177,8 @@ class SamplingParams:
             raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
         if self.verification not in (None, Verification.GREEDY) and self.greedy:
             raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
+        if self.grammar is not None:
+            self.grammar.check()
 
 
 @dataclass(frozen=True, slots=True)

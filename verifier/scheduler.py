@@ -9,18 +9,20 @@ the engine's thread sees frozen blocks.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
 import torch
 
-from outrider.engine import Engine, Rows
+from outrider.engine import Engine, Rows, StepResult
 from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.grammar import Guide, Masks
 from outrider.messages import UNKNOWN_COST, CostCurve, FinishReason, Verdict, VerifyTimings, WorkerLoad
 from outrider.tree import Block
 from verifier.hidden import as_sent
@@ -33,6 +35,7 @@ log = structlog.get_logger(__name__)
 _REMEMBERED_EPOCHS = 16_384
 _RETRY_AFTER_MS = 1_000
 _SMOOTHING = 0.1
+_MASK_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class Work:
 class Result:
     judgement: Judgement | None
     hidden: torch.Tensor | None  # of consecutive positions, as sent  # [rows, width]
+    complete: int | None = None  # after how many of the judgement's tokens the grammar's end is reached
+    error: OutriderError | None = None  # the session cannot go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,7 @@ class Scheduler:
         self._limits = limits
         self._pace = Pace(cost)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._masking = ThreadPoolExecutor(max_workers=_MASK_THREADS, thread_name_prefix="masks")
         self._sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
         self._gone: list[Session] = []
@@ -116,8 +122,8 @@ class Scheduler:
 
     # Called by the streams.
 
-    def open(self, opening: Opening) -> Session:
-        """Admit a session or queue it. Raises what is wrong with it, or Overloaded."""
+    def open(self, opening: Opening, guide: Guide | None = None) -> Session:
+        """Admit a session or queue it; `guide` is for its grammar. Raises what is wrong with it, or Overloaded."""
         if self._draining:
             raise Unavailable("this verifier is leaving")
         opening.check(self._engine.info)
@@ -129,7 +135,7 @@ class Scheduler:
                 value=opening.epoch,
                 limit=f"at least {known}",
             )
-        session = Session(opening, self._engine.info, self._engine.device)
+        session = Session(opening, self._engine.info, self._engine.device, guide)
         if self._needs(session) > self._limits.kv_tokens:
             raise InvalidRequest.of(
                 "params.max_tokens",
@@ -216,6 +222,7 @@ class Scheduler:
         for session in [*self._sessions.values(), *self._waiting]:
             self.close(session, Unavailable("this verifier is leaving"))
         self._thread.shutdown(wait=True)
+        self._masking.shutdown(wait=True)
         self._free_gone()
 
     def _begin(self) -> None:
@@ -266,30 +273,48 @@ class Scheduler:
     def _execute(self, work: list[Work]) -> Step:
         """In the engine's thread: one forward pass, then each session's judgement."""
         started = time.perf_counter()
+        masks = [self._mask(item) for item in work]
         done = self._engine.extend([item.rows() for item in work])
         forward = time.perf_counter()
         likeliest = likeliest_of_all(done, [item.session.params for item in work if item.judged])
         results: list[Result] = []
         for index, item in enumerate(work):
-            session = item.session
-            if not item.judged:
-                results.append(Result(None, item.hidden(done.features[index], ())))
-                continue
-            judgement = judge(
-                done.logits[index],
-                item.block,
-                len(session.committed),
-                session.params,
-                session.history,
-                session.chance,
-                likeliest[index],
-            )
-            offset = len(item.pending) - 1
-            kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
-            self._engine.keep(session.key, session.cached, kept)
-            results.append(Result(judgement, item.hidden(done.features[index], judgement.outcome.path)))
+            try:
+                results.append(self._result(item, done, index, likeliest[index], masks[index]))
+            except InvalidRequest as error:  # of its grammar: the others go on
+                log.info("grammar failed", session=item.session.id, error=error.message)
+                results.append(Result(None, None, error=error))
         finished = time.perf_counter()
         return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+
+    def _mask(self, item: Work) -> Future[Masks] | None:
+        """What a grammar allows after each row is found out while these go through the model."""
+        guide = item.session.guide
+        if guide is None or not item.judged:
+            return None
+        return self._masking.submit(guide.allowed, item.block.paths, self._engine.info.vocab_size)
+
+    def _result(
+        self, item: Work, done: StepResult, index: int, likeliest: Sequence[int], mask: Future[Masks] | None
+    ) -> Result:
+        session = item.session
+        if not item.judged:
+            return Result(None, item.hidden(done.features[index], ()))
+        judgement = judge(
+            done.logits[index],
+            item.block,
+            len(session.committed),
+            session.params,
+            session.history,
+            session.chance,
+            likeliest,
+            None if mask is None else mask.result(),
+        )
+        complete = None if session.guide is None else session.guide.advance(judgement.tokens)
+        offset = len(item.pending) - 1
+        kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
+        self._engine.keep(session.key, session.cached, kept)
+        return Result(judgement, item.hidden(done.features[index], judgement.outcome.path), complete)
 
     def _commit(self, work: list[Work], step: Step, started: float) -> None:
         rows = sum(item.num_rows for item in work)
@@ -299,6 +324,9 @@ class Scheduler:
         for item, result in zip(work, step.results, strict=True):
             session = item.session
             if session.closed:
+                continue
+            if result.error is not None:
+                self.close(session, result.error)
                 continue
             session.cached += len(item.pending)
             if result.judgement is None:
@@ -368,7 +396,7 @@ def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
     assert result.judgement is not None
     session, outcome = item.session, result.judgement.outcome
     position = len(session.committed)
-    tokens, reason = session.cut(result.judgement.tokens)
+    tokens, reason = session.cut(result.judgement.tokens, result.complete)
     accepted = min(len(outcome.path), len(tokens))
     features = None
     if result.hidden is not None:

@@ -15,6 +15,7 @@ from outrider.access import Access, fleet_keys
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.grammar import Grammars, Guide
 from outrider.guard import Guard
 from outrider.messages import UNKNOWN_COST, CostCurve, Role, WorkerInfo
 from outrider.serving import background, first_message, vital
@@ -60,6 +61,7 @@ class VerifierService(rpc.VerifierServicer):
             cost,
         )
         self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary, Access.of(settings))
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,7 +95,8 @@ class VerifierService(rpc.VerifierServicer):
         self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyReply]:
         first = await first_message(requests, self._settings.open_timeout_s, "open")
-        session = self._scheduler.open(_opening(first))
+        opening = _opening(first)
+        session = self._scheduler.open(opening, await self._guide(opening))
         try:
             yield pb.VerifyReply(
                 opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
@@ -132,6 +135,13 @@ class VerifierService(rpc.VerifierServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=wire.load_to_proto(self._scheduler.load()), draining=self._draining)
 
+    async def _guide(self, opening: Opening) -> Guide | None:
+        """Through its grammar, from where its output is."""
+        if opening.params.grammar is None:
+            return None
+        opening.check(self._engine.info)
+        return await self._grammars.begin(opening.params, opening.tokens[opening.prompt_length :])
+
     async def _take(self, session: Session, requests: AsyncIterator[pb.VerifyRequest]) -> None:
         """Guesses and steers, for as long as the stream brings them."""
         try:
@@ -146,6 +156,12 @@ class VerifierService(rpc.VerifierServicer):
             self._scheduler.close(session, error)
         else:
             self._scheduler.close(session)
+
+    def _tokenizer(self) -> str:
+        path = self._tokenizer_files.get("tokenizer.json")
+        if path is None:
+            raise OSError("there is no tokenizer.json")
+        return path.read_text(encoding="utf-8")
 
     def _describe(self) -> WorkerInfo:
         return WorkerInfo(

@@ -39,6 +39,7 @@ from coordinator.sessions import MAX_KEY_CHARACTERS, Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
+from outrider.keys import Keys
 
 BodyT = TypeVar("BodyT", bound=Body)
 _UNSUPPORTED_MEDIA = 415

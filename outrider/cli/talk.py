@@ -36,6 +36,9 @@ def generate(
     drafter: options.Drafter = "",
     verification: options.Mode = None,
     stop: options.Stop = None,
+    json_schema: options.JsonSchema = "",
+    json_object: options.JsonObject = False,
+    regex: options.Regex = "",
     chat: Annotated[
         bool, options.option("--chat/--raw", "Send as a chat message through the template, or as it is.")
     ] = False,
@@ -59,6 +62,7 @@ def generate(
         seed=seed,
         verification=verification,
         stop=stop,
+        grammar=options.output_form(json_schema, json_object, regex),
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if system and not chat:
