@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
-from outrider.errors import InvalidRequest, NotFound
+from outrider.errors import NotFound
 from outrider.messages import MAX_SEED
 from outrider.serving import background
 from outrider.v1 import common_pb2 as common
@@ -141,8 +142,14 @@ def _params(body: ChatBody | CompletionBody) -> common.SamplingParams:
 
 
 def _constrain(params: common.SamplingParams, wanted: ResponseFormat | None) -> None:
-    if wanted is not None and wanted.type != "text":
-        raise InvalidRequest.of("response_format.type", wanted.type, "text")
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.regex is not None:
+        params.grammar.regex = wanted.regex
+    elif wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        params.grammar.json_schema = json.dumps(wanted.json_schema.schema_)
+    else:
+        params.grammar.json_object = True
 
 
 def _speculation(body: Generation) -> pb.Speculation:

@@ -75,4 +75,6 @@ def _is_union_branch(part: str | int) -> bool:
 
 def _param(field: str) -> str | None:
     """A field of the request over gRPC, as HTTP calls it."""
+    if field.startswith("params.grammar"):
+        return "response_format"
     return field.removeprefix("params.") or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -458,3 +459,54 @@ async def test_a_session_that_is_cancelled_elsewhere_ends_its_stream(web: httpx.
                 await house.service.sessions.cancel(session.record.session_id)
             lines.append(line)
     assert lines[-2] == "data: [DONE]" or lines[-1] == "data: [DONE]"
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["ok", "size"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_follows_its_json_schema(api: AsyncOpenAI, model: str) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    for seed in range(4):
+        found = await api.chat.completions.create(
+            model=model, messages=CHAT, seed=seed, max_tokens=300, response_format=wanted
+        )
+        assert found.choices[0].finish_reason == "stop"
+        said = json.loads(found.choices[0].message.content or "")
+        assert set(said) == {"ok", "size"}
+        assert isinstance(said["ok"], bool)
+
+
+async def test_an_answer_is_any_json_object_or_matches_an_expression(api: AsyncOpenAI, model: str) -> None:
+    found = await api.chat.completions.create(
+        model=model, messages=CHAT, seed=1, max_tokens=40, response_format={"type": "json_object"}
+    )
+    assert (found.choices[0].message.content or "").startswith("{")
+    text = await api.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=40,
+        extra_body={"response_format": {"type": "regex", "regex": "(yes|no), [0-9]{3}"}},
+    )
+    assert re.fullmatch("(yes|no), [0-9]{3}", text.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}},
+        {"type": "regex", "regex": "("},
+        {"type": "text", "regex": "a"},
+        {"type": "xml"},
+    ],
+)
+async def test_formats_that_cannot_be_are_refused(api: AsyncOpenAI, model: str, wanted: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.chat.completions.create(model=model, messages=CHAT, extra_body={"response_format": wanted})
+    assert str(caught.value.param or "").startswith("response_format")
