@@ -14,6 +14,7 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
+from outrider.origin import REQUEST_ID, take_up
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -54,16 +55,20 @@ class CoordinatorService(rpc.OutriderServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        target = self.sessions.target
-        prepared = await prepare(request, target, self._settings)
-        session = await self.sessions.begin(prepared, target, request.idempotency_key)
+        await _take_up(context)
+        with self.sessions.admission():
+            target = self.sessions.target
+            prepared = await prepare(request, target, self._settings)
+            session = await self.sessions.begin(prepared, target, request.idempotency_key)
         async for reply in self._stream(session, 0):
             yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+        await _take_up(context)
+        with self.sessions.admission():
+            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
         async for reply in self._stream(session, request.from_position):
             yield reply
 
@@ -104,6 +109,12 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(error=wire.error_to_proto(session.error))
             else:
                 yield pb.GenerateReply(complete=_complete(session))
+
+
+async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """The caller learns by what id its request is known, whether it gave one or not."""
+    origin = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

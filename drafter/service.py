@@ -14,10 +14,15 @@ from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import wire
+from outrider.account import Account
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.messages import Role, WorkerInfo
+from outrider.metrics import DrafterMetrics
+from outrider.origin import take_up
+from outrider.scraping import MetricsServer
 from outrider.serving import background, first_message, vital
+from outrider.tracing import OFF, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
@@ -29,10 +34,13 @@ log = structlog.get_logger(__name__)
 class DrafterService(rpc.DrafterServicer):
     names: tuple[str, ...] = ("outrider.v1.Drafter",)
 
-    def __init__(self, drafter: Drafter, settings: DrafterSettings) -> None:
+    def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
         self._drafter = drafter
         self._settings = settings
-        self._loop = DraftingLoop(drafter, settings.max_sessions)
+        self._tracing = tracing
+        self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
+        self._metrics_server = MetricsServer(self._metrics, settings)
+        self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(self._identity.coordinators, self._describe, drafter.vocabulary)
         self._tasks: list[asyncio.Task[None]] = []
@@ -43,6 +51,7 @@ class DrafterService(rpc.DrafterServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
+        self._metrics_server.open()
         self._tasks = [vital(self._loop.run(), "drafting"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
@@ -61,23 +70,29 @@ class DrafterService(rpc.DrafterServicer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.stop()
+        self._metrics_server.close()
+        await self._tracing.close()
 
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
-        first = await first_message(requests, self._settings.open_timeout_s, "open")
-        session = self._loop.open(_opening(first))
+        origin = take_up(context.invocation_metadata() or ())
+        with self._metrics.refusals():
+            first = await first_message(requests, self._settings.open_timeout_s, "open")
+            session = self._loop.open(_opening(first))
         failed: list[OutriderError] = []
         try:
-            opened = pb.DraftOpened(
-                model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
-            )
-            yield pb.DraftReply(opened=opened)
-            async with background(self._take(session, requests, failed)):
-                while (guess := await session.outbox.get()) is not None:
-                    yield pb.DraftReply(guess=wire.guess_to_proto(guess))
-            if failed:
-                raise failed[0]
+            with Account(self._tracing, "draft", origin, session.id) as account:
+                opened = pb.DraftOpened(
+                    model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+                )
+                yield pb.DraftReply(opened=opened)
+                async with background(self._take(session, requests, failed)):
+                    while (guess := await session.outbox.get()) is not None:
+                        account.add(len(guess.tokens), guess.draft_us)
+                        yield pb.DraftReply(guess=wire.guess_to_proto(guess))
+                if failed:
+                    raise failed[0]
         finally:
             self._loop.close(session)
 

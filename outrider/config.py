@@ -29,7 +29,8 @@ _NAMES = (
     "DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE "
     "EXAMPLES EXIT_LAYERS EXPLAIN GAMMA GAMMA_MAX GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME HOST JSON KIND KV_TOKENS "
     "LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS "
-    "MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OUT PACE PLAIN PLOT PORT PREFILL_ROWS "
+    "MAX_WAITING METRICS_PORT MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OTLP_ENDPOINT "
+    "OUT PACE PLAIN PLOT PORT PREFILL_ROWS "
     "PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL RESTART ROUNDS RTTS SEED "
     "SESSION_TTL_S SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SYSTEM TARGET TEMPERATURE "
     "TENSOR_PARALLEL THREADS TIMEOUT_S TOKENS TOP_K TOP_P UNROLL VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON "
@@ -61,6 +62,7 @@ class Settings(BaseModel):
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+    otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 
 
 class WorkerSettings(Settings):
@@ -68,6 +70,7 @@ class WorkerSettings(Settings):
 
     coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
     advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")

@@ -49,6 +49,7 @@ class Plan:
     compile: str = "auto"
     log_level: str = "info"
     log_json: bool = False
+    otlp_endpoint: str = ""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,8 @@ class Stack:
 
     def _spawn(self, name: str, module: str, flags: list[str]) -> None:
         logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        command = [sys.executable, "-m", module, *flags, *logging]
+        tracing = ["--otlp-endpoint", self.plan.otlp_endpoint] if self.plan.otlp_endpoint else []
+        command = [sys.executable, "-m", module, *flags, *logging, *tracing]
         child = Child(name, command, self.folder / f"{name}.log")
         self.children.append(child)
         self._launch(child)

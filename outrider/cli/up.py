@@ -55,6 +55,9 @@ def up(
     threads: Threads = 0,
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
+    otlp_endpoint: Annotated[
+        str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
@@ -73,6 +76,7 @@ def up(
         threads=threads,
         kv_tokens=kv_tokens,
         log_level=log_level,
+        otlp_endpoint=otlp_endpoint,
     )
     console = Console()
     _terminate_like_interrupt()
