@@ -56,6 +56,22 @@ class Link:
     def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
         return drafter_pb2_grpc.DrafterStub(self._channel)  # type: ignore[return-value]
 
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Who it is, in a trace."""
+        return {
+            "server.address": self.info.address,
+            "outrider.worker": self.info.worker_id,
+            "outrider.kind": self.info.kind,
+        }
+
+    @property
+    def state(self) -> str:
+        """For a person."""
+        if self.info.draining:
+            return "draining"
+        return "usable" if self.usable() else "resting"
+
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
 

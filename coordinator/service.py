@@ -21,6 +21,7 @@ from outrider.access import fleet_keys
 from outrider.errors import StartupError
 from outrider.guard import Guard
 from outrider.keys import Keys
+from outrider.origin import REQUEST_ID, take_up
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -81,16 +82,20 @@ class CoordinatorService(rpc.OutriderServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        target = self.sessions.target
-        prepared = await prepare(request, target, self._settings)
-        session = await self.sessions.begin(prepared, target, request.idempotency_key)
+        await _take_up(context)
+        with self.sessions.admission():
+            target = self.sessions.target
+            prepared = await prepare(request, target, self._settings)
+            session = await self.sessions.begin(prepared, target, request.idempotency_key)
         async for reply in self._stream(session, 0):
             yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+        await _take_up(context)
+        with self.sessions.admission():
+            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
         async for reply in self._stream(session, request.from_position):
             yield reply
 
@@ -143,6 +148,12 @@ def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:
             limit="a secret",
         )
     return keys
+
+
+async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """The caller learns by what id its request is known, whether it gave one or not."""
+    origin = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

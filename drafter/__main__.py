@@ -10,6 +10,7 @@ from drafter.settings import DrafterSettings
 from outrider.config import main
 from outrider.models import AUTO, best_drafter
 from outrider.serving import Service
+from outrider.tracing import tracing_to
 from outrider.worker import run_worker
 
 
@@ -18,10 +19,11 @@ def run(settings: DrafterSettings) -> None:
         settings = settings.model_copy(update={"kind": best_drafter(settings.target)})
 
     def build(progress: Callable[[str], None]) -> Service:
+        tracing = tracing_to(settings.otlp_endpoint, "drafter")
         progress(f"preparing the {settings.kind} drafter")
-        return DrafterService(make(settings, progress), settings)
+        return DrafterService(make(settings, progress), settings, tracing)
 
-    run_worker(settings, build)
+    run_worker("drafter", settings, build)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,16 @@ from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import wire
 from outrider.access import Access, fleet_keys
+from outrider.account import Account
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.guard import Guard
 from outrider.messages import Role, WorkerInfo
+from outrider.metrics import DrafterMetrics
+from outrider.origin import take_up
+from outrider.scraping import MetricsServer
 from outrider.serving import background, first_message, vital
+from outrider.tracing import OFF, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
@@ -32,10 +37,13 @@ log = structlog.get_logger(__name__)
 class DrafterService(rpc.DrafterServicer):
     names: tuple[str, ...] = ("outrider.v1.Drafter",)
 
-    def __init__(self, drafter: Drafter, settings: DrafterSettings) -> None:
+    def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
         self._drafter = drafter
         self._settings = settings
-        self._loop = DraftingLoop(drafter, settings.max_sessions)
+        self._tracing = tracing
+        self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
+        self._metrics_server = MetricsServer(self._metrics, settings)
+        self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
         self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
@@ -50,6 +58,7 @@ class DrafterService(rpc.DrafterServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
+        self._metrics_server.open()
         self._tasks = [vital(self._loop.run(), "drafting"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
@@ -68,24 +77,30 @@ class DrafterService(rpc.DrafterServicer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.stop()
+        self._metrics_server.close()
+        await self._tracing.close()
 
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
-        first = await first_message(requests, self._settings.open_timeout_s, "open")
-        opening = _opening(first)
-        session = self._loop.open(opening, await self._rails(opening))
+        origin = take_up(context.invocation_metadata() or ())
+        with self._metrics.refusals():
+            first = await first_message(requests, self._settings.open_timeout_s, "open")
+            opening = _opening(first)
+            session = self._loop.open(opening, await self._rails(opening))
         failed: list[OutriderError] = []
         try:
-            opened = pb.DraftOpened(
-                model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
-            )
-            yield pb.DraftReply(opened=opened)
-            async with background(self._take(session, requests, failed)):
-                while (guess := await session.outbox.get()) is not None:
-                    yield pb.DraftReply(guess=wire.guess_to_proto(guess))
-            if failed:
-                raise failed[0]
+            with Account(self._tracing, "draft", origin, session.id) as account:
+                opened = pb.DraftOpened(
+                    model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+                )
+                yield pb.DraftReply(opened=opened)
+                async with background(self._take(session, requests, failed)):
+                    while (guess := await session.outbox.get()) is not None:
+                        account.add(len(guess.tokens), guess.draft_us)
+                        yield pb.DraftReply(guess=wire.guess_to_proto(guess))
+                if failed:
+                    raise failed[0]
         finally:
             self._loop.close(session)
 

@@ -29,12 +29,12 @@ _NAMES = (
     "DRAFTER DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT "
     "ENDPOINT ENGINE EXAMPLES EXIT_LAYERS EXPLAIN FLEET_KEY GAMMA GAMMA_MAX GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME "
     "HOST HTTP_PORT JSON JSON_OBJECT JSON_SCHEMA KIND KV_TOKENS LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL "
-    "MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN "
-    "NUM_PROMPTS OPEN_TIMEOUT_S OUT PACE PLAIN PLOT PORT PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS "
-    "PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL REGEX RESTART ROUNDS RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S "
-    "SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SYSTEM TARGET TEMPERATURE TENSOR_PARALLEL "
-    "THREADS TIMEOUT_S TLS_CA TLS_CERT TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K TOP_P UNROLL VERIFICATION VERIFIERS "
-    "VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S"
+    "MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_WAITING METRICS_PORT MIN_P MODEL "
+    "NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OTLP_ENDPOINT OUT PACE PLAIN PLOT PORT PREFILL_ROWS "
+    "PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL REGEX RESTART ROUNDS RTTS "
+    "SEED SERVED_MODEL_NAME SESSION_TTL_S SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS "
+    "SYSTEM TARGET TEMPERATURE TENSOR_PARALLEL THREADS TIMEOUT_S TLS_CA TLS_CERT TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K "
+    "TOP_P UNROLL VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S"
 )
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
@@ -70,6 +70,7 @@ class Settings(BaseModel):
     tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
     tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
     tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
+    otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 
 
 class WorkerSettings(Settings):
@@ -77,6 +78,7 @@ class WorkerSettings(Settings):
 
     coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
     advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")

@@ -118,7 +118,11 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
     await server.start()
-    await service.start(port)
+    try:
+        await service.start(port)
+    except BaseException:
+        await server.stop(None)  # left alone, gRPC would complain in words of its own
+        raise
     await _set_health(status, [""], serving=True)
     address = f"{settings.host}:{port}"
     log.info("serving", address=address)

@@ -51,9 +51,9 @@ def check_address(field: str, text: str) -> str:
     return text.strip()
 
 
-def run_worker(settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
+def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load what is to be served, then serve it."""
-    set_up_logs(settings.log_level, as_json=settings.log_json)
+    set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
 

@@ -24,6 +24,7 @@ from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.grammar import Guide, Masks
 from outrider.messages import UNKNOWN_COST, CostCurve, FinishReason, Verdict, VerifyTimings, WorkerLoad
+from outrider.metrics import VerifierMetrics
 from outrider.tree import Block
 from verifier.hidden import as_sent
 from verifier.judge import Judgement, judge, likeliest_of_all
@@ -105,9 +106,12 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, limits: Limits, cost: CostCurve = UNKNOWN_COST) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+    ) -> None:
         self._engine = engine
         self._limits = limits
+        self._metrics = metrics
         self._pace = Pace(cost)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._masking = ThreadPoolExecutor(max_workers=_MASK_THREADS, thread_name_prefix="masks")
@@ -119,6 +123,10 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
+        metrics.shows(metrics.sessions, lambda: len(self._sessions))
+        metrics.shows(metrics.waiting, lambda: len(self._waiting))
+        metrics.shows(metrics.cache_usage, lambda: self._reserved / limits.kv_tokens)
+        metrics.shows(metrics.cache_idle, lambda: engine.idle_tokens / limits.kv_tokens)
 
     # Called by the streams.
 
@@ -212,7 +220,7 @@ class Scheduler:
             try:
                 step = await loop.run_in_executor(self._thread, self._execute, work)
             except Exception as error:  # whatever the model threw must not end the other sessions
-                log.exception("step failed", sessions=len(work))
+                log.exception("step failed", session_ids=[item.session.id for item in work])
                 for item in work:
                     self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
                 continue
@@ -231,6 +239,7 @@ class Scheduler:
             if not session.begun:
                 session.begun = True
                 session.cached = session.found = self._engine.adopt(session.key, session.committed, session.cache_salt)
+                self._metrics.began(tokens=len(session.committed), found=session.found)
 
     def _schedule(self) -> tuple[list[Work], float | None]:
         """What the next step does; when nothing, how long at most to wait (None: until woken)."""
@@ -320,6 +329,7 @@ class Scheduler:
         rows = sum(item.num_rows for item in work)
         tokens = sum(len(result.judgement.tokens) for result in step.results if result.judgement is not None)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        self._metrics.stepped(sessions=len(work), rows=rows, forward_us=step.forward_us, step_us=step.step_us)
         self._pace.took(rows, step.step_us / 1000, prompts=any(len(item.pending) > 1 for item in work))
         for item, result in zip(work, step.results, strict=True):
             session = item.session
@@ -362,6 +372,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
             session = self._waiting.popleft()
+            self._metrics.queued.observe(time.monotonic() - session.opened_at)
             self._sessions[session.id] = session
             self._reserved += self._needs(session)
 

@@ -115,10 +115,11 @@ class Session:
         self.cached = 0
         self.found = 0  # tokens that were in the cache before
         self.begun = False
+        self.opened_at = time.monotonic()
         self.gamma = 0  # a guessed path of this length is worth waiting for
         self.nodes = 0  # guesses to check per step; 0: no limit of the session's own
         self.patience_s = 0.0
-        self.idle_since = time.monotonic()
+        self.idle_since = self.opened_at
         self.closed = False
         self.stalled = False  # the peer does not read: no steps until it does
         self._vocab_size = model.vocab_size

@@ -56,6 +56,7 @@ class Plan:
     log_json: bool = False
     api_keys: str = field(default="", repr=False)
     fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
+    otlp_endpoint: str = ""
 
 
 @dataclass(slots=True)
@@ -180,7 +181,8 @@ class Stack:
 
     def _spawn(self, name: str, module: str, flags: list[str]) -> None:
         logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        command = [sys.executable, "-m", module, *flags, *logging]
+        tracing = ["--otlp-endpoint", self.plan.otlp_endpoint] if self.plan.otlp_endpoint else []
+        command = [sys.executable, "-m", module, *flags, *logging, *tracing]
         keys = {"OUTRIDER_FLEET_KEY": self._fleet_key}
         if module == "coordinator":
             keys["OUTRIDER_API_KEYS"] = self.plan.api_keys

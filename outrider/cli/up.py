@@ -64,6 +64,9 @@ def up(
     fleet_key: Annotated[
         str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
     ] = "",
+    otlp_endpoint: Annotated[
+        str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
@@ -85,6 +88,7 @@ def up(
         log_level=log_level,
         api_keys=api_keys,
         fleet_key=fleet_key,
+        otlp_endpoint=otlp_endpoint,
     )
     console = Console()
     _terminate_like_interrupt()
