@@ -43,7 +43,7 @@ class RequestStats:
         self._draft_us = 0
         self._step_us = 0
         self._wait_us = 0
-        self._cached_tokens = 0
+        self.cached_tokens = 0
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
@@ -95,7 +95,7 @@ class RequestStats:
         self._gamma_sum += plan.gamma
         self._step_us += verdict.timings.step_us
         self._wait_us += verdict.timings.wait_us
-        self._cached_tokens = max(self._cached_tokens, verdict.timings.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, verdict.timings.cached_tokens)
         self._tokens += len(verdict.tokens)
         if self._first_token is None:
             self._first_token = now
@@ -190,7 +190,7 @@ class RequestStats:
             mean_step_ms=_ratio(self._step_us / 1000, self._steps),
             mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
             mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             feature_bytes=self.feature_bytes,
             drafters=[
                 pb.DrafterShare(

@@ -73,7 +73,7 @@ async def guarded(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Guarded]:
     """All services, each behind its keys; the API keys are two, and the fleet's are about to be changed."""
-    settings = CoordinatorSettings(api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0)
+    settings = CoordinatorSettings(http_port=0, api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0)
     async with AsyncExitStack() as exits:
         service = CoordinatorService(settings, redis_server.url)
         coordinator = await exits.enter_async_context(in_process(service, settings))
