@@ -8,7 +8,7 @@ from drafter.drafters import make
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.config import main
-from outrider.models import AUTO, best_drafter
+from outrider.models import AUTO, choose_drafter
 from outrider.serving import Service
 from outrider.tracing import tracing_to
 from outrider.worker import run_worker
@@ -16,7 +16,8 @@ from outrider.worker import run_worker
 
 def run(settings: DrafterSettings) -> None:
     if settings.kind == AUTO:
-        settings = settings.model_copy(update={"kind": best_drafter(settings.target)})
+        kind, model = choose_drafter(settings.model or AUTO, settings.target)
+        settings = settings.model_copy(update={"kind": kind, "model": model})
 
     def build(progress: Callable[[str], None]) -> Service:
         tracing = tracing_to(settings.otlp_endpoint, "drafter")

@@ -91,7 +91,7 @@ async def watched(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Watched]:
     """Has answered some requests and refused one."""
-    settings = CoordinatorSettings(heartbeat_ms=100, worker_wait_s=5)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url)
     ports = {"verifier": free_port(), "drafter": free_port()}
     folder = tmp_path_factory.mktemp("tokenizer")

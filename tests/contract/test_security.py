@@ -161,7 +161,7 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying(redis_server: 
     port = free_port()
 
     def settings(key: str) -> CoordinatorSettings:
-        return CoordinatorSettings(fleet_key=key, port=port)
+        return CoordinatorSettings(http_port=0, fleet_key=key, port=port)
 
     with capture_logs() as logs:
 
@@ -188,7 +188,7 @@ async def test_a_worker_that_asks_for_another_key_is_no_fault_of_clients(
     loaded: LoadedModel, redis_server: Redis, tmp_path: Path
 ) -> None:
     """A coordinator that shows no key may know such a worker; its clients must not hear of keys."""
-    settings = CoordinatorSettings()
+    settings = CoordinatorSettings(http_port=0)
     service = CoordinatorService(settings, redis_server.url)
     with capture_logs() as logs:
         async with (
@@ -221,14 +221,14 @@ async def refused(address: str, tls: Tls | None) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def encrypted(authority: Authority, redis_server: Redis) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(**tls_flags(authority, "encrypted"))
+    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "encrypted"))
     async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
         yield address
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mutual(authority: Authority, redis_server: Redis) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(**tls_flags(authority, "mutual"), tls_client_auth=True)
+    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "mutual"), tls_client_auth=True)
     async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
         yield address
 
@@ -254,7 +254,7 @@ async def test_mtls(mutual: str, authority: Authority, tmp_path: Path) -> None:
 
 async def test_a_certificate_for_another_address_is_refused(authority: Authority, redis_server: Redis) -> None:
     elsewhere = authority.issue("elsewhere", address="192.0.2.1")
-    settings = CoordinatorSettings(tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path))
+    settings = CoordinatorSettings(http_port=0, tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path))
     async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
         await refused(address, Tls.load(ca=str(authority.path)))
 
