@@ -156,7 +156,7 @@ class RequestStats:
                 "outrider.steps": self._steps,
                 "outrider.acceptance_length": _ratio(self._committed_with_drafts, self._drafts),
                 "outrider.mean_gamma": _ratio(self._gamma_sum, self._steps),
-                "outrider.cached_tokens": self._cached_tokens,
+                "outrider.cached_tokens": self.cached_tokens,
                 "outrider.failovers": self.failovers,
                 "outrider.drafter_losses": self.drafter_losses,
             }

@@ -61,6 +61,7 @@ class Api:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             Route("/fleet", self.fleet),
+            Route("/metrics", self.metrics),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/openapi.json", self.openapi),
@@ -212,6 +213,10 @@ class Api:
                 "workers": workers,
             }
         )
+
+    async def metrics(self, request: Request) -> Response:
+        body, media = self._sessions.metrics.render()
+        return Response(body, headers={"Content-Type": media})
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})

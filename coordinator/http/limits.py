@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import secrets
 import time
 
 import structlog
@@ -14,11 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.http.failures import respond
 from outrider.errors import Expired, InvalidRequest, OutriderError, Unauthenticated
 from outrider.keys import HEADER, Keys
+from outrider.origin import REQUEST_ID, take_up
 from outrider.serving import background
 
 log = structlog.get_logger(__name__)
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _GONE = 499
 _TOO_LARGE = 413
 _TOO_SLOW = 408
@@ -35,29 +33,26 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = request_id
+        origin = take_up(Headers(scope=scope).items(), first=True)
         status, started = 0, time.monotonic()
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID] = origin.request_id
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request=request_id):
-            try:
-                await self._app(scope, receive, send_on)
-            except Exception as error:
-                if status:
-                    raise  # the answer has begun: only a broken connection can tell
-                log.exception("request failed")
-                await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
-            finally:
-                ms = round(1000 * (time.monotonic() - started))
-                log.info("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception as error:
+            if status:
+                raise  # the answer has begun: only a broken connection can tell
+            log.exception("request failed")
+            await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
+        finally:
+            ms = round(1000 * (time.monotonic() - started))
+            log.info("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
 
 
 class KeyHolders:

@@ -73,7 +73,9 @@ async def guarded(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Guarded]:
     """All services, each behind its keys; the API keys are two, and the fleet's are about to be changed."""
-    settings = CoordinatorSettings(http_port=0, api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0)
+    settings = CoordinatorSettings(
+        http_port=0, api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0
+    )
     async with AsyncExitStack() as exits:
         service = CoordinatorService(settings, redis_server.url)
         coordinator = await exits.enter_async_context(in_process(service, settings))
@@ -254,7 +256,9 @@ async def test_mtls(mutual: str, authority: Authority, tmp_path: Path) -> None:
 
 async def test_a_certificate_for_another_address_is_refused(authority: Authority, redis_server: Redis) -> None:
     elsewhere = authority.issue("elsewhere", address="192.0.2.1")
-    settings = CoordinatorSettings(http_port=0, tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path))
+    settings = CoordinatorSettings(
+        http_port=0, tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path)
+    )
     async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
         await refused(address, Tls.load(ca=str(authority.path)))
 
