@@ -100,13 +100,20 @@ class Link:
             try:
                 reply: common.ProbeReply = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+                self._probe_failed(error)
             else:
                 taken = 1000 * (time.perf_counter() - started)
                 known = self.round_trip_ms
                 self.round_trip_ms = taken if known == 0.0 else known + _trust(known, taken) * (taken - known)
                 self.info = replace(self.info, load=wire.load_from_proto(reply.load), draining=reply.draining)
             await asyncio.sleep(PROBE_S)
+
+    def _probe_failed(self, error: grpc.aio.AioRpcError) -> None:
+        log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            if self._failures == 0:
+                log.warning("worker of no use", reason=worker_error(self.info.address, error).message)
+            self.failed()  # it would take no session either
 
 
 def worker_error(address: str, error: grpc.RpcError) -> OutriderError:

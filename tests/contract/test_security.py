@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
+from coordinator.roster import worker_error
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from outrider.access import PLAIN, Access
@@ -27,13 +29,26 @@ from outrider.async_client import AsyncClient
 from outrider.cli.stack import Plan, Stack
 from outrider.client import Client
 from outrider.engine.load import LoadedModel
-from outrider.errors import PeerLost, Unauthenticated
+from outrider.errors import PeerLost, Unauthenticated, Unavailable
+from outrider.guard import HEAR_S, MAX_HEARD
 from outrider.messages import SamplingParams
 from outrider.serving import until as soon
 from outrider.tls import Tls
-from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2
+from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.certificates import Authority
-from tests.cluster import ROOT, START_S, Cluster, Redis, environment, free_port, in_process, server_info, until
+from tests.cluster import (
+    ROOT,
+    START_S,
+    Cluster,
+    ask,
+    client,
+    environment,
+    free_port,
+    generate,
+    in_process,
+    server_info,
+    until,
+)
 from tests.conftest import Models
 from tests.contract.conftest import drafter_serving, verifier_serving
 from tests.contract.test_processes import SERVICES, assert_told, run
@@ -42,6 +57,7 @@ pytestmark = pytest.mark.timeout(120)
 
 API_KEY = "key-of-a-client"
 FLEET_KEY = "secret-of-the-fleet"
+NO_REDIS = "redis://127.0.0.1:1"  # where it would tell of other tests' workers
 OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 REPEATING = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -69,15 +85,11 @@ def right_key(method: MethodDescriptor) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def guarded(
-    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Guarded]:
+async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     """All services, each behind its keys; the API keys are two, and the fleet's are about to be changed."""
-    settings = CoordinatorSettings(
-        http_port=0, api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0
-    )
+    settings = CoordinatorSettings(api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0)
     async with AsyncExitStack() as exits:
-        service = CoordinatorService(settings, redis_server.url)
+        service = CoordinatorService(settings, NO_REDIS)
         coordinator = await exits.enter_async_context(in_process(service, settings))
         reports = {"coordinators": coordinator, "open_timeout_s": 1.0}
         verifier = await exits.enter_async_context(
@@ -109,11 +121,10 @@ async def status(address: str, method: MethodDescriptor, access: Access) -> grpc
             response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
         )
 
-        async def once() -> AsyncIterator[Any]:
-            yield message()
-
-        call = start(once() if method.client_streaming else message(), timeout=20)
+        call = start(timeout=20) if method.client_streaming else start(message(), timeout=20)
         try:
+            if method.client_streaming:
+                await call.write(message())
             if method.server_streaming:
                 async for _ in call:
                     pass
@@ -159,11 +170,11 @@ async def test_clients_are_told_what_is_missing(guarded: Guarded) -> None:
         assert made.finished.stats.draft_tokens > 0, "the drafter, too, let the coordinator in"
 
 
-async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying(redis_server: Redis) -> None:
+async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
     port = free_port()
 
     def settings(key: str) -> CoordinatorSettings:
-        return CoordinatorSettings(http_port=0, fleet_key=key, port=port)
+        return CoordinatorSettings(fleet_key=key, port=port)
 
     with capture_logs() as logs:
 
@@ -171,7 +182,7 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying(redis_server: 
             return [entry for entry in logs if entry["event"] == "not registered" and "valid key" in entry["error"]]
 
         async with AsyncExitStack() as life_of_the_drafter:
-            strict = CoordinatorService(settings("right"), redis_server.url)
+            strict = CoordinatorService(settings("right"), NO_REDIS)
             async with in_process(strict, settings("right")) as address:
                 drafter = drafter_serving(kind="ngram", fleet_key="wrong", coordinators=address)
                 await life_of_the_drafter.enter_async_context(drafter)
@@ -180,26 +191,65 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying(redis_server: 
             assert [entry["log_level"] for entry in told()] == ["error"], "once, and loud"
             assert "wrong" not in str(logs)
             # The operator gives the coordinator the key that the worker has.
-            mended = CoordinatorService(settings("wrong"), redis_server.url)
+            mended = CoordinatorService(settings("wrong"), NO_REDIS)
             async with in_process(mended, settings("wrong")):
                 assert await soon(lambda: len(mended.sessions.roster.links()) == 1, 10)
                 await life_of_the_drafter.aclose()
 
 
-async def test_a_worker_that_asks_for_another_key_is_no_fault_of_clients(
-    loaded: LoadedModel, redis_server: Redis, tmp_path: Path
-) -> None:
-    """A coordinator that shows no key may know such a worker; its clients must not hear of keys."""
-    settings = CoordinatorSettings(http_port=0)
-    service = CoordinatorService(settings, redis_server.url)
+async def test_strangers_that_say_nothing_are_not_waited_for(guarded: Guarded) -> None:
+    """However many: a few are given time to say what they came for, none holds a stream."""
+    async with PLAIN.aio_channel(guarded.addresses["outrider.v1.Verifier"]) as channel:
+        calls = [verifier_pb2_grpc.VerifierStub(channel).Verify(timeout=20) for _ in range(3 * MAX_HEARD)]
+        async with asyncio.timeout(5 * HEAR_S):
+            assert [await call.code() for call in calls] == [UNAUTHENTICATED] * len(calls)
+
+
+NOT_TAKEN = "does not take this coordinator's fleet key"
+
+
+async def test_a_verifier_that_asks_for_another_key_is_not_let_in(loaded: LoadedModel, tmp_path: Path) -> None:
+    settings = CoordinatorSettings()
+    service = CoordinatorService(settings, NO_REDIS)
     with capture_logs() as logs:
         async with (
             in_process(service, settings) as coordinator,
             verifier_serving(loaded, tmp_path, fleet_key="own", coordinators=coordinator),
         ):
-            wanted = "does not take this coordinator's fleet key"
-            assert await soon(lambda: any(wanted in str(entry.get("error")) for entry in logs), 10)
+            assert await soon(lambda: any(NOT_TAKEN in str(entry.get("error")) for entry in logs), 10)
             assert service.sessions.roster.links() == []
+
+
+async def test_what_a_worker_asks_of_a_coordinator_is_no_fault_of_clients(loaded: LoadedModel, tmp_path: Path) -> None:
+    """A second verifier is let in unasked, for its target is known. Clients must not hear that a key is wrong."""
+    settings = CoordinatorSettings(worker_wait_s=0.5)
+    service = CoordinatorService(settings, NO_REDIS)
+    with capture_logs() as logs:
+        async with (
+            in_process(service, settings) as coordinator,
+            AsyncExitStack() as others,
+            client(coordinator) as stub,
+        ):
+            good = verifier_serving(loaded, tmp_path / "good", coordinators=coordinator)
+            await others.enter_async_context(good)
+            assert await soon(lambda: service.ready(), 10)
+            bad = verifier_serving(loaded, tmp_path / "bad", coordinators=coordinator, fleet_key="own")
+            async with bad:
+                assert await soon(lambda: len(service.sessions.roster.links()) == 2, 10)
+                assert await soon(lambda: any(NOT_TAKEN in str(entry.get("reason")) for entry in logs), 10)
+                assert (await generate(stub, ask("Hello", max_tokens=8, ignore_eos=True))).finished
+                await others.aclose()
+                with pytest.raises(Unavailable):
+                    await generate(stub, ask("Hello", max_tokens=8))
+    assert [entry["log_level"] for entry in logs if NOT_TAKEN in str(entry.get("reason"))] == ["warning"]
+
+
+def test_a_stream_that_a_worker_refuses_may_be_tried_elsewhere() -> None:
+    """Before a probe has found out: the client hears Unavailable, which sends it on, not that its own key is wrong."""
+    nothing = grpc.aio.Metadata()
+    error = worker_error("bigbox:1", grpc.aio.AioRpcError(UNAUTHENTICATED, nothing, nothing, details="no key"))
+    assert isinstance(error, Unavailable)
+    assert error.message.startswith(f"bigbox:1 {NOT_TAKEN}")
 
 
 # TLS.
@@ -222,16 +272,16 @@ async def refused(address: str, tls: Tls | None) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def encrypted(authority: Authority, redis_server: Redis) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "encrypted"))
-    async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
+async def encrypted(authority: Authority) -> AsyncIterator[str]:
+    settings = CoordinatorSettings(**tls_flags(authority, "encrypted"))
+    async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         yield address
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def mutual(authority: Authority, redis_server: Redis) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "mutual"), tls_client_auth=True)
-    async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
+async def mutual(authority: Authority) -> AsyncIterator[str]:
+    settings = CoordinatorSettings(**tls_flags(authority, "mutual"), tls_client_auth=True)
+    async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         yield address
 
 
@@ -254,12 +304,10 @@ async def test_mtls(mutual: str, authority: Authority, tmp_path: Path) -> None:
     await refused(mutual, Tls.load(cert=str(stranger.cert), key=str(stranger.key), ca=ca))
 
 
-async def test_a_certificate_for_another_address_is_refused(authority: Authority, redis_server: Redis) -> None:
+async def test_a_certificate_for_another_address_is_refused(authority: Authority) -> None:
     elsewhere = authority.issue("elsewhere", address="192.0.2.1")
-    settings = CoordinatorSettings(
-        http_port=0, tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path)
-    )
-    async with in_process(CoordinatorService(settings, redis_server.url), settings) as address:
+    settings = CoordinatorSettings(tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path))
+    async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         await refused(address, Tls.load(ca=str(authority.path)))
 
 
