@@ -236,6 +236,27 @@ def test_a_connection_is_kept_until_an_answer_is_left() -> None:
         assert serving.server.connections == 2
 
 
+def test_an_answer_that_is_left_is_hung_up_on() -> None:
+    """The fleet must not go on for nobody."""
+    noticed = threading.Event()
+
+    def endlessly(_: int) -> Reply:
+        def parts() -> Iterator[bytes]:
+            try:
+                while True:
+                    yield from sse(text_chunk("on and on " * 1000))
+            finally:
+                noticed.set()
+
+        return 200, {}, parts()
+
+    with Serving(endlessly) as serving:
+        left = serving.asker.ask(TEXT)
+        next(left)
+        left.close()  # type: ignore[attr-defined]
+        assert noticed.wait(SOON_S)
+
+
 def test_a_request_is_openais_with_the_key() -> None:
     with Serving(whole, api_key="secret", model="m") as serving:
         serving.ask(TEXT)
