@@ -26,7 +26,8 @@ def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
     status = status or STATUS[type(error)][1]
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
-    return {"error": {"message": error.message, "type": kind, "param": _param(error.field), "code": code}}
+    message, param = _as_here(error.message), _as_here(error.field) or None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
@@ -73,6 +74,8 @@ def _is_union_branch(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
 
 
-def _param(field: str) -> str | None:
-    """A field of the request over gRPC, as HTTP calls it."""
-    return field.removeprefix("params.") or None
+def _as_here(text: str) -> str:
+    """Fields of the request over gRPC, as HTTP calls them."""
+    for there, here in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        text = text.replace(there, here)
+    return text

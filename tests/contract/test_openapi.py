@@ -1,0 +1,65 @@
+"""Schemathesis against a real server: whatever the document allows works, whatever it forbids is refused, as written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from coordinator.http.openapi import document
+from tests.cluster import ROOT, Cluster, environment
+
+SECONDS = 45
+
+
+def examine(cluster: Cluster, folder: Path, *options: str, seconds: float) -> int:
+    """How many requests were sent; fails with what Schemathesis says."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{cluster.coordinators[0].web}/openapi.json"]
+    command += [
+        "--checks",
+        "all",
+        "--exclude-checks",
+        "positive_data_acceptance",
+        "--no-color",
+        "--request-timeout",
+        "30",
+    ]
+    command += ["--report", "json", "--report-json-path", str(report), *options]
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(PYTHONPATH=str(ROOT), SCHEMATHESIS_HOOKS="tests.contract.openapi_hooks"),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    found = json.loads(report.read_text())
+    assert found["operations"]["tested"] == found["operations"]["total"] > 0
+    return int(found["test_cases"]["generated"])
+
+
+def test_the_server_keeps_its_document(cluster: Cluster, tmp_path: Path) -> None:
+    cases = examine(cluster, tmp_path, "--phases", "examples,coverage,fuzzing", "--max-time", str(SECONDS), seconds=110)
+    assert cases > 200
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_the_server_keeps_its_document_for_longer(cluster: Cluster, tmp_path: Path) -> None:
+    cases = examine(cluster, tmp_path, "--phases", "examples,coverage,fuzzing,stateful", "-n", "1000", seconds=3500)
+    assert cases > 5000
+
+
+def test_the_document_names_every_route_and_no_other(cluster: Cluster) -> None:
+    with httpx.Client(base_url=cluster.coordinators[0].web) as web:
+        for path, operations in document()["paths"].items():
+            for method in operations:
+                reply = web.request(method, path.replace("{model}", "target"))
+                assert reply.status_code not in (404, 405), path
