@@ -32,6 +32,9 @@ MAX_PATIENCE_US = 10_000_000
 MAX_GRAMMAR_BYTES = 64 * 1024
 GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
 WHOLE = 65536  # the parts a Distribution is made of
+# Under these, logits overflow and there is nothing left to draw from.
+MIN_TEMPERATURE = 1e-6
+MIN_REPETITION_PENALTY = 0.01
 
 
 class Verification(enum.Enum):
@@ -149,10 +152,12 @@ class SamplingParams:
     def check(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequest naming the first field that cannot be."""
         _number("params.temperature", self.temperature, 0.0, 10.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest.of("params.temperature", self.temperature, f"0 or at least {MIN_TEMPERATURE}")
         _whole("params.top_k", self.top_k, 0, 2**31 - 1)
         _number("params.top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("params.min_p", self.min_p, 0.0, 1.0)
-        _number("params.repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number("params.repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _number("params.presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("params.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("params.max_tokens", self.max_tokens, 1, 2**31 - 1)

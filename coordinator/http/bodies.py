@@ -21,6 +21,7 @@ from outrider.messages import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
+    MIN_REPETITION_PENALTY,
 )
 
 MAX_CHOICES = 16
@@ -33,6 +34,8 @@ _MAX_TOKENS = 2**31 - 1
 
 def _whole(value: Any) -> Any:
     """JSON knows one kind of number: 5.0 is 5."""
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -110,7 +113,7 @@ class Generation(Body):
     """What chat and completions have in common."""
 
     model: str | None = Field(None, max_length=512, description="As in /v1/models; absent: the one that is served.")
-    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy; default 1.")
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -131,7 +134,7 @@ class Generation(Body):
     # Customary extensions.
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARACTERS, description="Separates tenants' prefixes.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from reprlib import Repr
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from outrider.errors import STATUS, InvalidRequest, OutriderError, shorten
 
+_GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _SERVER = 500
@@ -26,7 +28,8 @@ def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
     status = status or STATUS[type(error)][1]
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
-    return {"error": {"message": error.message, "type": kind, "param": _param(error.field), "code": code}}
+    message, param = _as_here(error.message), _as_here(error.field) or None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
@@ -73,8 +76,9 @@ def _is_union_branch(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
 
 
-def _param(field: str) -> str | None:
-    """A field of the request over gRPC, as HTTP calls it."""
-    if field.startswith("params.grammar"):
-        return "response_format"
-    return field.removeprefix("params.") or None
+def _as_here(text: str) -> str:
+    """Fields of the request over gRPC, as HTTP calls them."""
+    text = _GRAMMAR.sub("response_format", text)
+    for there, here in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        text = text.replace(there, here)
+    return text

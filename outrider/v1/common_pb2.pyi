@@ -90,7 +90,7 @@ class SamplingParams(google.protobuf.message.Message):
     VERIFICATION_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """0..10, 0 is greedy; default 1"""
+    """0, or 1e-6..10; 0 is greedy; default 1"""
     top_k: builtins.int
     """most likely ids kept; 0 keeps all"""
     top_p: builtins.float
@@ -98,7 +98,7 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """[0, 1] share of the best id's probability; default 0"""
     repetition_penalty: builtins.float
-    """(0, 10], over prompt and output; default 1"""
+    """[0.01, 10], over prompt and output; default 1"""
     presence_penalty: builtins.float
     """[-2, 2], over output; default 0"""
     frequency_penalty: builtins.float

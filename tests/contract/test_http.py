@@ -364,7 +364,7 @@ async def test_the_document_describes_all_routes(web: httpx.AsyncClient) -> None
         ({"prompt": PROMPT, "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": PROMPT, "logit_bias": {"4000000": 1}}, "logit_bias"),
         ({"prompt": PROMPT, "best_of": 4}, "body"),
-        ({"prompt": [999_999]}, "tokens.ids"),
+        ({"prompt": [999_999]}, "prompt[0]"),
         ({"prompt": PROMPT, "max_token": 3}, "max_token"),
         ({"prompt": PROMPT, "speculation": {"gamma": 65}}, "speculation.gamma"),
         ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "body"),

@@ -87,7 +87,9 @@ def right_key(method: MethodDescriptor) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     """All services, each behind its keys; the API keys are two, and the fleet's are about to be changed."""
-    settings = CoordinatorSettings(api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0)
+    settings = CoordinatorSettings(
+        http_port=0, api_keys=f"another,{API_KEY}", fleet_key=f"{FLEET_KEY},older", open_timeout_s=1.0
+    )
     async with AsyncExitStack() as exits:
         service = CoordinatorService(settings, NO_REDIS)
         coordinator = await exits.enter_async_context(in_process(service, settings))
@@ -174,7 +176,7 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
     port = free_port()
 
     def settings(key: str) -> CoordinatorSettings:
-        return CoordinatorSettings(fleet_key=key, port=port)
+        return CoordinatorSettings(http_port=0, fleet_key=key, port=port)
 
     with capture_logs() as logs:
 
@@ -209,7 +211,7 @@ NOT_TAKEN = "does not take this coordinator's fleet key"
 
 
 async def test_a_verifier_that_asks_for_another_key_is_not_let_in(loaded: LoadedModel, tmp_path: Path) -> None:
-    settings = CoordinatorSettings()
+    settings = CoordinatorSettings(http_port=0)
     service = CoordinatorService(settings, NO_REDIS)
     with capture_logs() as logs:
         async with (
@@ -222,7 +224,7 @@ async def test_a_verifier_that_asks_for_another_key_is_not_let_in(loaded: Loaded
 
 async def test_what_a_worker_asks_of_a_coordinator_is_no_fault_of_clients(loaded: LoadedModel, tmp_path: Path) -> None:
     """A second verifier is let in unasked, for its target is known. Clients must not hear that a key is wrong."""
-    settings = CoordinatorSettings(worker_wait_s=0.5)
+    settings = CoordinatorSettings(http_port=0, worker_wait_s=0.5)
     service = CoordinatorService(settings, NO_REDIS)
     with capture_logs() as logs:
         async with (
@@ -273,14 +275,14 @@ async def refused(address: str, tls: Tls | None) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def encrypted(authority: Authority) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(**tls_flags(authority, "encrypted"))
+    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "encrypted"))
     async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         yield address
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def mutual(authority: Authority) -> AsyncIterator[str]:
-    settings = CoordinatorSettings(**tls_flags(authority, "mutual"), tls_client_auth=True)
+    settings = CoordinatorSettings(http_port=0, **tls_flags(authority, "mutual"), tls_client_auth=True)
     async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         yield address
 
@@ -306,7 +308,9 @@ async def test_mtls(mutual: str, authority: Authority, tmp_path: Path) -> None:
 
 async def test_a_certificate_for_another_address_is_refused(authority: Authority) -> None:
     elsewhere = authority.issue("elsewhere", address="192.0.2.1")
-    settings = CoordinatorSettings(tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path))
+    settings = CoordinatorSettings(
+        http_port=0, tls_cert=str(elsewhere.cert), tls_key=str(elsewhere.key), tls_ca=str(authority.path)
+    )
     async with in_process(CoordinatorService(settings, NO_REDIS), settings) as address:
         await refused(address, Tls.load(ca=str(authority.path)))
 
