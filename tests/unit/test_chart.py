@@ -26,7 +26,6 @@ from outrider.config import PREFIX, Settings
 from tests.chart import (
     CHART,
     NAMESPACE,
-    NOT_YET,
     RELEASE,
     ROLES,
     Object,
@@ -105,7 +104,7 @@ EVERYTHING: Object = {
         "clients": [{"namespaceSelector": {"matchLabels": {"llm": "yes"}}}],
         "scrapers": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
     },
-    "metrics": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "metrics": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "existingSecret": "prometheus"}},
     "tracing": {"otlpEndpoint": "http://collector.example.com:4318"},
     "serviceAccount": {"annotations": {"a/b": "c"}},
 }
@@ -166,6 +165,7 @@ def test_the_validation_is_strict(spoil: Object) -> None:
 POD_MONITOR = {
     *("podTargetLabels", "selector.matchLabels", "selector.matchExpressions"),
     *(f"podMetricsEndpoints.{name}" for name in ("port", "path", "interval", "scheme", "tlsConfig.serverName")),
+    *(f"podMetricsEndpoints.authorization.{name}" for name in ("type", "credentials")),
     *(f"podMetricsEndpoints.tlsConfig.{name}" for name in ("ca.secret", "cert.secret", "keySecret")),
 }
 
@@ -326,7 +326,7 @@ def test_workers_tell_names_by_which_they_are_found(rendered: Rendered) -> None:
         service = rendered.get("Service", workload["spec"]["serviceName"])
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"], "it reports before its probe has succeeded"
-        line, _ = command_line(rendered.container(role), set(), POD_NAME=f"{workload['metadata']['name']}-0")
+        line, _ = command_line(rendered.container(role), POD_NAME=f"{workload['metadata']['name']}-0")
         (port,) = [port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc"]
         name = f"{workload['metadata']['name']}-0.{service['metadata']['name']}.{NAMESPACE}.svc"
         assert f"--advertise={name}:{port}" in line
@@ -374,9 +374,7 @@ def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def parsed(rendered: Rendered, role: str, etc: Path) -> Settings:
     """What the service makes of its flags and variables."""
     kind = SETTINGS[role]
-    line, env = command_line(
-        rendered.container(role), set(kind.model_fields), POD_NAME=f"{role}-0", OUTRIDER_THREADS="6"
-    )
+    line, env = command_line(rendered.container(role), POD_NAME=f"{role}-0", OUTRIDER_THREADS="6")
     assert line.pop(0) == role, "the module that the image's `python -m` runs"
     given: list[Settings] = []
     app = typer.Typer()
@@ -432,24 +430,20 @@ def test_values_reach_the_services(etc: Path) -> None:
 BY_CHART = {"advertise", "coordinators", "drain_s", "host", "kind", "model", "port", "redis_url", "target"}
 
 
+# What the chart sets by itself, from other values.
+BY_CHART = {
+    *("host", "port", "drain_s", "fleet_key", "otlp_endpoint", "tls_ca", "tls_cert", "tls_client_auth", "tls_key"),
+    *("advertise", "api_keys", "coordinators", "http_port", "kind", "metrics_port", "model", "redis_url", "target"),
+}
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_setting_can_be_set_in_the_values(role: str) -> None:
     """And no other: the schema's list is held against the service's."""
-    by_chart = {
-        "advertise",
-        "coordinators",
-        "drain_s",
-        "host",
-        "kind",
-        "model",
-        "port",
-        "redis_url",
-        "target",
-    } | NOT_YET
-    enumerated = chart().schema["properties"][role]["properties"]["settings"]["allOf"][1]["propertyNames"]["enum"]
-    assert enumerated == sorted(name.replace("_", "-") for name in SETTINGS[role].model_fields if name not in by_chart)
-    for_all = chart().schema["properties"]["settings"]["allOf"][1]["propertyNames"]["enum"]
-    assert for_all == sorted(name.replace("_", "-") for name in Settings.model_fields if name not in by_chart)
+    properties = chart().schema["properties"]
+    for part, kind in ((properties[role]["properties"], SETTINGS[role]), (properties, Settings)):
+        wanted = sorted(name.replace("_", "-") for name in set(kind.model_fields) - BY_CHART)
+        assert part["settings"]["allOf"][1]["propertyNames"]["enum"] == wanted
 
 
 def test_models_of_the_image_are_linked_into_an_empty_volume(tmp_path: Path) -> None:
@@ -713,6 +707,7 @@ def test_helm_refuses_wrong_values_by_name(values: Object, named: str) -> None:
     [
         ({"redis": {"bundled": False}}, "name your own Redis"),
         ({"ingress": {"grpc": {"enabled": True}}}, "name at least one host"),
+        ({"auth": {"fleetKey": {"enabled": False}, "apiKeys": {"existingSecret": "api"}}}, "without auth.fleetKey"),
     ],
 )
 def test_helm_refuses_values_that_lack_something(values: Object, why: str) -> None:
