@@ -19,13 +19,6 @@ from outrider import config
 from outrider.config import PREFIX, VARIABLES, Settings
 from verifier.settings import VerifierSettings
 
-# What the compose files use already and other branches bring. To be deleted when they are merged.
-NOT_MERGED: tuple[str, ...] = (
-    *("api_key", "api_keys", "fleet_key", "tls_ca", "tls_cert", "tls_client_auth", "tls_key"),
-    *("http_endpoint", "metrics_port", "otlp_endpoint"),
-    *("deploy/prometheus", "deploy/grafana/provisioning", "deploy/grafana/dashboards"),
-)
-
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "docker-compose.yml"
 TLS = ROOT / "docker-compose.tls.yml"
@@ -70,11 +63,6 @@ BASE_SERVICES: dict[str, Service] = load(BASE)["services"]
 TLS_SERVICES: dict[str, Service] = load(TLS)["services"]
 each_service = pytest.mark.parametrize("name", BASE_SERVICES)
 each_of_ours = pytest.mark.parametrize("name", SETTINGS)
-
-
-def not_merged(line: str) -> bool:
-    """Whether a flag of a command line is yet to come."""
-    return line.startswith("--") and line.removeprefix("--").partition("=")[0].replace("-", "_") in NOT_MERGED
 
 
 def variables_of(service: Service) -> set[str]:
@@ -145,15 +133,14 @@ def test_workers_can_be_several(name: str) -> None:
 
 @pytest.mark.parametrize("path", [BASE, TLS], ids=lambda path: str(path.name))
 def test_variables_are_known(path: Path) -> None:
-    known = VARIABLES | {PREFIX + name.upper() for name in NOT_MERGED}
     for name, service in load(path)["services"].items():
-        assert variables_of(service) <= known, name
+        assert variables_of(service) <= VARIABLES, name
 
 
 @each_of_ours
 def test_a_variable_is_one_of_the_service_that_gets_it(name: str) -> None:
     """Another service's would be ignored in silence."""
-    read = {PREFIX + field.upper() for field in (*SETTINGS[name].model_fields, *NOT_MERGED)}
+    read = {PREFIX + field.upper() for field in SETTINGS[name].model_fields}
     assert variables_of(BASE_SERVICES[name]) <= read
     assert variables_of(TLS_SERVICES[name]) <= read
 
@@ -172,7 +159,7 @@ def test_a_service_takes_its_command_line_and_environment(
     app = typer.Typer()
     app.command()(config.command(SETTINGS[name], given.append, name))
     environment = {key: str(value) for key, value in service["environment"].items() if value is not None}
-    result = CliRunner().invoke(app, [part for part in line if not not_merged(part)], env=environment)
+    result = CliRunner().invoke(app, line, env=environment)
     assert result.exit_code == 0, result.output
     (settings,) = given
     assert settings.host == "0.0.0.0"
@@ -232,7 +219,7 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
         for mount in service.get("volumes", []):
             source = mount.partition(":")[0]
             if source.startswith("./deploy/"):
-                assert (ROOT / source).is_dir() or source[2:] in NOT_MERGED, source
+                assert (ROOT / source).is_dir(), source
 
 
 def test_every_volume_is_declared() -> None:
@@ -259,3 +246,27 @@ def test_only_workers_get_torch() -> None:
     assert not [need for need in project["dependencies"] if need.startswith(("torch", "accelerate"))]
     for path in (ROOT / "deploy").glob("Dockerfile.*"):
         assert ("'models'" in path.read_text()) == (path.suffix == ".worker"), path.name
+
+
+def test_prometheus_looks_where_the_services_show_their_metrics() -> None:
+    """By the names under which Docker finds all containers of a service."""
+    looked_at = {
+        (name, found["port"])
+        for job in load(ROOT / "deploy" / "prometheus" / "prometheus.yml")["scrape_configs"]
+        for found in job["dns_sd_configs"]
+        for name in found["names"]
+    }
+    shown = set()
+    for name in ("coordinator", "verifier", "drafter"):
+        flag = "--http-port=" if name == "coordinator" else "--metrics-port="
+        shown |= {(name, int(part.removeprefix(flag))) for part in BASE_SERVICES[name]["command"] if flag in part}
+    assert looked_at == shown
+
+
+def test_grafana_finds_its_dashboards_where_they_are_mounted() -> None:
+    provisioning = ROOT / "deploy" / "grafana" / "provisioning"
+    mounts = dict(mount.split(":")[:2] for mount in BASE_SERVICES["grafana"]["volumes"])
+    (provider,) = load(provisioning / "dashboards" / "outrider.yml")["providers"]
+    assert provider["options"]["path"] == mounts["./deploy/grafana/dashboards"]
+    (source,) = load(provisioning / "datasources" / "prometheus.yml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
