@@ -169,6 +169,15 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _token(f"params.logit_bias[{token}]", token, vocab_size)
             _number(f"params.logit_bias[{token}]", bias, -100.0, 100.0)
+        self._check_stops(vocab_size)
+        if self.verification is Verification.GREEDY and not self.greedy:
+            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
+        if self.verification not in (None, Verification.GREEDY) and self.greedy:
+            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
+        if self.grammar is not None:
+            self.grammar.check()
+
+    def _check_stops(self, vocab_size: int | None) -> None:
         _count("params.stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
         for index, token in enumerate(self.stop_token_ids):
             _token(f"params.stop_token_ids[{index}]", token, vocab_size)
@@ -178,12 +187,6 @@ class SamplingParams:
                 raise InvalidRequest.of(
                     f"params.stop[{index}]", f"{len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
                 )
-        if self.verification is Verification.GREEDY and not self.greedy:
-            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
-        if self.verification not in (None, Verification.GREEDY) and self.greedy:
-            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
-        if self.grammar is not None:
-            self.grammar.check()
 
 
 @dataclass(frozen=True, slots=True)
