@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 def run(settings: CoordinatorSettings) -> None:
-    set_up_logs(settings.log_level, as_json=settings.log_json)
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="coordinator")
     given = settings.redis_url or redis_url()
     with contextlib.ExitStack() as stack:
         if given is None:

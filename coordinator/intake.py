@@ -22,8 +22,8 @@ async def prepare(
     request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
 ) -> SessionRequest:
     """`default_tokens`: how long an answer may be where the request does not say and the context leaves as many."""
-    if request.ByteSize() > LARGE_BYTES:
-        # Tokenising megabytes takes seconds: other streams go on meanwhile.
+    if request.ByteSize() > LARGE_BYTES or request.params.HasField("grammar"):
+        # Tokenising megabytes takes seconds, compiling a grammar may take one: other streams go on meanwhile.
         return await asyncio.to_thread(resolve, request, target, settings, default_tokens)
     return resolve(request, target, settings, default_tokens)
 
@@ -58,6 +58,8 @@ def resolve(
     if params.seed is None:
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
+    if params.grammar is not None:
+        target.grammars.guide(params)  # nobody is to be told later, in the middle of a stream
     return SessionRequest(prompt, params, wish, request.cache_salt)
 
 

@@ -17,6 +17,11 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
+from outrider.access import fleet_keys
+from outrider.errors import StartupError
+from outrider.guard import Guard
+from outrider.keys import Keys
+from outrider.origin import REQUEST_ID, take_up
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -24,16 +29,21 @@ from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
+CLIENTS = "outrider.v1.Outrider"
+REGISTRY = "outrider.v1.Registry"
+
 
 class CoordinatorService(rpc.OutriderServicer):
-    names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
+    names: tuple[str, ...] = (CLIENTS, REGISTRY)
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
+        self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
+        self.guard = Guard({CLIENTS: self.api_keys, REGISTRY: _registry_keys(settings, self.api_keys)})
         self.sessions = Sessions(settings, redis_url)
         self._http = None
         if settings.http_port >= 0:
-            self._http = HttpServer(Api(self.sessions, settings).app(), settings.host, settings.http_port)
+            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings)
 
     # Life.
 
@@ -72,16 +82,20 @@ class CoordinatorService(rpc.OutriderServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        target = self.sessions.target
-        prepared = await prepare(request, target, self._settings)
-        session = await self.sessions.begin(prepared, target, request.idempotency_key)
+        await _take_up(context)
+        with self.sessions.admission():
+            target = self.sessions.target
+            prepared = await prepare(request, target, self._settings)
+            session = await self.sessions.begin(prepared, target, request.idempotency_key)
         async for reply in self._stream(session, 0):
             yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+        await _take_up(context)
+        with self.sessions.admission():
+            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
         async for reply in self._stream(session, request.from_position):
             yield reply
 
@@ -122,6 +136,24 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(error=wire.error_to_proto(session.error))
             else:
                 yield pb.GenerateReply(complete=_complete(session))
+
+
+def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:
+    keys = fleet_keys(settings)
+    if api_keys and not keys:
+        raise StartupError(
+            "api_keys are given without fleet_key: anybody could report as a worker and read what clients write; give "
+            "the same fleet_key to the coordinators, verifiers and drafters",
+            field="fleet_key",
+            limit="a secret",
+        )
+    return keys
+
+
+async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """The caller learns by what id its request is known, whether it gave one or not."""
+    origin = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

@@ -18,16 +18,21 @@ import structlog
 from coordinator.drafting import Means
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
+from coordinator.plans import Way
+from coordinator.readings import show
 from coordinator.record import SessionRecord, SessionRequest
 from coordinator.roster import Roster
 from coordinator.session import Deps, Session
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
-from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from outrider.access import Access
+from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
+from outrider.metrics import CoordinatorMetrics
 from outrider.serving import vital
+from outrider.tracing import tracing_to
 
 log = structlog.get_logger(__name__)
 
@@ -47,14 +52,17 @@ class Sessions:
         self._store = Store(redis_url, self.coordinator_id, settings.session_ttl_s)
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
-        self.roster = Roster(self._store, settings.heartbeat_ms)
+        self.roster = Roster(self._store, settings.heartbeat_ms, Access.of(settings))
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
-        self._deps = Deps(self.roster, self._journal, means, settings.worker_wait_s)
+        self.metrics = CoordinatorMetrics(Way)
+        self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
+        self._deps = Deps(self.roster, self._journal, means, self.metrics, self._tracing, settings.worker_wait_s)
         self._sessions: dict[str, Session] = {}
         self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
         self._keys: OrderedDict[str, str] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        show(self.metrics, self._sessions, self.roster, self._store, self._journal)
 
     # Life.
 
@@ -81,6 +89,7 @@ class Sessions:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.roster.close()
         await self._store.close()
+        await self._tracing.close()
 
     # What there is.
 
@@ -94,7 +103,7 @@ class Sessions:
     @property
     def ready(self) -> bool:
         """Whether a request could be answered."""
-        return self.roster.ready
+        return self.roster.ready and not self._draining
 
     @property
     def target(self) -> Target:
@@ -116,6 +125,16 @@ class Sessions:
         return self._store.up
 
     # Beginning, following, ending.
+
+    @contextlib.contextmanager
+    def admission(self) -> Iterator[None]:
+        """Around everything that may refuse a request before there is a session to follow."""
+        try:
+            with self.metrics.refusals():
+                yield
+        except OutriderError as error:
+            log.info("request refused", code=error.code, error=error.message)
+            raise
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """A new session, or the one that this idempotency key stands for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from outrider.config import Settings
 
@@ -23,3 +23,6 @@ class CoordinatorSettings(Settings):
     heartbeat_ms: int = Field(1000, ge=50, description="How often workers report, ms; lost after five times this.")
     worker_wait_s: float = Field(30.0, ge=0, description="How long a session waits for a verifier, seconds.")
     session_ttl_s: int = Field(3600, ge=10, description="How long Redis keeps a session after its last write, seconds.")
+    api_keys: SecretStr = Field(
+        SecretStr(""), description="Keys of clients, separated by commas, or @FILE with one a line; empty: open to all."
+    )

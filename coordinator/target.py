@@ -7,14 +7,15 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from outrider.errors import InvalidRequest
+from outrider.grammar import Grammars
 from outrider.messages import ModelInfo
-from outrider.tokenizer import load_tokenizer, write_file
+from outrider.tokenizer import as_json, load_tokenizer, write_file
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
@@ -40,6 +41,7 @@ class Target:
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
+    grammars: Grammars
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
@@ -85,4 +87,4 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
             write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
             seen.add(chunk.name)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-    return Target(info, tokenizer, Vocabulary.of(tokenizer))
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), Grammars(partial(as_json, tokenizer), info.eos_token_ids))

@@ -53,8 +53,8 @@ class Asker(Protocol):
 class OverGrpc:
     protocol = GRPC
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float) -> None:
-        self.client = Client(endpoints, timeout_s=timeout_s)
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, api_key: str = "") -> None:
+        self.client = Client(endpoints, timeout_s=timeout_s, api_key=api_key)
 
     def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]:
         prompt = case.prompt

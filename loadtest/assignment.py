@@ -82,7 +82,7 @@ def _asker(protocol: str, where: Where, model: str) -> Asker:
 
 
 def _over_grpc(where: Where) -> OverGrpc:
-    return OverGrpc(where.grpc, where.timeout_s)
+    return OverGrpc(where.grpc, where.timeout_s, where.api_key)
 
 
 def _over_http(endpoint: str, where: Where, model: str = "") -> OverHttp:

@@ -1,6 +1,7 @@
 """From logits to the distribution that a request asked for: the one definition, used by both sides.
 
-The order is fixed: logit bias, penalties, temperature, top-k, top-p, min-p.
+The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
+min-p.
 Every operation is row by row, so a row's result does not depend on its
 neighbours.
 """
@@ -79,6 +80,12 @@ def adjust(
     if history is not None and params.penalised:
         logits = history.penalise(logits, params, paths)
     return logits
+
+
+def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Only these ids can be drawn; a row that allows none stays as it is, for nobody draws from it.  # [rows, vocab]"""
+    dead = ~allowed.any(dim=-1, keepdim=True)
+    return logits.masked_fill(~(allowed | dead), float("-inf"))
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:

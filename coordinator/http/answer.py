@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.http.bodies import ChatBody, CompletionBody, Generation, ResponseFormat
@@ -14,7 +15,7 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
-from outrider.errors import InvalidRequest, NotFound
+from outrider.errors import NotFound
 from outrider.messages import MAX_SEED
 from outrider.serving import background
 from outrider.v1 import common_pb2 as common
@@ -39,7 +40,7 @@ class Answer:
         self.sessions = sessions
         self._news: asyncio.Queue[News] = asyncio.Queue()
 
-    async def news(self) -> AsyncIterator[News]:
+    async def news(self) -> AsyncGenerator[News, None]:
         """Until all choices are complete. Raises the error that ends one of them."""
         followers = [self._follow(choice, session) for choice, session in enumerate(self.sessions)]
         left = len(followers)
@@ -141,8 +142,14 @@ def _params(body: ChatBody | CompletionBody) -> common.SamplingParams:
 
 
 def _constrain(params: common.SamplingParams, wanted: ResponseFormat | None) -> None:
-    if wanted is not None and wanted.type != "text":
-        raise InvalidRequest.of("response_format.type", wanted.type, "text")
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.regex is not None:
+        params.grammar.regex = wanted.regex
+    elif wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        params.grammar.json_schema = json.dumps(wanted.json_schema.schema_)
+    else:
+        params.grammar.json_object = True
 
 
 def _speculation(body: Generation) -> pb.Speculation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,12 +25,11 @@ from coordinator.http.answer import Answer, begun, requests_of, served_name
 from coordinator.http.bodies import Body, ChatBody, CompletionBody
 from coordinator.http.failures import (
     of_validation,
-    on_anything_else,
     on_http_error,
     on_outrider_error,
     respond,
 )
-from coordinator.http.limits import RequestIds, WholeBodies
+from coordinator.http.limits import KeyHolders, RequestIds, WholeBodies
 from coordinator.http.openapi import document
 from coordinator.http.replies import Head, Json
 from coordinator.http.streams import EventStream
@@ -39,16 +39,19 @@ from coordinator.sessions import MAX_KEY_CHARACTERS, Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
+from outrider.keys import Keys
 
 BodyT = TypeVar("BodyT", bound=Body)
 _UNSUPPORTED_MEDIA = 415
 _JSON_ROOM = 3  # how much longer a text may be as JSON
+_KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
 
 class Api:
-    def __init__(self, sessions: Sessions, settings: CoordinatorSettings) -> None:
+    def __init__(self, sessions: Sessions, settings: CoordinatorSettings, keys: Keys) -> None:
         self._sessions = sessions
         self._settings = settings
+        self._keys = keys
         self._document = document()
 
     def app(self) -> Starlette:
@@ -58,26 +61,26 @@ class Api:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             Route("/fleet", self.fleet),
+            Route("/metrics", self.metrics),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/openapi.json", self.openapi),
             *pages.routes(),
         ]
-        origins = [origin for origin in self._settings.cors_origins.split(",") if origin]
+        origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
         limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
-        return Starlette(
+        app = Starlette(
             routes=routes,
             middleware=[
-                Middleware(RequestIds),
                 *([_cors(origins)] if origins else []),
-                Middleware(WholeBodies, limit=limit),
+                Middleware(RequestIds),
+                Middleware(KeyHolders, keys=self._keys, open_to_all=_OPEN),
+                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s),
             ],
-            exception_handlers={
-                OutriderError: on_outrider_error,
-                HTTPException: on_http_error,
-                Exception: on_anything_else,
-            },
+            exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )
+        app.router.redirect_slashes = False  # to a host that the request names
+        return app
 
     # Generation.
 
@@ -148,13 +151,14 @@ class Api:
             head = self._head("text_completion", "cmpl", answer, target)
             more = {"usage": None} if body.include_usage else {}
             written = [0] * len(answer.sessions)
-            if body.echo:
-                for number, session in enumerate(answer.sessions):
-                    echoed = _echoed(body, session, target)
-                    yield head.chunk([replies.completion_choice(number, echoed, None)], **more)
+            echoed: set[int] = set()
             async with contextlib.aclosing(answer.news()) as incoming:
                 async for news in incoming:
                     session = answer.sessions[news.choice]
+                    if body.echo and news.choice not in echoed:
+                        echoed.add(news.choice)
+                        echo = _echoed(body, session, target)
+                        yield head.chunk([replies.completion_choice(news.choice, echo, None)], **more)
                     text = replies.text(news.tokens) if news.tokens else session.rest.text
                     logprobs = replies.completion_logprobs(news.tokens, target, written[news.choice])
                     written[news.choice] += len(text)
@@ -210,6 +214,10 @@ class Api:
             }
         )
 
+    async def metrics(self, request: Request) -> Response:
+        body, media = self._sessions.metrics.render()
+        return Response(body, headers={"Content-Type": media})
+
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -223,6 +231,7 @@ class Api:
 
 
 _STARTED = time.time()
+_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for whoever has yet to type a key
 
 
 def _cors(origins: list[str]) -> Middleware:
@@ -242,21 +251,21 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
             _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
         )
     try:
-        return kind.model_validate(json.loads(await request.body(), parse_constant=_no_number))
+        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is no JSON: {shorten(str(error))}", field="body") from error
+    try:
+        return kind.model_validate(data)
     except ValidationError as error:
         raise of_validation(error) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no JSON: {shorten(str(error))}", field="body") from error
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
 
 
 def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
-    if len(key) > MAX_KEY_CHARACTERS:
-        raise InvalidRequest.of("Idempotency-Key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters")
+    if not _KEY.fullmatch(key):
+        raise InvalidRequest.of(
+            "Idempotency-Key", ascii(key), f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
+        )
     return key
 
 

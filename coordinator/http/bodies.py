@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from outrider.messages import (
     MAX_BRANCHES,
@@ -20,19 +21,53 @@ from outrider.messages import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
+    MIN_REPETITION_PENALTY,
 )
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
 MAX_MESSAGES = 1_000
+MAX_PARTS = 1_000
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_TOKENS = 2**31 - 1
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 5.0 is 5."""
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _few(value: Any) -> Any:
+    """Counted before they are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(value)} biases, at most {MAX_LOGIT_BIAS} are taken")
+    return value
+
+
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_Text = Annotated[str, Field(min_length=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# The first fault ends the reading: to collect a million of them takes seconds and gigabytes.
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """One unknown field is told at once, whatever else there is."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in known), None)
+        if unknown is not None:
+            fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
+            raise ValidationError.from_exception_data(cls.__name__, [fault])
+        return {name: _whole(value) for name, value in data.items()}
 
 
 class StreamOptions(Body):
@@ -78,18 +113,19 @@ class Generation(Body):
     """What chat and completions have in common."""
 
     model: str | None = Field(None, max_length=512, description="As in /v1/models; absent: the one that is served.")
-    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy; default 1.")
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIAS),
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
+            BeforeValidator(_few),
         ]
         | None
     ) = None
@@ -98,8 +134,8 @@ class Generation(Body):
     # Customary extensions.
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARACTERS, description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
@@ -110,6 +146,8 @@ class Generation(Body):
     service_tier: str | None = Field(None, description="Ignored.")
     safety_identifier: str | None = Field(None, description="Ignored.")
     prompt_cache_key: str | None = Field(None, description="Ignored: prefixes are shared by cache_salt.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
     def _streams(self) -> Generation:
@@ -141,7 +179,7 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: str | None = Field(None, description="Ignored: chat templates know no names.")
     # As OpenAI's own answers have them, so that an answer can be sent back as it came.
     refusal: None = None
@@ -158,7 +196,7 @@ class Message(Body):
 class ChatBody(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
@@ -166,6 +204,7 @@ class ChatBody(Generation):
     tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported: only empty.")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="Ignored: there are no tools.")
     parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    prediction: dict[str, Any] | None = Field(None, description="Ignored: the drafters guess.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -189,10 +228,10 @@ class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
     prompt: (
-        str
-        | Annotated[list[_TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[_TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        _Text
+        | _TokenIds
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description=f"Default {DEFAULT_COMPLETION_TOKENS}.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -213,8 +252,8 @@ class CompletionBody(Generation):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     @property
     def limit(self) -> int:

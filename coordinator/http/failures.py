@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from reprlib import Repr
 from typing import Any
 
-import structlog
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,26 +14,31 @@ from starlette.responses import JSONResponse
 
 from outrider.errors import STATUS, InvalidRequest, OutriderError, shorten
 
-log = structlog.get_logger(__name__)
-
+_GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _SERVER = 500
+_AGAIN_MS = {429: 1000, 503: 2000}  # where the error does not say when
+
+_short = Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 80
 
 
 def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
     status = status or STATUS[type(error)][1]
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
-    return {"error": {"message": error.message, "type": kind, "param": _param(error.field), "code": code}}
+    message, param = _as_here(error.message), _as_here(error.field) or None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
     status = status or STATUS[type(error)][1]
     headers = {}
-    if error.retry_after_ms is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1000))
-        headers["Retry-After-Ms"] = str(error.retry_after_ms)
+    retry_after_ms = error.retry_after_ms or _AGAIN_MS.get(status)
+    if retry_after_ms is not None:
+        headers["Retry-After"] = str(math.ceil(retry_after_ms / 1000))
+        headers["Retry-After-Ms"] = str(retry_after_ms)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(error, status), status, headers)
@@ -46,31 +52,33 @@ async def on_outrider_error(request: Request, error: Exception) -> JSONResponse:
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Routes and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    found = InvalidRequest(f"{request.method} {shorten(request.url.path)}: {error.detail}", field="path")
+    found = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}", field="path")
     response = respond(found, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
-async def on_anything_else(request: Request, error: Exception) -> JSONResponse:
-    log.error("request failed", path=request.url.path, exc_info=error)
-    return respond(OutriderError(f"internal error: {type(error).__name__}"))
-
-
 def of_validation(error: ValidationError) -> InvalidRequest:
     """The first thing that is wrong with a body; of the ways to read a union, the one that came furthest."""
-    first = max(error.errors(), key=lambda one: len(one["loc"]))
-    field = ".".join(str(part) for part in first["loc"] if not _is_union_branch(part)) or "body"
+    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    field = shorten(".".join(str(part) for part in first["loc"] if not _is_union_branch(part)))
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"there is no field {field}", field=field, limit="a field that is known")
     message = first["msg"].removeprefix("Value error, ")
-    value = "absent" if first["type"] == "missing" else shorten(repr(first["input"]))
+    if not field:
+        return InvalidRequest(message, field="body")
+    value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
     return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
 
 
 def _is_union_branch(part: str | int) -> bool:
     """Pydantic names the branch it tried: no part of the body."""
-    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
 
 
-def _param(field: str) -> str | None:
-    """A field of the request over gRPC, as HTTP calls it."""
-    return field.removeprefix("params.") or None
+def _as_here(text: str) -> str:
+    """Fields of the request over gRPC, as HTTP calls them."""
+    text = _GRAMMAR.sub("response_format", text)
+    for there, here in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        text = text.replace(there, here)
+    return text

@@ -1,21 +1,23 @@
-"""The OpenAPI document: bodies as they are checked, answers as they are sent, every status that can come."""
+"""The OpenAPI document: bodies as they are checked, every status that can come."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
 
 from pydantic import BaseModel
 
 from coordinator.http.bodies import ChatBody, CompletionBody
+from coordinator.http.shapes import REFS, REPLIES, Json, an_object, ref
+from coordinator.sessions import MAX_KEY_CHARACTERS
 
-Json = dict[str, Any]
-_REFS = "#/components/schemas/{model}"
+_CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
+_COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
 _STATUSES = {
     400: "The request can never work; the error names the field and its limit",
     401: "The key is missing or wrong",
     404: "There is no such model",
     405: "Another method is needed",
+    408: "The body came too slowly",
     409: "The idempotency key was used for another request, or the target has changed",
     413: "The body is too large",
     415: "The body is not declared as JSON",
@@ -29,7 +31,7 @@ _RETRY = (429, 503)
 
 
 def document() -> Json:
-    schemas = {**_RESPONSES}
+    schemas = {**REPLIES}
     for body in (ChatBody, CompletionBody):
         schemas |= _schemas(body)
     return {
@@ -43,8 +45,8 @@ def document() -> Json:
         },
         "security": [{}, {"key": []}],
         "paths": {
-            "/v1/chat/completions": {"post": _generates("Answer a chat", "ChatBody", "ChatCompletion")},
-            "/v1/completions": {"post": _generates("Continue a text", "CompletionBody", "Completion")},
+            "/v1/chat/completions": {"post": _generates("Answer a chat", ChatBody, "ChatCompletion", _CHAT)},
+            "/v1/completions": {"post": _generates("Continue a text", CompletionBody, "Completion", _COMPLETION)},
             "/v1/models": {"get": _gets("The model that is served", "ModelList", 503)},
             "/v1/models/{model}": {
                 "get": {
@@ -55,23 +57,24 @@ def document() -> Json:
             "/fleet": {"get": _gets("The coordinator and its workers", "Fleet")},
             "/health": {"get": _open(_gets("Whether this process lives", "Status"))},
             "/ready": {"get": _open(_gets("Whether a request could be answered", "Status", 503))},
-            "/metrics": {"get": _plain("Counters and gauges for Prometheus", "text/plain")},
             "/openapi.json": {"get": _plain("This document", "application/json")},
             "/docs": {"get": _plain("This document, for people", "text/html")},
         },
         "components": {
             "schemas": schemas,
+            "responses": {str(status): _error(status) for status in _STATUSES},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Where keys are set."}},
         },
     }
 
 
 def _schemas(body: type[BaseModel]) -> Json:
-    schema = body.model_json_schema(ref_template=_REFS, by_alias=True)
+    schema = body.model_json_schema(ref_template=REFS, by_alias=True)
     return {**schema.pop("$defs", {}), body.__name__: schema}
 
 
-def _generates(summary: str, body: str, reply: str) -> Json:
+def _generates(summary: str, body: type[BaseModel], reply: str, example: Json) -> Json:
+    content = {"application/json": {"schema": ref(body.__name__), "example": example}}
     return {
         "summary": summary,
         "parameters": [
@@ -79,25 +82,25 @@ def _generates(summary: str, body: str, reply: str) -> Json:
                 "name": "Idempotency-Key",
                 "in": "header",
                 "description": "The same key never generates twice: the answer of the first request is sent again.",
-                "schema": {"type": "string", "maxLength": 256, "pattern": "^[!-~]*$"},
+                "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS, "pattern": "^[!-~]*$"},
             }
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
+        "requestBody": {"required": True, "content": content},
         "responses": {
             "200": {
                 "description": "The answer; with stream: server-sent events that end in [DONE]",
                 "content": {
-                    "application/json": {"schema": _ref(reply)},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "application/json": {"schema": ref(reply)},
+                    "text/event-stream": {"schema": _events(f"{reply}Chunk")},
                 },
             },
-            **_errors(400, 401, 404, 409, 413, 415, 429, 500, 502, 503, 504),
+            **_errors(400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504),
         },
     }
 
 
 def _gets(summary: str, reply: str, *statuses: int) -> Json:
-    content = {"application/json": {"schema": _ref(reply)}}
+    content = {"application/json": {"schema": ref(reply)}}
     return {
         "summary": summary,
         "responses": {"200": {"description": summary, "content": content}, **_errors(401, *statuses)},
@@ -118,91 +121,18 @@ def _open(operation: Json) -> Json:
 
 
 def _errors(*statuses: int) -> Json:
-    return {str(status): _error(status) for status in sorted({405, *statuses})}
+    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted({405, 500, *statuses})}
 
 
 def _error(status: int) -> Json:
-    reply: Json = {"description": _STATUSES[status], "content": {"application/json": {"schema": _ref("Error")}}}
+    reply: Json = {"description": _STATUSES[status], "content": {"application/json": {"schema": ref("Error")}}}
     if status in _RETRY:
         reply["headers"] = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}
     return reply
 
 
-def _ref(name: str) -> Json:
-    return {"$ref": _REFS.format(model=name)}
-
-
-def _object(required: Json, optional: Json | None = None) -> Json:
-    return {"type": "object", "required": sorted(required), "properties": {**required, **(optional or {})}}
-
-
-_TEXT: Json = {"type": "string"}
-_WHOLE: Json = {"type": "integer"}
-_NUMBER: Json = {"type": "number"}
-_MAYBE_TEXT: Json = {"type": ["string", "null"]}
-_MAYBE_OBJECT: Json = {"type": ["object", "null"]}
-_WHOLES: Json = {"type": "array", "items": _WHOLE}
-_USAGE = _object({"prompt_tokens": _WHOLE, "completion_tokens": _WHOLE, "total_tokens": _WHOLE})
-_METRICS = _object(
-    {
-        "speculative_decoding": _object(
-            {
-                "mean_acceptance_length": _NUMBER,
-                "draft_acceptance_rate": _NUMBER,
-                "acceptance_histogram": {**_WHOLES, "description": "[j]: steps that accepted j guesses"},
-                "num_spec_steps": _WHOLE,
-                "num_accepted_draft_tokens": _WHOLE,
-                "num_draft_tokens": _WHOLE,
-                "num_spec_tokens": _WHOLE,
-            }
-        ),
-        "outrider": {"type": "object"},
-    }
-)
-_ANSWER = {
-    "id": _TEXT,
-    "object": _TEXT,
-    "created": _WHOLE,
-    "model": _TEXT,
-    "system_fingerprint": {**_TEXT, "description": "Equal fingerprints, prompts, parameters and seeds: equal texts"},
-    "usage": _USAGE,
-}
-_FINISH = {"enum": ["stop", "length"]}
-_MODEL = {
-    "id": _TEXT,
-    "object": {"const": "model"},
-    "created": _WHOLE,
-    "owned_by": _TEXT,
-    "max_model_len": _WHOLE,
-    "fingerprint": _TEXT,
-}
-
-
-def _choices(**fields: Json) -> Json:
-    choice = {"index": _WHOLE, "logprobs": _MAYBE_OBJECT, "finish_reason": _FINISH, **fields}
-    return {"choices": {"type": "array", "items": _object(choice)}}
-
-
-_RESPONSES: Json = {
-    "ChatCompletion": _object(
-        {
-            **_ANSWER,
-            **_choices(message=_object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": _MAYBE_TEXT})),
-        },
-        {"metrics": _METRICS},
-    ),
-    "Completion": _object({**_ANSWER, **_choices(text=_TEXT)}, {"metrics": _METRICS}),
-    "Model": _object(_MODEL),
-    "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _object(_MODEL)}}),
-    "Fleet": _object(
-        {
-            "version": _TEXT,
-            "coordinator_id": _TEXT,
-            "sessions": _WHOLE,
-            "durable": {"type": "boolean", "description": "Sessions survive this coordinator"},
-            "workers": {"type": "array", "items": {"type": "object"}},
-        }
-    ),
-    "Status": _object({"status": _TEXT}),
-    "Error": _object({"error": _object({"message": _TEXT, "type": _TEXT, "param": _MAYBE_TEXT, "code": _MAYBE_TEXT})}),
-}
+def _events(chunk: str) -> Json:
+    """What each of them is."""
+    part = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(chunk)}
+    error = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref("Error")}
+    return an_object({"data": {"anyOf": [part, error, {"const": "[DONE]"}]}})

@@ -62,13 +62,15 @@ def text(tokens: Sequence[Token]) -> str:
 
 def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
     """Choices of the same prompt count it once."""
-    prompted = sum(len(session.record.request.prompt) for session in sessions[::per_prompt])
+    first = sessions[::per_prompt]
+    prompted = sum(len(session.record.request.prompt) for session in first)
+    cached = sum(session.stats.to_proto().cached_tokens for session in first)
     completed = sum(len(session.record.tokens) for session in sessions)
     return {
         "prompt_tokens": prompted,
         "completion_tokens": completed,
         "total_tokens": prompted + completed,
-        "prompt_tokens_details": {"cached_tokens": min(prompted, sum(s.stats.cached_tokens for s in sessions))},
+        "prompt_tokens_details": {"cached_tokens": min(prompted, cached)},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.access import Access
 from outrider.client import Client
 from outrider.config import PREFIX, redis_url
 from outrider.embedded_redis import embedded_redis
 from outrider.errors import PeerLost, StartupError, Unavailable
+from outrider.keys import Keys
 
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
@@ -51,6 +54,9 @@ class Plan:
     compile: str = "auto"
     log_level: str = "info"
     log_json: bool = False
+    api_keys: str = field(default="", repr=False)
+    fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
+    otlp_endpoint: str = ""
 
 
 @dataclass(slots=True)
@@ -60,6 +66,7 @@ class Child:
     name: str
     command: list[str]
     log: Path
+    keys: dict[str, str] = field(repr=False)  # variables of its own: everybody may read its command line
     state: str = "starting"
     address: str = ""
     http_address: str = ""
@@ -82,6 +89,9 @@ class Stack:
         self.children: list[Child] = []
         self._redis = redis
         self._stopping = False
+        self._api_key = Keys.parse(plan.api_keys, "api_keys").first
+        self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
+        self.fleet_access = Access(key=Keys.parse(self._fleet_key, "fleet_key").first)
 
     @property
     def endpoints(self) -> list[str]:
@@ -132,7 +142,7 @@ class Stack:
     def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
         """Until the coordinator knows every worker."""
         wanted = self.plan.verifiers + len(self.plan.drafters)
-        with Client(self.endpoints[:1]) as client:
+        with Client(self.endpoints[:1], api_key=self._api_key) as client:
             while True:
                 self._raise_for_dead(self.children)
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
@@ -171,8 +181,12 @@ class Stack:
 
     def _spawn(self, name: str, module: str, flags: list[str]) -> None:
         logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        command = [sys.executable, "-m", module, *flags, *logging]
-        child = Child(name, command, self.folder / f"{name}.log")
+        tracing = ["--otlp-endpoint", self.plan.otlp_endpoint] if self.plan.otlp_endpoint else []
+        command = [sys.executable, "-m", module, *flags, *logging, *tracing]
+        keys = {"OUTRIDER_FLEET_KEY": self._fleet_key}
+        if module == "coordinator":
+            keys["OUTRIDER_API_KEYS"] = self.plan.api_keys
+        child = Child(name, command, self.folder / f"{name}.log", keys)
         self.children.append(child)
         self._launch(child)
 
@@ -186,7 +200,7 @@ class Stack:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=environment | child.keys,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
                 preexec_fn=_end_with_parent,
             )

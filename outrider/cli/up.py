@@ -58,6 +58,15 @@ def up(
     threads: Threads = 0,
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
+    api_keys: Annotated[
+        str, options.option("--api-keys", "Keys of clients, separated by commas, or @FILE with one a line.")
+    ] = "",
+    fleet_key: Annotated[
+        str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
+    ] = "",
+    otlp_endpoint: Annotated[
+        str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
@@ -77,6 +86,9 @@ def up(
         threads=threads,
         kv_tokens=kv_tokens,
         log_level=log_level,
+        api_keys=api_keys,
+        fleet_key=fleet_key,
+        otlp_endpoint=otlp_endpoint,
     )
     console = Console()
     _terminate_like_interrupt()
@@ -88,6 +100,8 @@ def up(
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
+            if api_keys:
+                console.print("clients show one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
     except KeyboardInterrupt:
         console.print("stopped")

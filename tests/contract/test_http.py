@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.messages import TokenKind
 from tests.cluster import ask, client, generate
@@ -49,7 +52,7 @@ async def test_a_completion_is_what_grpc_says(api: AsyncOpenAI, house: House, mo
     async with client(house.coordinator) as stub:
         output = await generate(stub, ask(PROMPT, max_tokens=40, temperature=0.0))
     assert found.choices[0].text == output.text
-    assert found.choices[0].finish_reason == {1: "stop", 2: "length"}[int(output.finish_reason)]
+    assert found.choices[0].finish_reason == output.finish.name.lower()
     assert found.usage is not None
     assert found.usage.completion_tokens == len(output.token_ids)
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
@@ -67,7 +70,9 @@ async def test_a_chat_streams_what_it_would_say_at_once(api: AsyncOpenAI, model:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert not chunks[-1].choices
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -200,6 +205,115 @@ async def test_an_idempotency_key_never_generates_twice(web: httpx.AsyncClient) 
     assert other.status_code == 409
 
 
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+async def events_of(web: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
+    async with web.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = "".join([part async for part in response.aiter_text()])
+    parts = text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    assert all(part.startswith("data: {") for part in parts[:-2])
+    return [part.removeprefix("data: ") for part in parts[:-2]]
+
+
+def unknown(made: Any, path: str = "") -> set[str]:
+    """Fields that OpenAI's own types do not have, anywhere in a reply."""
+    if isinstance(made, list):
+        return {name for each in made for name in unknown(each, path)}
+    if not hasattr(made, "model_extra"):
+        return set()
+    found = {f"{path}{name}" for name in made.model_extra or {}}
+    for name in type(made).model_fields:
+        found |= unknown(getattr(made, name), f"{path}{name}.")
+    return found
+
+
+CHATTING = "/v1/chat/completions"
+COMPLETING = "/v1/completions"
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"stop": "e"}])
+async def test_a_chat_has_openais_shape(web: httpx.AsyncClient, more: dict[str, Any]) -> None:
+    body = {"messages": CHAT, "max_tokens": 12, "seed": 3, **more}
+    whole = ChatCompletion.model_validate_json((await web.post(CHATTING, json=body)).content, strict=True)
+    assert unknown(whole) <= {"metrics"}
+    assert whole.id.startswith("chatcmpl-")
+    assert [choice.index for choice in whole.choices] == list(range(more.get("n", 1)))
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        events = await events_of(web, CHATTING, body | options)
+        chunks = [ChatCompletionChunk.model_validate_json(event, strict=True) for event in events]
+        assert {name for chunk in chunks for name in unknown(chunk)} <= {"metrics"}
+        for choice in whole.choices:
+            mine = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+            assert [c.delta.role for c in mine] == ["assistant", *[None] * (len(mine) - 1)]
+            assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+            assert [c.finish_reason for c in mine] == [*[None] * (len(mine) - 1), choice.finish_reason]
+        assert [chunk.usage is not None for chunk in chunks] == [*[False] * (len(chunks) - 1), bool(options)]
+        assert all(("usage" in event) == bool(options) for event in map(json.loads, events))
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "echo": True}, {"logprobs": 2}, {"logprobs": 0, "stop": "e"}])
+async def test_a_completion_has_openais_shape(web: httpx.AsyncClient, more: dict[str, Any]) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, **more}
+    whole = Completion.model_validate_json((await web.post(COMPLETING, json=body)).content, strict=True)
+    assert unknown(whole) <= {"metrics"}
+    assert whole.id.startswith("cmpl-")
+    events = await events_of(web, COMPLETING, body)
+    reasons: list[str | None] = []
+    for event in map(json.loads, events):
+        reasons += [choice["finish_reason"] for choice in event["choices"]]
+        for choice in event["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"  # the type forgets what OpenAI itself sends
+        assert unknown(Completion.model_validate(event, strict=True)) <= {"metrics"}
+    assert [reason for reason in reasons if reason] == [choice.finish_reason for choice in whole.choices]
+    for choice in whole.choices:
+        mine = [c for event in map(json.loads, events) for c in event["choices"] if c["index"] == choice.index]
+        assert "".join(c["text"] for c in mine) == choice.text
+        if choice.logprobs is None:
+            assert all(c["logprobs"] is None for c in mine)
+        else:
+            told = [c["logprobs"] for c in mine if c["logprobs"]]
+            assert [token for each in told for token in each["tokens"]] == choice.logprobs.tokens
+            assert [at for each in told for at in each["text_offset"]] == choice.logprobs.text_offset
+
+
+async def test_models_have_openais_shape(web: httpx.AsyncClient, model: str) -> None:
+    found = Model.model_validate_json((await web.get(f"/v1/models/{model}")).content, strict=True)
+    assert (found.id, found.object, found.owned_by) == (model, "model", "outrider")
+
+
+async def test_an_answer_can_be_sent_back_as_it_came(api: AsyncOpenAI, model: str) -> None:
+    first = await api.chat.completions.create(model=model, messages=CHAT, max_tokens=4)
+    message = first.choices[0].message
+    for said in (message, message.model_dump()):
+        talk: list[Any] = [*CHAT, said, {"role": "user", "content": [{"type": "text", "text": "Go on."}]}]
+        again = await api.chat.completions.create(model=model, messages=talk, max_tokens=4)
+        assert again.choices[0].message.content
+
+
+async def test_what_only_labels_a_request_is_taken(api: AsyncOpenAI, model: str) -> None:
+    labels: dict[str, Any] = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "y",
+        "prompt_cache_retention": "24h",
+        "prediction": {"type": "content", "content": "z"},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+    }
+    found = await api.chat.completions.create(model=model, messages=CHAT, max_tokens=2, seed=1, **labels)
+    plain = await api.chat.completions.create(model=model, messages=CHAT, max_tokens=2, seed=1)
+    assert found.choices == plain.choices
+
+
 # --- around answers --------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +336,7 @@ async def test_every_answer_has_a_request_id(web: httpx.AsyncClient) -> None:
     mine = await web.get("/health", headers={"x-request-id": "mine-1"})
     assert mine.headers["x-request-id"] == "mine-1"
     drawn = await web.post("/v1/completions", content=b"{", headers={"x-request-id": "no spaces allowed"})
-    assert len(drawn.headers["x-request-id"]) == 24
+    assert len(drawn.headers["x-request-id"]) == 32
 
 
 async def test_the_document_describes_all_routes(web: httpx.AsyncClient) -> None:
@@ -250,7 +364,7 @@ async def test_the_document_describes_all_routes(web: httpx.AsyncClient) -> None
         ({"prompt": PROMPT, "logit_bias": {"a": 1}}, "logit_bias"),
         ({"prompt": PROMPT, "logit_bias": {"4000000": 1}}, "logit_bias"),
         ({"prompt": PROMPT, "best_of": 4}, "body"),
-        ({"prompt": [999_999]}, "tokens.ids"),
+        ({"prompt": [999_999]}, "prompt[0]"),
         ({"prompt": PROMPT, "max_token": 3}, "max_token"),
         ({"prompt": PROMPT, "speculation": {"gamma": 65}}, "speculation.gamma"),
         ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "body"),
@@ -284,9 +398,7 @@ async def test_bad_completions_are_refused_by_name(web: httpx.AsyncClient, body:
 async def test_bad_chats_are_refused(api: AsyncOpenAI, model: str, change: dict[str, Any]) -> None:
     body = {"messages": CHAT, "max_tokens": 4, "model": model} | change
     with pytest.raises(openai.BadRequestError) as caught:
-        await api.chat.completions.create(
-            **{**body, "extra_body": {k: body.pop(k) for k in ("speculation",) if k in body}}
-        )
+        await api.chat.completions.create(extra_body={k: body.pop(k) for k in ("speculation",) if k in body}, **body)
     assert caught.value.body
 
 
@@ -347,3 +459,54 @@ async def test_a_session_that_is_cancelled_elsewhere_ends_its_stream(web: httpx.
                 await house.service.sessions.cancel(session.record.session_id)
             lines.append(line)
     assert lines[-2] == "data: [DONE]" or lines[-1] == "data: [DONE]"
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+    "required": ["ok", "size"],
+    "additionalProperties": False,
+}
+
+
+async def test_an_answer_follows_its_json_schema(api: AsyncOpenAI, model: str) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    for seed in range(4):
+        found = await api.chat.completions.create(
+            model=model, messages=CHAT, seed=seed, max_tokens=300, response_format=wanted
+        )
+        assert found.choices[0].finish_reason == "stop"
+        said = json.loads(found.choices[0].message.content or "")
+        assert set(said) == {"ok", "size"}
+        assert isinstance(said["ok"], bool)
+
+
+async def test_an_answer_is_any_json_object_or_matches_an_expression(api: AsyncOpenAI, model: str) -> None:
+    found = await api.chat.completions.create(
+        model=model, messages=CHAT, seed=1, max_tokens=40, response_format={"type": "json_object"}
+    )
+    assert (found.choices[0].message.content or "").startswith("{")
+    text = await api.completions.create(
+        model=model,
+        prompt=PROMPT,
+        max_tokens=40,
+        extra_body={"response_format": {"type": "regex", "regex": "(yes|no), [0-9]{3}"}},
+    )
+    assert re.fullmatch("(yes|no), [0-9]{3}", text.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}},
+        {"type": "regex", "regex": "("},
+        {"type": "text", "regex": "a"},
+        {"type": "xml"},
+    ],
+)
+async def test_formats_that_cannot_be_are_refused(api: AsyncOpenAI, model: str, wanted: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.chat.completions.create(model=model, messages=CHAT, extra_body={"response_format": wanted})
+    assert str(caught.value.param or "").startswith("response_format")

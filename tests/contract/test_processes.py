@@ -73,6 +73,11 @@ def test_missing_model(tmp_path: Path) -> None:
     assert_told(run("verifier", "--target", missing), 1, f"there is no model at {missing}")
 
 
+def test_a_drafters_model_says_what_kind_it_is(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    assert_told(run("drafter", "--target", "somebody/else", "--model", missing), 1, f"there is no model at {missing}")
+
+
 def test_unknown_kind_of_drafter() -> None:
     assert_told(run("drafter", "--kind", "oracle"), 1, "oracle")
 

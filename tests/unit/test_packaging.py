@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,3 +89,13 @@ def _variables(command: Any) -> Iterator[str]:
 def test_the_command_line_knows_every_kind_of_drafter() -> None:
     """It imports no service, so it has a list of its own."""
     assert sorted(models.KINDS) == kinds()
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """It is run beside a coordinator too, where there is none."""
+    script = "import sys; sys.modules['torch'] = None; from outrider.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
