@@ -143,7 +143,16 @@ STATUS: dict[type[OutriderError], tuple[grpc.StatusCode, int]] = {
 
 
 def grpc_status(error: OutriderError) -> grpc.StatusCode:
-    return STATUS[type(error)][0]
+    return _statuses(error)[0]
+
+
+def http_status(error: OutriderError) -> int:
+    return _statuses(error)[1]
+
+
+def _statuses(error: OutriderError) -> tuple[grpc.StatusCode, int]:
+    """A kind that has none of its own has its parent's."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
 def shorten(text: str) -> str:
