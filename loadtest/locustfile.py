@@ -128,14 +128,14 @@ def add_arguments(parser: Any) -> None:
         help="host:port of the coordinator; several, separated by commas, are one fleet.",
         **hidden,
     )
-    for name, text in (
-        ("api-key", "Key that the coordinator asks for, or @FILE."),
-        ("tls-ca", "PEM file: who must have signed the coordinator's certificate; system: a public authority."),
-        ("tls-cert", "PEM file: our own certificate, where the coordinator asks for one."),
-        ("tls-key", "PEM file: the key to --tls-cert."),
+    for flag, variable, text in (
+        ("--api-key", "API_KEY", "Key that the coordinator asks for, or @FILE."),
+        ("--tls-ca", "TLS_CA", "PEM file: who must have signed the coordinator's certificate; system: the public's."),
+        # --tls-cert and --tls-key are of locust's own web page.
+        ("--client-cert", "TLS_CERT", "PEM file: our own certificate, where the coordinator asks for one."),
+        ("--client-key", "TLS_KEY", "PEM file: the key to --client-cert."),
     ):
-        variable = "OUTRIDER_" + name.upper().replace("-", "_")
-        parser.add_argument(f"--{name}", env_var=variable, default="", help=text, **hidden)
+        parser.add_argument(flag, env_var=f"OUTRIDER_{variable}", default="", help=text, **hidden)
     parser.add_argument("--allow-remote", action="store_true", help="Permit endpoints on other machines.", **hidden)
     parser.add_argument("--max-tokens", type=int, default=48, help="Tokens per request.", **hidden)
     parser.add_argument("--kinds", default="", help="Kinds of prompts, separated by commas; empty: all.", **hidden)
@@ -199,7 +199,7 @@ def _client(options: Any) -> Client:
         allowed(options.endpoint, allow_remote=options.allow_remote),
         timeout_s=options.timeout_s,
         api_key=Keys.parse(options.api_key, "api_key").first,
-        tls=Tls.load(cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca),
+        tls=Tls.load(cert=options.client_cert, key=options.client_key, ca=options.tls_ca),
     )
 
 

@@ -25,6 +25,8 @@ from loadtest.workload import Output, cases, difference
 from outrider import link as link_module
 from outrider.endpoint import allowed, is_loopback, split
 from outrider.errors import InvalidRequest, Overloaded
+from outrider.guard import Guard
+from outrider.keys import Keys
 from outrider.link import Link, Shape
 from outrider.messages import FinishReason, Verification
 from outrider.serving import ErrorInterceptor
@@ -190,8 +192,8 @@ class MadeUp(rpc.OutriderServicer):
 
 
 @contextlib.asynccontextmanager
-async def made_up(service: MadeUp) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+async def made_up(service: MadeUp, keys: Keys = Keys()) -> AsyncIterator[str]:  # noqa: B008 -- a value
+    server = grpc.aio.server(interceptors=[Guard({"outrider.v1.Outrider": keys}), ErrorInterceptor()])
     rpc.add_OutriderServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -220,6 +222,15 @@ async def test_a_run_of_right_texts_passes(tmp_path: Path) -> None:
     assert min(lengths) * summary.requests <= summary.tokens <= max(lengths) * summary.requests
     assert 0 < summary.first_token_p50_ms <= summary.total_p50_ms
     assert {"report.html", "locust_stats.csv", "locust.log"} <= set(os.listdir(tmp_path))
+
+
+async def test_a_run_shows_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
+    async with made_up(MadeUp(), Keys(["s3cret"])) as endpoint:
+        assert await run(endpoint, tmp_path / "right") == 0
+        monkeypatch.setenv("OUTRIDER_API_KEY", "wrong")
+        assert await run(endpoint, tmp_path / "wrong") == 1
+    assert "cannot start: unauthenticated: " in (tmp_path / "wrong" / "locust.log").read_text()
 
 
 async def test_a_run_with_wrong_texts_or_errors_fails(tmp_path: Path) -> None:
