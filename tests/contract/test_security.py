@@ -432,6 +432,7 @@ def test_files_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     assert_told(run("verifier", *flags), 1, f"tls_cert: cannot read {missing}")
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None:
     keys = {"OUTRIDER_API_KEYS": f"{API_KEY},other", "OUTRIDER_FLEET_KEY": FLEET_KEY}
@@ -441,7 +442,7 @@ def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None
             [*OUTRIDER, "up", *flags], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment(**keys)
         )
     try:
-        said = until(lambda: _ready((tmp_path / "up.log").read_text()), START_S, "ready")
+        said = until(lambda: _ready((tmp_path / "up.log").read_text()), 2 * START_S, "ready")
         processes = {pid: (Path("/proc") / pid / "cmdline").read_bytes() for pid in _children(up.pid)}
         services = {
             name: pid for pid, line in processes.items() for name in SERVICES if f"-m\0{name}\0".encode() in line
