@@ -70,7 +70,7 @@ class TargetGrammars:
 
     def __init__(self, settings: DrafterSettings) -> None:
         self._names = [name for name in (settings.model, settings.target) if name and not name.isdecimal()]
-        self._found: dict[tuple[str, tuple[int, ...]], Grammars | None] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], asyncio.Future[Grammars | None]] = {}
 
     async def rails(
         self, params: SamplingParams, tokens: Sequence[int], prompt_length: int, digest: str, ends: Sequence[int]
@@ -83,8 +83,8 @@ class TargetGrammars:
             return None
         here = digest, tuple(ends)
         if here not in self._found:
-            self._found = {here: await asyncio.to_thread(self._find, *here)}
-        grammars = self._found.get(here)
+            self._found = {here: asyncio.ensure_future(asyncio.to_thread(self._find, *here))}
+        grammars = await asyncio.shield(self._found[here])
         if grammars is None:
             return None
         return Rails(await grammars.begin(params, tokens[prompt_length:]), len(tokens))

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -37,7 +38,7 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
 )
 _REMEMBERED = 16  # compiled grammars
-_FADES = 0.9
+_FADES = 0.97
 _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
 _INSIDES = re.compile("<state>|<non-verbose/>")
@@ -74,8 +75,9 @@ class Guide:
             if token in self._ends and self._matcher.is_accepting():
                 self._over = True
                 return count
-            if self._over or not self._matcher.consume_token(token):
-                raise self._failed()
+            if self._over:
+                raise self._failed("the output had ended")
+            self._take(token)
             self._said.append(token)
             if self._matcher.is_stopped():  # nothing can follow
                 self._over = True
@@ -89,11 +91,16 @@ class Guide:
         Raises InvalidRequest when the grammar has come to its limits.
         """
         rows = np.zeros((len(paths), vocab_size), dtype=np.bool_)
-        for row in sorted(range(len(paths)), key=lambda row: tuple(paths[row])):  # neighbours have much in common
-            mask = self._mask() if self._go(paths[row]) else None
-            if mask is not None:
-                mask = mask[:vocab_size]
-                rows[row, : len(mask)] = mask
+        dead: tuple[int, ...] | None = None
+        for path, row in sorted((tuple(path), row) for row, path in enumerate(paths)):  # what hangs together together
+            if dead is not None and path[: len(dead)] == dead:
+                continue
+            mask = self._look(path)
+            if mask is None:
+                dead = path
+            else:
+                known = min(len(mask), vocab_size)
+                rows[row, :known] = mask[:known]
         self._go(())
         return rows
 
@@ -105,33 +112,52 @@ class Guide:
         """How many masks can be had in this time, from experience."""
         return int(min(seconds / max(self._mask_s, 1e-6), 1e6))
 
-    def _go(self, path: Sequence[int]) -> bool:
-        """Move to the end of a path; False: there is no such place."""
+    # All matchers of a grammar share what they have found out, and its limits: what one has used up by looking at a
+    # guess the others lack. So whatever fails is tried once more with a new matcher, and only the tokens decide.
+
+    def _take(self, token: int) -> None:
+        if self._matcher.consume_token(token):
+            return
+        self._begin_again()
+        if not self._matcher.consume_token(token):
+            raise self._failed(self._matcher.get_error())
+
+    def _look(self, path: tuple[int, ...]) -> Masks | None:
+        """Which ids may follow a path of guesses; None: nothing, there is no such place, or it is too much for the
+        grammar.  # [ids of the tokenizer]"""
+        if not set(self._ends).isdisjoint(path):
+            return None
+        said = ""
+        for _ in range(2):
+            if self._go(path):
+                if path and self._matcher.is_stopped():
+                    return None
+                mask = self._mask()
+                if not self._matcher.is_error():
+                    return mask
+            said = self._matcher.get_error()
+            self._begin_again()
+        if not path:
+            raise self._failed(said)
+        return None
+
+    def _go(self, path: tuple[int, ...]) -> bool:
+        """Move to the end of a path; False: that could not be done."""
         shorter = min(len(self._ahead), len(path))
         same = next((i for i in range(shorter) if self._ahead[i] != path[i]), shorter)
         if same < len(self._ahead):
             self._matcher.rollback(len(self._ahead) - same)
             del self._ahead[same:]
         new = list(path[same:])
-        if self._matcher.validate_tokens(new) < len(new) or not set(self._ends).isdisjoint(new):
+        if self._matcher.validate_tokens(new) < len(new):
             return False
-        self._matcher.consume_tokens(new)
         self._ahead += new
-        if self._matcher.is_error():
-            self._begin_again()
-            return False
-        return not (self._ahead and self._matcher.is_stopped())
+        return self._matcher.consume_tokens(new)
 
-    def _mask(self) -> Masks | None:
-        """Which ids may follow here; None: the grammar gives up behind these guesses.  # [ids of the tokenizer]"""
+    def _mask(self) -> Masks:
         started = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._mask_s = max(time.thread_time() - started, self._mask_s * _FADES)
-        if self._matcher.is_error():
-            if not self._ahead:
-                raise self._failed()
-            self._begin_again()
-            return None
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if self._ignore_eos:
             further = mask.copy()
@@ -140,14 +166,14 @@ class Guide:
         return mask
 
     def _begin_again(self) -> None:
-        """A matcher that has failed is of no more use, and nobody may ever go there."""
+        started = time.perf_counter()
         self._matcher, self._ahead = self._start(), []
         self._matcher.consume_tokens(self._said)
+        self._mask_s = max(self._mask_s, time.perf_counter() - started)
 
-    def _failed(self) -> InvalidRequest:
-        said = _plain(self._matcher.get_error()) or "the output had ended"
+    def _failed(self, said: str) -> InvalidRequest:
         return InvalidRequest(
-            f"{self._grammar.field} failed after {len(self._said)} tokens: {said}",
+            f"{self._grammar.field} failed after {len(self._said)} tokens: {_plain(said)}",
             field=self._grammar.field,
             value=self._grammar.text,
         )
@@ -174,7 +200,7 @@ class Grammars:
         """
         grammar = params.grammar
         assert grammar is not None
-        guide = Guide(grammar, self._compiled(grammar).deep_copy, self._ends, params.ignore_eos)
+        guide = Guide(grammar, partial(self._start, grammar), self._ends, params.ignore_eos)
         end = guide.advance(output)
         if end is not None and end < len(output):
             raise InvalidRequest.of("open.tokens", f"{len(output)} output tokens", f"{end}: {grammar.field} ends there")
@@ -184,14 +210,15 @@ class Grammars:
         """The same while the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.guide, params, output)
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        """At its start. It is never moved: sessions go on from copies."""
+    def _start(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
-            matcher = self._known.pop(grammar, None) or _on_deep_stack(lambda: self._compile(grammar))
+            matcher = self._known.pop(grammar, None)
+            if matcher is None or not _able(matcher):
+                matcher = _on_deep_stack(lambda: self._compile(grammar))
             self._known[grammar] = matcher
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
-            return matcher
+            return matcher.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         self._tokenizer = self._tokenizer or self._load(grammar)
@@ -213,6 +240,13 @@ class Grammars:
             return LLTokenizer(json.dumps(definition), eos_token=list(self._ends))
         except (OSError, ValueError) as error:
             raise _refused(grammar, f"nothing is known of the bytes of the target's tokens: {error}") from error
+
+
+def _able(matcher: LLMatcher) -> bool:
+    """Whether sessions have left anything of its limits."""
+    copy = matcher.deep_copy()
+    copy.compute_bitmask()
+    return not copy.is_error()
 
 
 def _definition(grammar: Grammar) -> str:
@@ -246,8 +280,9 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 
 
 def _refused(grammar: Grammar, said: str) -> InvalidRequest:
+    said = _plain(said)
     return InvalidRequest(
-        f"{grammar.field} is refused: {_plain(said)}", field=grammar.field, value=grammar.text, limit="see the message"
+        f"{grammar.field} does not compile: {said}", field=grammar.field, value=grammar.text, limit=said
     )
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.messages import WHOLE, Distribution, SamplingParams, TokenLogprobs
@@ -82,10 +84,10 @@ def adjust(
     return logits
 
 
-def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+def restrict(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> torch.Tensor:
     """Only these ids can be drawn; a row that allows none stays as it is, for nobody draws from it.  # [rows, vocab]"""
-    dead = ~allowed.any(dim=-1, keepdim=True)
-    return logits.masked_fill(~(allowed | dead), float("-inf"))
+    refused = ~allowed & allowed.any(axis=-1, keepdims=True)
+    return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:

@@ -45,7 +45,7 @@ def judge(
     paths = block.paths
     adjusted = sampling.adjust(logits, params, history, paths)
     if allowed is not None:
-        adjusted = sampling.restrict(adjusted, torch.from_numpy(allowed).to(adjusted.device))
+        adjusted = sampling.restrict(adjusted, allowed)
     outcome = _outcome(adjusted, block, paths, position, params, chance)
     tokens = _tokens(block, outcome)
     found: Sequence[TokenLogprobs] = ()
