@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,11 +283,11 @@ async def test_a_drafter_without_the_targets_tokenizer_drafts_all_the_same(model
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("kind", ["model", "suffix", "ngram", "suffix+model"])
 async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, branches: int) -> None:
-    """Whatever its drafter copies: what was said before are lists of x, and now the list is one of y."""
-    prompt = list(loaded.tokenizer.encode('["x","x","x","x"] ["x","x","x","x"] ["'))
-    params = SamplingParams(grammar=Form(regex=r'([xy]","){1,3}y"\]'))
-    guide = Grammars(lambda: as_json(loaded.tokenizer), [END]).guide(params)
-    flags = {"kind": kind, "target": str(models.target), "device": "cpu", "suffix_certainty": 0.01, "ngram_min": 1}
+    """What has come again and again goes on with cdab, and only cda is allowed to."""
+    prompt = list(loaded.tokenizer.encode("abcd" * 8 + "ab"))
+    form = "cda[xy]{2,}"
+    guide = Grammars(lambda: as_json(loaded.tokenizer), [END]).guide(SamplingParams(grammar=Form(regex=form)))
+    flags = {"kind": kind, "target": str(models.target), "device": "cpu", "suffix_certainty": 0.01}
     if "model" in kind:
         flags["model"] = str(models.draft)
     async with drafter_serving(**flags) as address, drafting(address) as stream:
@@ -294,7 +295,7 @@ async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, 
             prompt,
             gamma=6,
             branches=branches,
-            grammar=common.Grammar(regex=params.grammar.regex),
+            grammar=common.Grammar(regex=form),
             vocabulary_digest=loaded.vocabulary.digest,
             eos_token_ids=[END],
         )
@@ -302,8 +303,9 @@ async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, 
     paths: list[list[int]] = [[]]
     for i, token in enumerate(guess.tokens):
         paths.append([*paths[guess.parents[i] if guess.parents else i], token])
-    assert len(paths) > 2
     assert all(guide.fitting(path) == len(path) for path in paths)
+    longest = loaded.tokenizer.decode(max(paths, key=len))
+    assert longest == "cda" if kind in ("suffix", "ngram") else re.fullmatch("cda[xy]{3}", longest)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
