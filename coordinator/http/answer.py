@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 
 CHAT_TOKENS = 1_024  # of an answer, where nothing is said and the context leaves as many
+_SEED_BITS = 53  # of a drawn one: what every reader of JSON can say again
 _ROLES = {"developer": "system"}
 
 
@@ -128,7 +130,7 @@ def _params(body: ChatBody | CompletionBody) -> common.SamplingParams:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        seed=None if body.seed is None else body.seed % (MAX_SEED + 1),
+        seed=(secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
         stop=body.stops,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

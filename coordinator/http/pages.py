@@ -8,15 +8,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_POLICY = "default-src 'none'; script-src 'self'{inline}; style-src 'self'{inline}; connect-src 'self'; img-src data:; "
-_POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _PAGES = {
     "/": ("index.html", "text/html"),
     "/playground.css": ("playground.css", "text/css"),
     "/playground.js": ("playground.js", "text/javascript"),
     "/docs": ("docs.html", "text/html"),
+    "/docs.css": ("docs.css", "text/css"),
+    "/docs.js": ("docs.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
 }
-OPEN_PAGES = frozenset(path for path in _PAGES if path != "/docs")  # no key is needed to see them: they hold no data
+OPEN_PAGES = frozenset(_PAGES) - {"/docs"}  # no key is needed to see them: they hold no data
 
 
 def routes() -> list[Route]:
@@ -26,7 +31,7 @@ def routes() -> list[Route]:
 def _route(path: str, name: str, media: str) -> Route:
     content = files("coordinator.http").joinpath("page", name).read_bytes()
     headers = {
-        "Content-Security-Policy": _POLICY.format(inline=" 'unsafe-inline'" if name == "docs.html" else ""),
+        "Content-Security-Policy": _POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
