@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.credentials import Credentials
 from loadtest.settings import (
     DEFAULT_HTTP_ENDPOINT,
     DEFAULT_MAX_TOKENS,
@@ -70,7 +71,14 @@ def main(
     ] = DEFAULT_HTTP_ENDPOINT,
     grpc_share: Annotated[float, _option("--grpc-share", "Parts of the users over gRPC.", min=0)] = 1.0,
     http_share: Annotated[float, _option("--http-share", "Parts of the users over HTTP.", min=0)] = 1.0,
-    api_key: Annotated[str, _option("--api-key", "Shown as a bearer key; better given as OUTRIDER_API_KEY.")] = "",
+    api_key: Annotated[str, _option("--api-key", "Key that the coordinator asks for, or @FILE.")] = "",
+    tls_ca: Annotated[
+        str, _option("--tls-ca", "PEM file: who signed the coordinator's certificate; system: a public authority.")
+    ] = "",
+    tls_cert: Annotated[
+        str, _option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")
+    ] = "",
+    tls_key: Annotated[str, _option("--tls-key", "PEM file: the key to --tls-cert.")] = "",
     max_tokens: Annotated[int, _option("--max-tokens", "Tokens per request, at most.", min=1)] = DEFAULT_MAX_TOKENS,
     kinds: Annotated[str, _option("--kinds", "Kinds of prompts, e.g. chat:3,code; empty: all alike.")] = "",
     gamma: Annotated[int | None, _option("--gamma", "Fix γ under load; absent: adaptive.", min=0, max=64)] = None,
@@ -92,7 +100,8 @@ def main(
     load = Load(shape, users, spawn_rate, seconds, times, grpc_share, http_share, kinds, max_tokens, gamma)
     try:
         load.check()
-        where = Where.at(endpoint, http_endpoint, api_key, timeout_s, max_users, capacity, allow_remote=allow_remote)
+        where = Where.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
+        Credentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         longest = longest_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
         check_installed()
     except (InvalidRequest, StartupError) as error:
@@ -101,7 +110,8 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     figures = json or folder / "summary.json"
     console.print(f"{shape}: {users} users, {seconds} s, {', '.join((*where.grpc, *where.http))}; reports in {folder}")
-    summary = run(_options(load, where, allow_remote), folder, figures, where.api_key, FETCH_S + longest + SPARE_S)
+    line = [*_options(load, where, allow_remote), "--tls-ca", tls_ca, "--tls-cert", tls_cert, "--tls-key", tls_key]
+    summary = run(line, folder, figures, api_key, FETCH_S + longest + SPARE_S)
     if summary is None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")
         console.print(_end_of(folder / "locust.log"), markup=False, highlight=False)

@@ -73,7 +73,10 @@ def _add_where(parser: Any) -> None:
         default=DEFAULT_HTTP_ENDPOINT,
         help="host:port of the coordinator for HTTP; of several, separated by commas, each user takes one.",
     )
-    add("--api-key", default="", help="Shown as a bearer key.")
+    add("--api-key", default="", help="Key that the coordinator asks for, or @FILE.")
+    add("--tls-ca", default="", help="PEM file: who signed the coordinator's certificate; system: a public authority.")
+    add("--tls-cert", default="", help="PEM file: our own certificate, where the coordinator asks for one.")
+    add("--tls-key", default="", help="PEM file: the key to --tls-cert.")
     add("--allow-remote", action="store_true", help="Permit endpoints on other machines.")
     add("--timeout-s", type=float, default=DEFAULT_TIMEOUT_S, help="Deadline of one request, seconds.")
     add("--max-users", type=int, default=DEFAULT_MAX_USERS, help="Never more users at once, whatever the shape.")

@@ -13,17 +13,26 @@ from typing import Any, NamedTuple, Protocol
 
 import urllib3
 
+from loadtest.credentials import Credentials
 from loadtest.sse import events
 from loadtest.workload import Case
 from outrider.client import Client, Finished, Tokens
-from outrider.errors import KINDS, Expired, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.errors import KINDS, Expired, OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable
+from outrider.keys import bearer
 
 GRPC, HTTP = "grpc", "http"
 PROTOCOLS = (GRPC, HTTP)
 DONE = "[DONE]"
+NONE = Credentials()
 _CONNECT_S = 10.0
 _LARGEST_ERROR = 16_384  # bytes
-_OF_STATUS: dict[int, type[OutriderError]] = {429: Overloaded, 502: PeerLost, 503: Unavailable, 504: Expired}
+_OF_STATUS: dict[int, type[OutriderError]] = {
+    401: Unauthenticated,
+    429: Overloaded,
+    502: PeerLost,
+    503: Unavailable,
+    504: Expired,
+}
 _OF_CODE: dict[str, type[OutriderError]] = {"rate_limit_exceeded": Overloaded, **KINDS}
 
 
@@ -53,8 +62,8 @@ class Asker(Protocol):
 class OverGrpc:
     protocol = GRPC
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float, api_key: str = "") -> None:
-        self.client = Client(endpoints, timeout_s=timeout_s, api_key=api_key)
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, shown: Credentials = NONE) -> None:
+        self.client = Client(endpoints, timeout_s=timeout_s, api_key=shown.api_key, tls=shown.tls)
 
     def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]:
         prompt = case.prompt
@@ -87,12 +96,17 @@ class OverHttp:
 
     protocol = HTTP
 
-    def __init__(self, endpoint: str, timeout_s: float, api_key: str = "", model: str = "") -> None:
+    def __init__(self, endpoint: str, timeout_s: float, shown: Credentials = NONE, model: str = "") -> None:
         self._timeout_s = timeout_s
         self._model = model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
-        self._pool = urllib3.connection_from_url(f"http://{endpoint}", timeout=timeout, retries=False)
+        self._headers = {"Authorization": bearer(shown.api_key)} if shown.api_key else {}
+        given: dict[str, Any] = {"ssl_context": shown.context} if shown.context else {}
+        self._pool = urllib3.connection_from_url(
+            f"{'https' if shown.context else 'http'}://{endpoint}",
+            timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+            retries=False,
+            **given,
+        )
 
     def served_model(self) -> str:
         return str(self._told("/v1/models", lambda told: told["data"][0]["id"]))

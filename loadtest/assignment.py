@@ -12,6 +12,7 @@ from typing import Any
 
 from loadtest.asking import GRPC, HTTP, Asker, OverGrpc, OverHttp
 from loadtest.attempt import fetch
+from loadtest.credentials import Credentials
 from loadtest.settings import Load, Where
 from loadtest.workload import Output, cases
 from outrider.errors import OutriderError, Unavailable
@@ -36,8 +37,8 @@ class Assignment:
     model: str
     answers: dict[str, Output]
 
-    def asker(self, protocol: str) -> Asker:
-        return _asker(protocol, self.where, self.model)
+    def asker(self, protocol: str, shown: Credentials) -> Asker:
+        return _asker(protocol, self.where, shown, self.model)
 
     def packed(self) -> dict[str, Any]:
         answers = {name: [output.text, output.token_ids, output.num_tokens] for name, output in self.answers.items()}
@@ -52,23 +53,23 @@ class Assignment:
         return cls(Where.unpacked(data["where"]), Load(**data["load"]), data["model"], answers)
 
 
-def look(where: Where, load: Load) -> Fleet:
+def look(where: Where, shown: Credentials, load: Load) -> Fleet:
     """Asks the fleet what it is, over all that the load will use. Raises when that does not work."""
-    model, capacity = _over_http_told(where, load) if load.http_share else ("", 0)
+    model, capacity = _over_http_told(where, shown, load) if load.http_share else ("", 0)
     if not load.grpc_share:
         return Fleet(model, model, where.capacity or capacity)
-    with _over_grpc(where).client as client:
+    with _over_grpc(where, shown).client as client:
         verifiers = [worker for worker in client.server().workers if worker.role == pb.ROLE_VERIFIER]
         if not verifiers:
             raise Unavailable("the fleet has no verifier yet")
         return Fleet(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))
 
 
-def assign(where: Where, load: Load, fleet: Fleet) -> Assignment:
+def assign(where: Where, shown: Credentials, load: Load, fleet: Fleet) -> Assignment:
     """Asks for the answers. Raises when one does not come."""
     asked = cases(load.kinds, load.max_tokens)
     log.info("asking %d prompts one after the other, without guessing", len(asked))
-    asker = _asker(GRPC if load.grpc_share else HTTP, where, fleet.model)
+    asker = _asker(GRPC if load.grpc_share else HTTP, where, shown, fleet.model)
     try:
         answers = {case.name: fetch(asker, case) for case in asked}
     finally:
@@ -77,20 +78,18 @@ def assign(where: Where, load: Load, fleet: Fleet) -> Assignment:
     return Assignment(where, load, fleet.model, answers)
 
 
-def _asker(protocol: str, where: Where, model: str) -> Asker:
-    return _over_grpc(where) if protocol == GRPC else _over_http(random.choice(where.http), where, model)
+def _asker(protocol: str, where: Where, shown: Credentials, model: str) -> Asker:
+    if protocol == GRPC:
+        return _over_grpc(where, shown)
+    return OverHttp(random.choice(where.http), where.timeout_s, shown, model)
 
 
-def _over_grpc(where: Where) -> OverGrpc:
-    return OverGrpc(where.grpc, where.timeout_s, where.api_key)
+def _over_grpc(where: Where, shown: Credentials) -> OverGrpc:
+    return OverGrpc(where.grpc, where.timeout_s, shown)
 
 
-def _over_http(endpoint: str, where: Where, model: str = "") -> OverHttp:
-    return OverHttp(endpoint, where.timeout_s, where.api_key, model)
-
-
-def _over_http_told(where: Where, load: Load) -> tuple[str, int]:
-    over_http = _over_http(where.http[0], where)
+def _over_http_told(where: Where, shown: Credentials, load: Load) -> tuple[str, int]:
+    over_http = OverHttp(where.http[0], where.timeout_s, shown)
     try:
         return over_http.served_model(), over_http.capacity()
     except OutriderError as error:

@@ -24,6 +24,7 @@ from loadtest.arguments import add_arguments
 from loadtest.asking import GRPC, HTTP
 from loadtest.assignment import Assignment, assign, look
 from loadtest.attempt import Attempt
+from loadtest.credentials import Credentials
 from loadtest.record import Recorder
 from loadtest.settings import Load, Where
 from loadtest.shapes import Course, parts
@@ -45,6 +46,7 @@ class State:
     """What this process has: hung on locust's environment as `outrider`."""
 
     where: Where
+    credentials: Credentials
     summary: Path | None
     recorder: Recorder = field(default_factory=Recorder)
     assignment: Assignment | None = None
@@ -71,7 +73,7 @@ class _Asking(User):  # type: ignore[misc]
         self.cases = cases(self.assignment.load.kinds, self.assignment.load.max_tokens)
         self.again: Case | None = None
         self.pause_s = 0.0
-        self.asker = self.assignment.asker(self.protocol)
+        self.asker = self.assignment.asker(self.protocol, self.state.credentials)
 
     def on_stop(self) -> None:
         self.asker.close()
@@ -154,9 +156,9 @@ def begin(environment: Any) -> None:
     """A run, as the options say now. Raises what keeps it from starting."""
     state: State = environment.outrider
     where, load = state.where, Load.of(environment.parsed_options)
-    fleet = look(where, load)
+    fleet = look(where, state.credentials, load)
     made = parts(load.shape, load.users, load.seconds, load.times, fleet.capacity, where.max_users)
-    state.assignment = assign(where, load, fleet)
+    state.assignment = assign(where, state.credentials, load, fleet)
     if isinstance(environment.runner, MasterRunner):
         environment.runner.send_message(ASSIGNMENT, state.assignment.packed())
     GrpcUser.weight, HttpUser.weight = load.grpc_share, load.http_share
@@ -172,10 +174,14 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
     try:
         where = Where.of(options)
         Load.of(options)
+        credentials = Credentials.load(
+            api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key
+        )
     except OutriderError as error:
         log.error("cannot start: %s: %s", error.code, error.message)
         sys.exit(1)
-    state = environment.outrider = State(where, Path(options.summary) if options.summary else None)
+    options.api_key = ""  # locust sends its options to workers, unencrypted
+    state = environment.outrider = State(where, credentials, Path(options.summary) if options.summary else None)
     listen = environment.events
     listen.test_start.add_listener(lambda **_: state.recorder.clear())
     if isinstance(runner, WorkerRunner):

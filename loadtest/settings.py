@@ -30,11 +30,10 @@ MAX_GAMMA = 64
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Addresses, how to be let in, and the bounds of every run."""
+    """Addresses, and the bounds of every run."""
 
     grpc: tuple[str, ...]
     http: tuple[str, ...]
-    api_key: str
     timeout_s: float
     max_users: int
     capacity: int  # sessions the fleet takes at once; 0: ask it
@@ -44,7 +43,6 @@ class Where:
         cls,
         endpoint: str,
         http_endpoint: str,
-        api_key: str,
         timeout_s: float,
         max_users: int,
         capacity: int,
@@ -56,7 +54,7 @@ class Where:
         _between("max_users", max_users, 1, math.inf)
         _between("capacity", capacity, 0, math.inf)
         grpc, http = (tuple(allowed(given, allow_remote=allow_remote)) for given in (endpoint, http_endpoint))
-        return cls(grpc, http, api_key, timeout_s, max_users, capacity)
+        return cls(grpc, http, timeout_s, max_users, capacity)
 
     @classmethod
     def of(cls, options: Any) -> Self:
@@ -64,7 +62,6 @@ class Where:
         return cls.at(
             options.endpoint,
             options.http_endpoint,
-            options.api_key,
             options.timeout_s,
             options.max_users,
             options.capacity,

@@ -16,6 +16,9 @@ import pytest
 
 from loadtest.__main__ import LOCUSTFILE
 from loadtest.summary import Summary
+from outrider.access import Access
+from outrider.tls import Tls
+from tests.certificates import Authority
 from tests.cluster import ROOT, Cluster, environment, free_port, until
 from tests.conftest import Models
 
@@ -23,6 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 LIMIT_S = 180.0
 SOON_S = 60.0
+API_KEY = "open-sesame-4711"
 FEW = ("--max-tokens", "16", "--kinds", "chat,code")  # quickly answered
 
 
@@ -31,8 +35,8 @@ def addresses(fleet: Cluster) -> list[str]:
     return ["--endpoint", fleet.address, "--http-endpoint", web]
 
 
-def loadtest(fleet: Cluster, folder: Path, *flags: str) -> tuple[int, Summary]:
-    done = subprocess.run(
+def run(fleet: Cluster, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "loadtest", *addresses(fleet), "--report", str(folder), *FEW, *flags],
         capture_output=True,
         text=True,
@@ -41,6 +45,10 @@ def loadtest(fleet: Cluster, folder: Path, *flags: str) -> tuple[int, Summary]:
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def loadtest(fleet: Cluster, folder: Path, *flags: str) -> tuple[int, Summary]:
+    done = run(fleet, folder, *flags)
     assert (folder / "summary.json").exists(), done.stdout + done.stderr + (folder / "locust.log").read_text()
     return done.returncode, Summary.load_from(folder / "summary.json")
 
@@ -92,6 +100,43 @@ def test_an_overload_is_shed_and_the_fleet_comes_back(narrow: Cluster, tmp_path:
     assert "Shed and failed per second" in (tmp_path / "report.html").read_text()
 
 
+@pytest.fixture(scope="module")
+def locked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, list[str]]]:
+    """A fleet that asks for keys and certificates, and what opens it."""
+    folder = tmp_path_factory.mktemp("locked")
+    authority = Authority.make(folder)
+    pair = authority.issue("fleet")
+    tls = ["--tls-ca", str(authority.path), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key)]
+    access = Access(Tls.load(ca=str(authority.path), cert=str(pair.cert), key=str(pair.key)), API_KEY)
+    fleet = Cluster(folder, flags=[*tls, "--tls-client-auth", "--fleet-key", "secret"], access=access)
+    fleet.add_coordinator("--api-keys", API_KEY)
+    fleet.add_verifier(models.target)
+    fleet.start()
+    yield fleet, tls
+    fleet.stop()
+
+
+def test_keys_and_certificates_open_both_protocols(locked: tuple[Cluster, list[str]], tmp_path: Path) -> None:
+    fleet, tls = locked
+    (tmp_path / "key").write_text(f"{API_KEY}\n")
+    flags = ("--users", "2", "--seconds", "1", "--api-key", f"@{tmp_path / 'key'}", *tls)
+    code, summary = loadtest(fleet, tmp_path, *flags)
+    assert (code, summary.errors) == (0, {}), (tmp_path / "locust.log").read_text()
+    assert {sort.protocol for sort in summary.sorts} == {"grpc", "http"}
+    for file in tmp_path.iterdir():
+        assert file.name == "key" or API_KEY not in file.read_text(), f"{file.name} holds the key"
+
+
+@pytest.mark.parametrize("share", ["--grpc-share", "--http-share"])
+def test_a_wrong_key_opens_neither(locked: tuple[Cluster, list[str]], tmp_path: Path, share: str) -> None:
+    fleet, tls = locked
+    flags = ("--users", "2", "--seconds", "1", "--api-key", "another", share, "0", *tls)
+    done = run(fleet, tmp_path, *flags)
+    assert done.returncode == 1
+    assert "cannot start: " in (tmp_path / "locust.log").read_text()
+    assert not (tmp_path / "summary.json").exists()
+
+
 @contextmanager
 def locust(*flags: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     line = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags]
@@ -111,10 +156,10 @@ def test_workers_records_become_one_report(cluster: Cluster, tmp_path: Path) -> 
     """Workers are told where to go, and what the right answers are, by their master alone."""
     port = str(free_port())
     figures, log = tmp_path / "summary.json", tmp_path / "master.log"
-    run = ("--headless", "--expect-workers", "2", "-u", "4", "-r", "4", "-t", "3s", "--summary", str(figures))
+    headless = ("--headless", "--expect-workers", "2", "-u", "4", "-r", "4", "-t", "3s", "--summary", str(figures))
     worker = ("--worker", "--master-port", port)
     with (
-        locust("--master", "--master-bind-port", port, *run, *addresses(cluster), *FEW, log=log) as master,
+        locust("--master", "--master-bind-port", port, *headless, *addresses(cluster), *FEW, log=log) as master,
         locust(*worker, log=tmp_path / "one.log"),
         locust(*worker, log=tmp_path / "two.log"),
     ):

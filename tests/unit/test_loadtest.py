@@ -198,7 +198,6 @@ def typed(**changed: Any) -> SimpleNamespace:
     given = {
         "endpoint": "127.0.0.1:1",
         "http_endpoint": "127.0.0.1:2",
-        "api_key": "k",
         "timeout_s": 5.0,
         "max_users": 9,
         "capacity": 0,
@@ -273,6 +272,13 @@ async def made_up(service: MadeUp) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await server.stop(None)
+
+
+def test_keys_and_certificates_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+    for given in ({"api_key": f"@{tmp_path}/none"}, {"tls_ca": f"{tmp_path}/none"}, {"tls_cert": "only-one"}):
+        with pytest.raises(typer.BadParameter, match=next(iter(given))):
+            main(report=tmp_path, **given)
+    assert not list(tmp_path.iterdir())
 
 
 async def run(endpoint: str, report: Path, **more: Any) -> int:

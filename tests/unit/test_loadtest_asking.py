@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 
 from loadtest.asking import DONE, HttpRefusal, OverHttp, Piece, answer, named, refusal
+from loadtest.credentials import Credentials
 from loadtest.sse import events
 from loadtest.workload import Case, cases
-from outrider.errors import Expired, InvalidRequest, NotFound, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.errors import (
+    Expired,
+    InvalidRequest,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    Unauthenticated,
+    Unavailable,
+)
 
 SOON_S = 5.0
 CHAT, TEXT = cases("chat", 8)[0], cases("code", 8)[0]
@@ -100,7 +110,8 @@ def test_an_answer_that_is_not_whole_raises(stream: list[str], kind: type[Outrid
         (504, "expired", Expired, "expired"),
         (400, "invalid_request", InvalidRequest, "invalid_request"),
         (404, "not_found", NotFound, "not_found"),
-        (401, "invalid_api_key", HttpRefusal, "http 401"),
+        (401, "invalid_api_key", Unauthenticated, "unauthenticated"),
+        (403, "not here", HttpRefusal, "http 403"),
         (500, "who knows", HttpRefusal, "http 500"),
     ],
 )
@@ -258,7 +269,7 @@ def test_an_answer_that_is_left_is_hung_up_on() -> None:
 
 
 def test_a_request_is_openais_with_the_key() -> None:
-    with Serving(whole, api_key="secret", model="m") as serving:
+    with Serving(whole, shown=Credentials("secret"), model="m") as serving:
         serving.ask(TEXT)
         serving.ask(CHAT)
         list(serving.asker.ask(TEXT, gamma=0))
