@@ -70,7 +70,8 @@ async def begun(
     with contextlib.ExitStack() as stack:
         running: list[Session] = []
         for number, request in enumerate(requests):
-            session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
+            with sessions.admission():
+                session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
             stack.enter_context(sessions.followed(session))
             running.append(session)
         yield Answer(running)

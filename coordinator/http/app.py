@@ -171,8 +171,9 @@ class Api:
                 yield _usage_chunk(head, answer, body)
 
     async def _prepared(self, body: ChatBody | CompletionBody) -> tuple[Target, list[SessionRequest]]:
-        target = self._sessions.target
-        return target, await requests_of(body, target, self._settings)
+        with self._sessions.admission():
+            target = self._sessions.target
+            return target, await requests_of(body, target, self._settings)
 
     def _head(self, kind: str, prefix: str, answer: Answer, target: Target) -> Head:
         return Head.of(kind, prefix, answer.sessions[0], served_name(target, self._settings))

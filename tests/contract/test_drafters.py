@@ -112,10 +112,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0},
     "coupled and cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
-    "of a given form": {
-        "temperature": 1.0,
-        "grammar": common.Grammar(regex=r"([A-Za-z]{1,6} ){10,12}(and|or) so on\."),
-    },
+    "of a given form": {"temperature": 1.0, "grammar": common.Grammar(regex=r"([a-z]{1,6} ){10,12}(and|or) so on\.")},
 }
 
 

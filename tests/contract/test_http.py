@@ -332,6 +332,12 @@ async def test_health_readiness_and_the_fleet(web: httpx.AsyncClient) -> None:
     assert fleet["durable"] is True
 
 
+async def test_metrics_are_those_of_the_coordinator(web: httpx.AsyncClient) -> None:
+    page = await web.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    assert "outrider_spec_decode_num_drafts_total" in page.text
+
+
 async def test_every_answer_has_a_request_id(web: httpx.AsyncClient) -> None:
     mine = await web.get("/health", headers={"x-request-id": "mine-1"})
     assert mine.headers["x-request-id"] == "mine-1"
