@@ -436,7 +436,8 @@ def test_files_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None:
     keys = {"OUTRIDER_API_KEYS": f"{API_KEY},other", "OUTRIDER_FLEET_KEY": FLEET_KEY}
-    flags = ["--port", "0", "--http-port", "0", "--target", str(models.target), "--drafter", "ngram", "--device", "cpu", "--threads", "1"]
+    flags = ["--port", "0", "--http-port", "0", "--target", str(models.target), "--drafter", "ngram"]
+    flags += ["--device", "cpu", "--threads", "1"]
     with (tmp_path / "up.log").open("wb") as log:
         up = subprocess.Popen(
             [*OUTRIDER, "up", *flags], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment(**keys)

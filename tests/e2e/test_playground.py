@@ -153,7 +153,7 @@ def test_stopping_frees_the_session(page: Page, cluster: Cluster, how: str) -> N
     expect(page.locator(".answer .token").nth(5)).to_be_attached(timeout=ANSWER_MS)
     assert server_info(cluster.address).sessions == 1
     if how == "button":
-        page.click("#stop")
+        page.locator("#stop").dispatch_event("click")  # a click waits for the page to stand still
     else:
         page.keyboard.press("Escape")
     complete(page)
