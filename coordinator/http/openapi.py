@@ -57,6 +57,7 @@ def document() -> Json:
             "/fleet": {"get": _gets("The coordinator and its workers", "Fleet")},
             "/health": {"get": _open(_gets("Whether this process lives", "Status"))},
             "/ready": {"get": _open(_gets("Whether a request could be answered", "Status", 503))},
+            "/metrics": {"get": _plain("Counters and gauges for Prometheus", "text/plain")},
             "/openapi.json": {"get": _plain("This document", "application/json")},
             "/docs": {"get": _plain("This document, for people", "text/html")},
         },
