@@ -74,7 +74,7 @@ prove: dev setup  ## Slow proofs with the real model.
 proto: dev  ## Make the stubs from proto/.
 	@$(call PROTOC,.)
 
-loadtest: setup  ## One minute, 16 users, against `make up`.
+loadtest: setup  ## One minute, 16 users over gRPC and HTTP, against `make up`.
 	@$(BIN)/python -m loadtest --users 16 --seconds 60
 
 clean:  ## Remove the virtual environment and caches.

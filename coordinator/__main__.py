@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 def run(settings: CoordinatorSettings) -> None:
-    set_up_logs(settings.log_level, as_json=settings.log_json)
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="coordinator")
     given = settings.redis_url or redis_url()
     with contextlib.ExitStack() as stack:
         if given is None:
@@ -27,7 +27,13 @@ def run(settings: CoordinatorSettings) -> None:
 
         async def serve_clients() -> None:
             service = CoordinatorService(settings, url)
-            await serve(service, settings, ready=lambda address: report_progress(f"ready at {address}"))
+
+            def ready(address: str) -> None:
+                if service.http_address:
+                    report_progress(f"http at {service.http_address}")
+                report_progress(f"ready at {address}")
+
+            await serve(service, settings, ready=ready)
 
         asyncio.run(serve_clients())
 

@@ -19,7 +19,7 @@ from coordinator.features import FeatureWindow
 from coordinator.gamma import Controller, Estimator, Pair, PairHistory, Wishes
 from coordinator.hops import DrafterHop, Refusal, VerifierHop
 from coordinator.pairs import PairMemory
-from coordinator.plans import PLAIN
+from coordinator.plans import PLAIN, Plan
 from coordinator.record import SessionRecord
 from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.stats import RequestStats
@@ -77,8 +77,8 @@ class Drafting:
         self._passed_at = -1
 
     @property
-    def gamma(self) -> int:
-        return self._control.plan.gamma
+    def plan(self) -> Plan:
+        return self._control.plan
 
     @property
     def wants_features(self) -> bool:
@@ -146,10 +146,10 @@ class Drafting:
             try:
                 await self._with_one_drafter(verifier, link)
             except OutriderError as error:
-                log.info("drafter lost", session=self._record.session_id, error=error.message)
+                log.info("drafter lost", error=error.message)
                 if isinstance(error, InvalidRequest):
                     self._shunned.add(link.info.worker_id)
-                self._stats.drafter_losses += 1
+                self._stats.lost_drafter(error)
                 link.failed()
             finally:
                 self._models.discard(model)
@@ -160,7 +160,8 @@ class Drafting:
         history = await self._means.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
         self._sources += 1
         source = self._sources
-        async with DrafterHop(link, self._opening(), source) as hop:
+        span = self._stats.span.child("draft", link.attributes)
+        async with DrafterHop(link, self._opening(), source, span) as hop:
             drafter = Attached(hop, source, Pair(self._positions), self._control.plan)
             self._attached[source] = drafter
             try:
@@ -261,7 +262,7 @@ class Drafting:
         if not log.is_enabled_for(logging.DEBUG):
             return  # what else was considered takes a millisecond to find
         considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.considered()}
-        log.debug("plan", session=self._record.session_id, plan=self._control.plan.label, considered=considered)
+        log.debug("plan", plan=self._control.plan.label, considered=considered)
 
     def _pass_on(self) -> None:
         """Once everybody who may guess has nothing to guess, the verifier need not wait."""
@@ -315,4 +316,6 @@ class Drafting:
             steer=wire.steering_to_proto(self._control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,
+            vocabulary_digest=self._target.info.vocabulary_digest,
+            eos_token_ids=self._target.info.eos_token_ids,
         )

@@ -14,10 +14,12 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 
-from coordinator.roster import Link
+from coordinator.roster import Link, worker_error
 from outrider import wire
 from outrider.errors import InvalidRequest, OutriderError, PeerLost
 from outrider.messages import Features, Steering, Verdict
+from outrider.origin import current
+from outrider.tracing import Span
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
@@ -31,16 +33,17 @@ OPEN_TIMEOUT_S = 30.0
 class Hop(Generic[Out, In]):
     """A bidirectional stream whose first message goes out when it is entered."""
 
-    def __init__(self, link: Link, start: Callable[[], Any], opening: Out) -> None:
+    def __init__(self, link: Link, start: Callable[..., Any], opening: Out, span: Span) -> None:
         self.link = link
         self._start = start
+        self._span = span
         self._outbox: asyncio.Queue[Out] = asyncio.Queue()
         self._outbox.put_nowait(opening)
         self._call: Any = None
         self._writing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._call = self._start()
+        self._call = self._start(metadata=current().metadata(self._span))
         self.link.sessions += 1
         self._writing = asyncio.create_task(self._write())
         return self
@@ -49,6 +52,9 @@ class Hop(Generic[Out, In]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.link.sessions -= 1
+        if isinstance(error, OutriderError):
+            self._span.failed(error.message)
+        self._span.end()
         self._call.cancel()
         if self._writing is not None:
             self._writing.cancel()
@@ -66,13 +72,13 @@ class Hop(Generic[Out, In]):
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise wire.error_from_rpc(error) from error
+            raise worker_error(self.link.info.address, error) from error
         except asyncio.CancelledError:
             raise self._lost() from None
         if message is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
-                raise wire.error_from_rpc(cast(grpc.RpcError, await _as_error(self._call)))
+                raise worker_error(self.link.info.address, cast(grpc.RpcError, await _as_error(self._call)))
             return None
         return cast(In, message)
 
@@ -112,8 +118,8 @@ class Refusal:
 
 
 class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
-    def __init__(self, link: Link, opening: verify.OpenVerify) -> None:
-        super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening))
+    def __init__(self, link: Link, opening: verify.OpenVerify, span: Span) -> None:
+        super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening), span)
 
     def guess(self, guess: common.Guess) -> None:
         self.send(verify.VerifyRequest(guess=guess))
@@ -131,8 +137,8 @@ class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
 
 
 class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
-    def __init__(self, link: Link, opening: draft.OpenDraft, source: int) -> None:
-        super().__init__(link, link.drafter.Draft, draft.DraftRequest(open=opening))
+    def __init__(self, link: Link, opening: draft.OpenDraft, source: int, span: Span) -> None:
+        super().__init__(link, link.drafter.Draft, draft.DraftRequest(open=opening), span)
         self._source = source
 
     def committed(self, position: int, tokens: tuple[int, ...], features: Features | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from dataclasses import replace
 
 from coordinator.record import SessionRequest, Wish
 from coordinator.settings import CoordinatorSettings
@@ -13,9 +15,22 @@ from outrider.messages import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US, check_sa
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000
+LARGE_BYTES = 16 * 1024
 
 
-def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings) -> SessionRequest:
+async def prepare(
+    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
+) -> SessionRequest:
+    """`default_tokens`: how long an answer may be where the request does not say and the context leaves as many."""
+    if request.ByteSize() > LARGE_BYTES or request.params.HasField("grammar"):
+        # Tokenising megabytes takes seconds, compiling a grammar may take one: other streams go on meanwhile.
+        return await asyncio.to_thread(resolve, request, target, settings, default_tokens)
+    return resolve(request, target, settings, default_tokens)
+
+
+def resolve(
+    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, default_tokens: int | None = None
+) -> SessionRequest:
     params = wire.params_from_proto(request.params)
     params.check(target.info.vocab_size)
     wish = _wish(request.speculation)
@@ -25,6 +40,8 @@ def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSe
         raise InvalidRequest.of(
             "prompt", f"{len(prompt)} tokens", f"under the context of {target.info.context_length} tokens"
         )
+    if default_tokens is not None and not request.params.HasField("max_tokens"):
+        params = replace(params, max_tokens=min(default_tokens, room))
     if params.max_tokens > room and not request.params.HasField("max_tokens"):
         raise InvalidRequest.of(
             "prompt",
@@ -41,6 +58,8 @@ def prepare(request: pb.GenerateRequest, target: Target, settings: CoordinatorSe
     if params.seed is None:
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
+    if params.grammar is not None:
+        target.grammars.guide(params)  # nobody is to be told later, in the middle of a stream
     return SessionRequest(prompt, params, wish, request.cache_salt)
 
 

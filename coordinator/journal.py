@@ -14,6 +14,7 @@ import structlog
 
 from coordinator.record import SessionRecord
 from coordinator.store import Store, StoreDown
+from outrider.origin import current
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,7 @@ class Entry:
         self.durable = durable  # output tokens that are in Redis
         self.known = durable > 0  # the request is in Redis
         self.finish_written = False
+        self.request_id = current().request_id
 
     @property
     def current(self) -> bool:
@@ -43,6 +45,11 @@ class Journal:
         self._store = store
         self._dirty: dict[str, Entry] = {}
         self._news = asyncio.Event()
+
+    @property
+    def unwritten(self) -> int:
+        """Sessions with news that Redis does not have yet."""
+        return len(self._dirty)
 
     def changed(self, entry: Entry) -> None:
         self._dirty[entry.record.session_id] = entry
@@ -93,6 +100,11 @@ class Journal:
             entry.known, entry.durable = True, end
             entry.finish_written = finished
         else:
-            log.info("redis lost a session, writing it again", session=record.session_id, answer=answer)
+            log.info(
+                "redis lost a session, writing it again",
+                session_id=record.session_id,
+                request_id=entry.request_id,
+                answer=answer,
+            )
             entry.known, entry.durable = False, 0
         return True

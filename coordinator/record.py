@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.messages import FinishReason, SamplingParams, TokenKind, Verification
+from outrider.messages import FinishReason, Grammar, SamplingParams, TokenKind, Verification
 
 _KIND_SHIFT = 28
 _TOKEN_MASK = (1 << _KIND_SHIFT) - 1
@@ -50,6 +50,7 @@ class SessionRequest:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
+        params["grammar"] = Grammar(**params["grammar"]) if params.get("grammar") else None
         return cls(tuple(data["prompt"]), SamplingParams(**params), Wish(**data["wish"]), data.get("cache_salt", ""))
 
 

@@ -17,9 +17,9 @@ import structlog
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target, fetch_target
 from outrider import wire
-from outrider.errors import InvalidRequest, ModelMismatch, OutriderError
+from outrider.access import Access
+from outrider.errors import InvalidRequest, ModelMismatch, OutriderError, Unauthenticated, Unavailable
 from outrider.messages import Role, WorkerInfo, WorkerLoad
-from outrider.serving import channel_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 
@@ -38,14 +38,14 @@ LOST_AFTER_HEARTBEATS = 5
 class Link:
     """A connection to one worker, and how it is doing."""
 
-    def __init__(self, info: WorkerInfo) -> None:
+    def __init__(self, info: WorkerInfo, access: Access) -> None:
         self.info = info
         self.sessions = 0  # that this coordinator has there
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
         self._failures = 0
         self._not_before = 0.0
-        self._channel = grpc.aio.insecure_channel(info.address, options=channel_options())
+        self._channel = access.aio_channel(info.address)
         self._probing = asyncio.create_task(self._probe())
 
     @property
@@ -55,6 +55,22 @@ class Link:
     @property
     def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
         return drafter_pb2_grpc.DrafterStub(self._channel)  # type: ignore[return-value]
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Who it is, in a trace."""
+        return {
+            "server.address": self.info.address,
+            "outrider.worker": self.info.worker_id,
+            "outrider.kind": self.info.kind,
+        }
+
+    @property
+    def state(self) -> str:
+        """For a person."""
+        if self.info.draining:
+            return "draining"
+        return "usable" if self.usable() else "resting"
 
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
@@ -84,13 +100,28 @@ class Link:
             try:
                 reply: common.ProbeReply = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+                self._probe_failed(error)
             else:
                 taken = 1000 * (time.perf_counter() - started)
                 known = self.round_trip_ms
                 self.round_trip_ms = taken if known == 0.0 else known + _trust(known, taken) * (taken - known)
                 self.info = replace(self.info, load=wire.load_from_proto(reply.load), draining=reply.draining)
             await asyncio.sleep(PROBE_S)
+
+    def _probe_failed(self, error: grpc.aio.AioRpcError) -> None:
+        log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            if self._failures == 0:
+                log.warning("worker of no use", reason=worker_error(self.info.address, error).message)
+            self.failed()  # it would take no session either
+
+
+def worker_error(address: str, error: grpc.RpcError) -> OutriderError:
+    """What a failed call to a worker means to others: its asking us for another key is no fault of a client's."""
+    meant = wire.error_from_rpc(error)
+    if isinstance(meant, Unauthenticated):
+        return Unavailable(f"{address} does not take this coordinator's fleet key; all services need the same one")
+    return meant
 
 
 def _trust(known: float, taken: float) -> float:
@@ -102,9 +133,10 @@ def _anybody(_: Link) -> bool:
 
 
 class Roster:
-    def __init__(self, store: Store, heartbeat_ms: int) -> None:
+    def __init__(self, store: Store, heartbeat_ms: int, access: Access) -> None:
         self._store = store
         self._heartbeat_ms = heartbeat_ms
+        self._access = access
         self._links: dict[str, Link] = {}
         self._seen: dict[str, float] = {}
         self._target: Target | None = None
@@ -251,12 +283,12 @@ class Roster:
                 return
             if known is not None and any(self._of(Role.VERIFIER)):
                 raise _target_mismatch(known, info)
-            async with grpc.aio.insecure_channel(info.address, options=channel_options()) as channel:
+            async with self._access.aio_channel(info.address) as channel:
                 stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
                 try:
                     self._target = await fetch_target(info.model, stub)
                 except grpc.aio.AioRpcError as error:
-                    raise wire.error_from_rpc(error) from error
+                    raise worker_error(info.address, error) from error
             log.info("target known", model=info.model.name, fingerprint=info.model.fingerprint)
             for link in self._of(Role.DRAFTER):
                 try:
@@ -275,7 +307,7 @@ class Roster:
         for link in self.links():
             if link.info.address == info.address and link.info.role is info.role:
                 await self._drop(link.info.worker_id)  # restarted in the same place
-        link = Link(info)
+        link = Link(info, self._access)
         self._links[info.worker_id] = link
         self._changed.set()
         log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import grpc
 import structlog
 
-from coordinator.drafting import Means
+from coordinator.http.app import Api
+from coordinator.http.server import HttpServer
 from coordinator.intake import prepare
-from coordinator.journal import Journal
-from coordinator.pairs import PairMemory
-from coordinator.record import SessionRecord, SessionRequest
 from coordinator.registration import RegistryService
-from coordinator.roster import Roster
-from coordinator.session import Deps, Session, Token
+from coordinator.session import Session, Token
+from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
-from coordinator.store import Store, StoreDown
-from coordinator.target import Target
 from outrider import wire
-from outrider.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
-from outrider.messages import TokenKind as Kind
-from outrider.messages import check_tokens
-from outrider.serving import vital
+from outrider.access import fleet_keys
+from outrider.errors import StartupError
+from outrider.guard import Guard
+from outrider.keys import Keys
+from outrider.origin import REQUEST_ID, take_up
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -37,246 +29,105 @@ from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
-MAX_KEY_CHARACTERS = 256
-_REMEMBERED_KEYS = 16_384
-_REMEMBERED_SESSIONS = 1_024
-_FLUSH_S = 3.0
-LARGE_BYTES = 16 * 1024
-_RESERVE_S = 0.25
-_TRACE_TRIES = 10
-_TRACE_WAIT_S = 0.1
+CLIENTS = "outrider.v1.Outrider"
+REGISTRY = "outrider.v1.Registry"
 
 
 class CoordinatorService(rpc.OutriderServicer):
-    names: tuple[str, ...] = ("outrider.v1.Outrider", "outrider.v1.Registry")
+    names: tuple[str, ...] = (CLIENTS, REGISTRY)
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
-        self._id = f"coordinator-{secrets.token_hex(4)}"
-        self._store = Store(redis_url, self._id, settings.session_ttl_s)
-        self._journal = Journal(self._store)
-        self._pairs = PairMemory(self._store)
-        self._roster = Roster(self._store, settings.heartbeat_ms)
-        means = Means(self._roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
-        self._deps = Deps(self._roster, self._journal, means, settings.worker_wait_s)
-        self._sessions: dict[str, Session] = {}
-        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
-        self._keys: OrderedDict[str, str] = OrderedDict()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._draining = False
+        self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
+        self.guard = Guard({CLIENTS: self.api_keys, REGISTRY: _registry_keys(settings, self.api_keys)})
+        self.sessions = Sessions(settings, redis_url)
+        self._http = None
+        if settings.http_port >= 0:
+            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings)
 
     # Life.
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        registry = RegistryService(self._roster, self._settings)
+        registry = RegistryService(self.sessions.roster, self._settings)
         rpc.add_RegistryServicer_to_server(registry, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
-        self._tasks = [
-            vital(self._journal.run(), "journal"),
-            vital(self._pairs.run(), "pairs"),
-            vital(self._roster.run(), "roster"),
-        ]
+        self.sessions.start()
+        if self._http is not None:
+            await self._http.start()
+            log.info("serving HTTP", address=self._http.address)
+
+    @property
+    def http_address(self) -> str:
+        """Empty where there is no HTTP."""
+        return "" if self._http is None else self._http.address
 
     def drain(self) -> None:
-        self._draining = True
+        self.sessions.drain()
 
     def busy(self) -> bool:
-        return bool(self._sessions)
+        return len(self.sessions) > 0
+
+    def ready(self) -> bool:
+        return self.sessions.ready
 
     async def stop(self) -> None:
-        """Sessions that have not finished are handed over through Redis: their clients resume elsewhere."""
-        sessions = list(self._sessions.values())
-        for session in sessions:
-            session.stop(Unavailable("this coordinator is leaving; resume on another", retry_after_ms=500))
-        await asyncio.gather(*(session.closed() for session in sessions))
-        if not await self._journal.flush(_FLUSH_S):
-            log.warning("redis did not take the last writes")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._roster.close()
-        await self._store.close()
+        await self.sessions.stop()
+        if self._http is not None:
+            await self._http.stop()
 
     # For clients.
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        target = self._target()
-        if request.ByteSize() > LARGE_BYTES:
-            # Tokenising megabytes takes seconds: other streams go on meanwhile.
-            prepared = await asyncio.to_thread(prepare, request, target, self._settings)
-        else:
-            prepared = prepare(request, target, self._settings)
-        session = await self._start(prepared, request.idempotency_key, target)
+        await _take_up(context)
+        with self.sessions.admission():
+            target = self.sessions.target
+            prepared = await prepare(request, target, self._settings)
+            session = await self.sessions.begin(prepared, target, request.idempotency_key)
         async for reply in self._stream(session, 0):
             yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        session = await self._take_over(request.session_id, request.from_position, tuple(request.tail))
+        await _take_up(context)
+        with self.sessions.admission():
+            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
         async for reply in self._stream(session, request.from_position):
             yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
-        session = self._sessions.get(request.session_id)
-        if session is not None:
-            going = not session.ended
-            session.cancel()
-            return pb.CancelReply(cancelled=going)
-        ended = self._recent.get(request.session_id)
-        if ended is not None and ended.finished:
-            return pb.CancelReply(cancelled=False)
-        cancelled = await self._store.cancel(request.session_id)
-        if cancelled is None:
-            raise _unknown(request.session_id)
-        return pb.CancelReply(cancelled=cancelled)
+        return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return wire.model_to_proto(self._target().info)
+        return wire.model_to_proto(self.sessions.target.info)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ServerInfo:
-        try:
-            await self._store.ping()
-        except StoreDown as error:
-            log.debug("not durable now", error=error.message)
         return pb.ServerInfo(
             version=version("outrider"),
-            coordinator_id=self._id,
-            sessions=len(self._sessions),
-            durable=self._store.up,
-            workers=[
-                wire.worker_to_proto(replace(link.info, round_trip_ms=link.round_trip_ms))
-                for link in self._roster.links()
-            ],
+            coordinator_id=self.sessions.coordinator_id,
+            sessions=len(self.sessions),
+            durable=await self.sessions.durable(),
+            workers=[wire.worker_to_proto(worker) for worker in self.sessions.workers],
         )
-
-    # Sessions.
-
-    async def _start(self, request: SessionRequest, key: str, target: Target) -> Session:
-        if self._draining:
-            raise Unavailable("this coordinator is leaving", retry_after_ms=500)
-        if len(key) > MAX_KEY_CHARACTERS:
-            raise InvalidRequest.of(
-                "idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters"
-            )
-        if len(self._sessions) >= self._settings.max_sessions:
-            raise Overloaded(
-                f"{len(self._sessions)} sessions are going on",
-                field="sessions",
-                value=len(self._sessions),
-                limit=self._settings.max_sessions,
-                retry_after_ms=1000,
-            )
-        record = SessionRecord(secrets.token_hex(12), request, model=target.info.fingerprint)
-        session = Session(record, target, self._deps)
-        # Known before anything is awaited, so that a second request with the same key finds it.
-        self._sessions[record.session_id] = session
-        try:
-            held = await self._reserve(key, record.session_id, request) if key else record.session_id
-        except BaseException:
-            del self._sessions[record.session_id]
-            raise
-        if held == record.session_id:
-            session.start()
-            return session
-        del self._sessions[record.session_id]
-        return await self._again(replace(record, session_id=held), target)
-
-    async def _again(self, record: SessionRecord, target: Target) -> Session:
-        """The session that an idempotency key stands for; begun anew only if it left no trace."""
-        for _ in range(_TRACE_TRIES):
-            try:
-                return await self._take_over(record.session_id, 0, ())
-            except NotFound:
-                await asyncio.sleep(_TRACE_WAIT_S)  # its coordinator may be about to write it
-        return self._run(Session(record, target, self._deps))
-
-    async def _reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
-        """The session that a key stands for: the new one, or the one that it was used for before."""
-        digest = hashlib.sha256(_sameness(request).encode()).hexdigest()[:16]
-        name = hashlib.sha256(key.encode()).hexdigest()
-        mine = f"{session_id} {digest}"
-        held = self._keys.get(name)
-        if held is None:
-            try:
-                async with asyncio.timeout(_RESERVE_S):
-                    held = await self._store.reserve(name, mine)
-            except (StoreDown, TimeoutError) as error:
-                log.warning("idempotency holds on this coordinator only", error=str(error))
-        held = self._keys.setdefault(name, held or mine)
-        while len(self._keys) > _REMEMBERED_KEYS:
-            self._keys.popitem(last=False)
-        known_id, known_digest = held.split()
-        if known_digest != digest:
-            raise Conflict(
-                "this idempotency_key was used for another request",
-                field="idempotency_key",
-                value=key,
-                limit="a new key",
-            )
-        return known_id
-
-    async def _take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
-        """The session to follow: the live one here, or one grown from its record."""
-        live = self._sessions.get(session_id)
-        if live is not None and not live.ended:
-            _check_position(position, len(live.record.tokens), live.record)
-            return live
-        target = self._target()
-        record = await self._load(session_id)
-        if record.model != target.info.fingerprint:
-            raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
-        if not record.finished:
-            if self._draining:
-                raise Unavailable("this coordinator is leaving", retry_after_ms=500)
-            _append_tail(record, position, tail, target)
-        _check_position(position, len(record.tokens), record)
-        again = self._sessions.get(session_id)
-        if again is not None and not again.ended:
-            return again  # somebody else was faster while the record was read
-        session = Session(record, target, self._deps)
-        return session if record.finished else self._run(session)
-
-    async def _load(self, session_id: str) -> SessionRecord:
-        here = self._recent.get(session_id)
-        try:
-            record = await self._store.claim(session_id)
-        except StoreDown:
-            if here is None:
-                raise
-            record = here
-        if record is None:
-            if here is None:
-                raise _unknown(session_id)
-            record = here
-        if here is not None and len(here.tokens) > len(record.tokens):
-            record = replace(here, epoch=max(here.epoch, record.epoch))
-        return record
-
-    def _run(self, session: Session) -> Session:
-        self._sessions[session.record.session_id] = session
-        session.start()
-        return session
 
     async def _stream(self, session: Session, start: int) -> AsyncIterator[pb.GenerateReply]:
         record = session.record
-        session.followers += 1
-        try:
+        with self.sessions.followed(session):
             assert record.request.params.seed is not None
             yield pb.GenerateReply(
                 started=pb.Started(
                     session_id=record.session_id,
                     seed=record.request.params.seed,
                     prompt_tokens=len(record.request.prompt),
-                    model=self._target().info.name,
+                    model=session.target.info.name,
                 )
             )
             async for position, tokens in session.follow(start):
@@ -285,68 +136,24 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield pb.GenerateReply(error=wire.error_to_proto(session.error))
             else:
                 yield pb.GenerateReply(complete=_complete(session))
-        finally:
-            session.followers -= 1
-            if session.followers == 0:
-                if not session.ended:
-                    session.stop()
-                self._retire(session)
-
-    def _retire(self, session: Session) -> None:
-        session_id = session.record.session_id
-        if self._sessions.get(session_id) is session:
-            del self._sessions[session_id]
-        self._recent[session_id] = session.record
-        self._recent.move_to_end(session_id)
-        while len(self._recent) > _REMEMBERED_SESSIONS:
-            self._recent.popitem(last=False)
-
-    def ready(self) -> bool:
-        """Whether a request could be answered."""
-        return self._roster.ready
-
-    def _target(self) -> Target:
-        target = self._roster.target
-        if target is None:
-            raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
-        return target
 
 
-def _unknown(session_id: str) -> NotFound:
-    return NotFound(
-        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
-    )
-
-
-def _sameness(request: SessionRequest) -> str:
-    """What must be equal for two requests to be the same; a seed that was drawn is not part of it."""
-    return replace(request, params=replace(request.params, seed=None)).to_json()
-
-
-def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
-    """Tokens that the client has and the record has not: in rejection and block mode they cannot be made again."""
-    check_tokens("tail", tail, target.info.vocab_size)
-    known = len(record.tokens)
-    missing = position - known
-    if missing <= 0:
-        return
-    if len(tail) >= missing:
-        record.tokens.extend(tail[len(tail) - missing :])
-        record.kinds.extend([Kind.PLAIN] * missing)
-    elif record.request.params.mode.needs_draft_probs:
-        raise Conflict(
-            f"{missing} tokens before from_position were lost with a coordinator and cannot be drawn again in "
-            f"{record.request.params.mode.name.lower()} mode; send them as tail",
-            field="tail",
-            value=len(tail),
-            limit=f"at least {missing} tokens",
+def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:
+    keys = fleet_keys(settings)
+    if api_keys and not keys:
+        raise StartupError(
+            "api_keys are given without fleet_key: anybody could report as a worker and read what clients write; give "
+            "the same fleet_key to the coordinators, verifiers and drafters",
+            field="fleet_key",
+            limit="a secret",
         )
+    return keys
 
 
-def _check_position(position: int, known: int, record: SessionRecord) -> None:
-    limit = known if record.finished else record.request.params.max_tokens
-    if position > limit:
-        raise InvalidRequest.of("from_position", position, f"at most {limit}")
+async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """The caller learns by what id its request is known, whether it gave one or not."""
+    origin = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

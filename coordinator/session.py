@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from coordinator.drafting import Drafting, Means
 from coordinator.hops import Refusal, VerifierHop
 from coordinator.journal import Entry, Journal
+from coordinator.plans import Plan
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, Roster
 from coordinator.stats import RequestStats
@@ -26,6 +28,9 @@ from coordinator.text import Piece, TextStream
 from outrider import wire
 from outrider.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.messages import FinishReason, Role, TokenKind, TokenLogprobs, Verdict
+from outrider.metrics import CoordinatorMetrics
+from outrider.origin import current
+from outrider.tracing import Span, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
@@ -51,6 +56,8 @@ class Deps:
     roster: Roster
     journal: Journal
     means: Means
+    metrics: CoordinatorMetrics
+    tracing: Tracing
     worker_wait_s: float
 
 
@@ -59,12 +66,12 @@ class Session:
 
     def __init__(self, record: SessionRecord, target: Target, deps: Deps, *, durable: int = 0) -> None:
         self.record = record
-        self.stats = RequestStats()
+        self.stats = RequestStats(deps.metrics.of(target.info.name))
         self.followers = 0
         self.error: OutriderError | None = None
         self.ended = False
         self.rest = Piece("")
-        self._target = target
+        self.target = target
         self._deps = deps
         self._entry = Entry(record, self._fenced, durable)
         self._tokens: list[Token] = []
@@ -78,6 +85,11 @@ class Session:
                 break
         if record.finished:
             self._end()
+
+    @property
+    def plan(self) -> Plan:
+        """How it is drafted now."""
+        return self._drafting.plan
 
     # For those who follow.
 
@@ -96,7 +108,11 @@ class Session:
                 await news.wait()
 
     def start(self) -> None:
+        """For the call that this task works for: its logs and its trace name the session from now on."""
+        bind_contextvars(session_id=self.record.session_id)
+        self.stats.began(self.record, self._span())
         self._task = asyncio.create_task(self.run())
+        self._task.add_done_callback(lambda _: self.stats.ended(self.record, self.error))
 
     def cancel(self) -> None:
         """Somebody asked for the end: it is final."""
@@ -129,14 +145,14 @@ class Session:
                     await self._with_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
-                    log.info("verifier lost", session=self.record.session_id, error=error.message)
-                    self.stats.failovers += 1
+                    log.info("verifier lost", error=error.message)
+                    self.stats.lost_verifier(error)
                     if fruitless > MAX_FRUITLESS or isinstance(error, _NobodyThere):
                         raise
         except OutriderError as error:
             self.error = error
         except Exception as error:
-            log.exception("session failed", session=self.record.session_id)
+            log.exception("session failed")
             self.error = OutriderError(f"internal error: {type(error).__name__}")
         finally:
             self._end()
@@ -145,7 +161,8 @@ class Session:
         link = await self._find_verifier()
         try:
             features = self._drafting.wants_features
-            async with VerifierHop(link, self._open_verify(features)) as verifier:
+            span = self.stats.span.child("verify", link.attributes)
+            async with VerifierHop(link, self._open_verify(features), span) as verifier:
                 await verifier.opened()
                 link.worked()
                 self.record.verifier = link.info.worker_id
@@ -173,7 +190,7 @@ class Session:
         if verdict.position != record.position:
             raise PeerLost(f"a verdict for position {verdict.position}, not {record.position}")
         self._drafting.judged(verdict)
-        self.stats.judged(verdict, self._drafting.gamma)
+        self.stats.judged(verdict, self.plan)
         reason = verdict.finish_reason
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
             record.tokens.append(token)
@@ -218,6 +235,21 @@ class Session:
             steer=common.Steer(gamma=0),
             features=features,
             cache_salt=request.cache_salt,
+        )
+
+    def _span(self) -> Span:
+        origin, request = current(), self.record.request
+        return self._deps.tracing.start(
+            "generate",
+            origin.carrier,
+            {
+                "outrider.session_id": self.record.session_id,
+                "outrider.request_id": origin.request_id,
+                "outrider.verification": request.params.mode.name.lower(),
+                "gen_ai.request.model": self.target.info.name,
+                "gen_ai.request.max_tokens": request.params.max_tokens,
+                "gen_ai.usage.input_tokens": len(request.prompt),
+            },
         )
 
     # Keeping the output.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from outrider.config import Settings
 
@@ -10,6 +10,11 @@ from outrider.config import Settings
 class CoordinatorSettings(Settings):
     """Serve clients: sessions, text, workers, γ control."""
 
+    http_port: int = Field(
+        8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
+    )
+    served_model_name: str = Field("", description="The target's name in the HTTP API; empty: its own.")
+    cors_origins: str = Field("", description="Web pages of these origins may call the HTTP API, separated by commas.")
     redis_url: str = Field("", description="Redis for sessions; empty: REDIS_URL, else a private embedded server.")
     max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
     max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt taken, KiB of text.")
@@ -18,3 +23,6 @@ class CoordinatorSettings(Settings):
     heartbeat_ms: int = Field(1000, ge=50, description="How often workers report, ms; lost after five times this.")
     worker_wait_s: float = Field(30.0, ge=0, description="How long a session waits for a verifier, seconds.")
     session_ttl_s: int = Field(3600, ge=10, description="How long Redis keeps a session after its last write, seconds.")
+    api_keys: SecretStr = Field(
+        SecretStr(""), description="Keys of clients, separated by commas, or @FILE with one a line; empty: open to all."
+    )

@@ -1,19 +1,30 @@
-"""What speculation did for one request, counted from its guesses and verdicts."""
+"""What speculation did for one request, counted from its guesses and verdicts; metrics and trace hear of it too."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 
+import structlog
+
 from coordinator.gamma import Controller
+from coordinator.plans import Plan
+from coordinator.record import SessionRecord
 from outrider import wire
+from outrider.errors import OutriderError
 from outrider.messages import TokenKind, Verdict
+from outrider.metrics import ABANDONED, TargetMetrics
+from outrider.tracing import UNSEEN, Span
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 
+log = structlog.get_logger(__name__)
+
 
 class RequestStats:
-    def __init__(self) -> None:
+    def __init__(self, metrics: TargetMetrics) -> None:
+        self._metrics = metrics
+        self.span: Span = UNSEEN
         self._started = time.monotonic()
         self._first_token: float | None = None
         self._last_token = self._started
@@ -32,7 +43,7 @@ class RequestStats:
         self._draft_us = 0
         self._step_us = 0
         self._wait_us = 0
-        self._cached_tokens = 0
+        self.cached_tokens = 0
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
@@ -44,32 +55,60 @@ class RequestStats:
         self._guessed_by: Counter[str] = Counter()
         self._accepted_of: Counter[str] = Counter()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there is no token yet."""
+        return self._first_token is None
+
+    def began(self, record: SessionRecord, span: Span) -> None:
+        self.span = span
+        self._metrics.prompt_tokens.inc(len(record.request.prompt))
+
     def attached(self, source: int, kind: str) -> None:
         self._kinds[source] = kind
 
+    def lost_verifier(self, error: OutriderError) -> None:
+        self.failovers += 1
+        self._metrics.failovers.inc()
+        self.span.event("verifier lost", {"error": error.message})
+
+    def lost_drafter(self, error: OutriderError) -> None:
+        self.drafter_losses += 1
+        self._metrics.drafter_losses.inc()
+        self.span.event("drafter lost", {"error": error.message})
+
     def guessed(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = wire.guess_bytes(guess)
-        self._guessed_by[self._kinds[guess.source]] += len(guess.tokens)
+        kind = self._kinds[guess.source]
+        self._metrics.drafter(kind).guessed(len(guess.tokens), wire_bytes)
+        self._guessed_by[kind] += len(guess.tokens)
         self._messages += 1
         self._draft_us += guess.draft_us
         self._guessed += len(guess.tokens)
         self._payload_bytes += payload_bytes
         self._wire_bytes += wire_bytes
 
-    def judged(self, verdict: Verdict, gamma: int) -> None:
+    def judged(self, verdict: Verdict, plan: Plan) -> None:
         now = time.monotonic()
+        self._metrics.judged(verdict, plan.gamma, plan.way)
         self._steps += 1
-        self._gamma_sum += gamma
+        self._gamma_sum += plan.gamma
         self._step_us += verdict.timings.step_us
         self._wait_us += verdict.timings.wait_us
-        self._cached_tokens = max(self._cached_tokens, verdict.timings.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, verdict.timings.cached_tokens)
         self._tokens += len(verdict.tokens)
         if self._first_token is None:
             self._first_token = now
             self._tokens_at_first = len(verdict.tokens)
+            self._metrics.first_token.observe(now - self._started)
+            self.span.event("first token")
+        else:
+            self._metrics.between.observe(now - self._last_token)
         self._last_token = now
         for tally in verdict.sources:
-            self._accepted_of[self._kinds.get(tally.source, "")] += tally.accepted
+            kind = self._kinds.get(tally.source, "")
+            self._metrics.drafter(kind).accepted_guesses.inc(tally.accepted)
+            self._accepted_of[kind] += tally.accepted
         if verdict.offered:
             self._drafts += 1
             if verdict.last is TokenKind.RECOVERED:
@@ -78,6 +117,53 @@ class RequestStats:
             self._committed_with_drafts += len(verdict.tokens)
             _count_up_to(self._offered, verdict.offered)
             _count_up_to(self._accepted, verdict.accepted)
+
+    def ended(self, record: SessionRecord, error: OutriderError | None) -> None:
+        """For good, one way or the other."""
+        seconds = time.monotonic() - self._started
+        accepted = sum(self._accepted)
+        reason = record.finish_reason.name.lower() if record.finished else ABANDONED
+        if record.finished and error is None:
+            after_first = self._tokens - self._tokens_at_first
+            self._metrics.finished(
+                seconds=seconds,
+                per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
+                prompt=len(record.request.prompt),
+                output=len(record.tokens),
+                reason=reason,
+            )
+        else:
+            self._metrics.left_off(error.code if error is not None else "")
+        self._metrics.crossed(
+            bytes_per_accepted=self._wire_bytes / accepted if accepted else None, hidden_bytes=self.feature_bytes
+        )
+        self._tell_trace(record, error, reason)
+        log.info(
+            "request ended",
+            reason=reason if error is None else error.code,
+            prompt_tokens=len(record.request.prompt),
+            output_tokens=len(record.tokens),
+            seconds=round(seconds, 3),
+            acceptance_length=round(_ratio(self._committed_with_drafts, self._drafts), 2),
+            **({"error": error.message} if error is not None else {}),
+        )
+
+    def _tell_trace(self, record: SessionRecord, error: OutriderError | None, reason: str) -> None:
+        self.span.set(
+            {
+                "gen_ai.usage.output_tokens": len(record.tokens),
+                "gen_ai.response.finish_reasons": [reason],
+                "outrider.steps": self._steps,
+                "outrider.acceptance_length": _ratio(self._committed_with_drafts, self._drafts),
+                "outrider.mean_gamma": _ratio(self._gamma_sum, self._steps),
+                "outrider.cached_tokens": self.cached_tokens,
+                "outrider.failovers": self.failovers,
+                "outrider.drafter_losses": self.drafter_losses,
+            }
+        )
+        if error is not None:
+            self.span.failed(error.message)
+        self.span.end()
 
     def to_proto(self) -> pb.Stats:
         checked, accepted = sum(self._offered), sum(self._accepted)
@@ -104,7 +190,7 @@ class RequestStats:
             mean_step_ms=_ratio(self._step_us / 1000, self._steps),
             mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
             mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             feature_bytes=self.feature_bytes,
             drafters=[
                 pb.DrafterShare(

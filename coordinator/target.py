@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from outrider.errors import InvalidRequest
+from outrider.grammar import Grammars
 from outrider.messages import ModelInfo
-from outrider.tokenizer import load_tokenizer, write_file
+from outrider.tokenizer import as_json, load_tokenizer, write_file
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
 
 FETCH_TIMEOUT_S = 60.0
+_SPACE = "Ġ"  # how byte-level vocabularies write one
+_WORD_START = "▁"  # and others
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
-@dataclass(frozen=True, slots=True)
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, the others past the first 256."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+@dataclass(frozen=True)
 class Target:
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
+    grammars: Grammars
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
@@ -43,6 +60,19 @@ class Target:
             raise InvalidRequest(f"the chat template refuses these messages: {error}", field="chat.messages") from error
         return self.encode(str(text), special=False)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, also where that is no text by itself."""
+        text = self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else ""
+        if self._byte_level and all(char in _BYTES for char in text):
+            return bytes(_BYTES[char] for char in text)
+        if (found := _BYTE_TOKEN.fullmatch(text)) is not None:
+            return bytes.fromhex(found[1])
+        return text.replace(_WORD_START, " ").encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return any(_SPACE in token for token in self.vocabulary.tokens)
+
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
@@ -57,4 +87,4 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
             write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
             seen.add(chunk.name)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-    return Target(info, tokenizer, Vocabulary.of(tokenizer))
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), Grammars(partial(as_json, tokenizer), info.eos_token_ids))

@@ -8,20 +8,23 @@ from drafter.drafters import make
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.config import main
-from outrider.models import AUTO, best_drafter
+from outrider.models import AUTO, choose_drafter
 from outrider.serving import Service
+from outrider.tracing import tracing_to
 from outrider.worker import run_worker
 
 
 def run(settings: DrafterSettings) -> None:
     if settings.kind == AUTO:
-        settings = settings.model_copy(update={"kind": best_drafter(settings.target)})
+        kind, model = choose_drafter(settings.model or AUTO, settings.target)
+        settings = settings.model_copy(update={"kind": kind, "model": model})
 
     def build(progress: Callable[[str], None]) -> Service:
+        tracing = tracing_to(settings.otlp_endpoint, "drafter")
         progress(f"preparing the {settings.kind} drafter")
-        return DrafterService(make(settings, progress), settings)
+        return DrafterService(make(settings, progress), settings, tracing)
 
-    run_worker(settings, build)
+    run_worker("drafter", settings, build)
 
 
 if __name__ == "__main__":

@@ -31,19 +31,45 @@ def adjusted(ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequenc
 def offers(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> list[list[Choice]]:
     """What may follow each path from what is committed, likeliest first."""
     ready = adjusted(ask, logits, ask.tokens[: ask.committed], paths)
-    return shared_choices(ready, ask.params, [ask.committed + len(path) for path in paths], ask.branches)
+    ready, live = _restricted(ask, ready, paths)
+    positions = [ask.committed + len(paths[row]) for row in live]
+    found: list[list[Choice]] = [[] for _ in paths]
+    if live:
+        chosen = shared_choices(ready if len(live) == len(paths) else ready[live], ask.params, positions, ask.branches)
+        for row, choices in zip(live, chosen, strict=True):
+            found[row] = choices
+    return found
 
 
 def next_token(
     ask: Ask, logits: torch.Tensor, tokens: Sequence[int], candidates: int
-) -> tuple[int, Distribution | None]:
-    """The token after `tokens`, and in rejection and block mode what it was drawn from.  # logits: [1, vocab]"""
-    ready = adjusted(ask, logits, tokens, [()])
+) -> tuple[int, Distribution | None] | None:
+    """The token after `tokens`, and in rejection and block mode what it was drawn from.  # logits: [1, vocab]
+
+    None: by the grammar nothing can follow.
+    """
+    ready, live = _restricted(ask, adjusted(ask, logits, tokens, [()]), [tokens[ask.committed :]])
+    if not live:
+        return None
     if ask.params.mode.needs_draft_probs:
         return _own_draw(ask, ready, tokens, candidates)
     if ask.params.greedy:
         return shared_draw(ready, ask.params, [len(tokens)])[0], None
     return shared_choices(ready, ask.params, [len(tokens)], 1)[0][0][0], None
+
+
+def _restricted(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Sequence[int]]:
+    """What the grammar lets follow each path, and the rows in which that is anything."""
+    masks = None
+    if ask.rails is not None:
+        masks = ask.rails.allowed(ask.tokens, ask.committed, paths, logits.shape[-1])
+    if masks is None:
+        return logits, range(len(paths))
+    allowed = torch.from_numpy(masks).to(logits.device)
+    logits = logits.masked_fill(~allowed, float("-inf"))
+    # What can follow may be none of the ids that this drafter has logits for: then one is as likely as the other.
+    unknown = torch.isneginf(logits).all(dim=-1, keepdim=True)
+    return logits.masked_fill(allowed & unknown, 0.0), [row for row, mask in enumerate(masks) if mask.any()]
 
 
 def _own_draw(ask: Ask, ready: torch.Tensor, tokens: Sequence[int], candidates: int) -> tuple[int, Distribution]:

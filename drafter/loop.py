@@ -10,9 +10,11 @@ import structlog
 
 from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft, Drafter
+from drafter.grammar import Rails
 from drafter.session import Opening, Session
 from outrider.errors import Overloaded, Unavailable
 from outrider.messages import WorkerLoad
+from outrider.metrics import DrafterMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -23,9 +25,10 @@ _RETRY_AFTER_MS = 1_000
 class DraftingLoop:
     """All sessions that want guesses are drafted together, step by step, so that a commit takes effect between two."""
 
-    def __init__(self, drafter: Drafter, max_sessions: int) -> None:
+    def __init__(self, drafter: Drafter, max_sessions: int, metrics: DrafterMetrics) -> None:
         self._drafter = drafter
         self._max_sessions = max_sessions
+        self._metrics = metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._sessions: dict[str, Session] = {}
         self._gone: list[Session] = []
@@ -33,8 +36,9 @@ class DraftingLoop:
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
+        metrics.shows(metrics.sessions, lambda: len(self._sessions))
 
-    def open(self, opening: Opening) -> Session:
+    def open(self, opening: Opening, rails: Rails | None = None) -> Session:
         if self._draining:
             raise Unavailable("this drafter is leaving")
         opening.check()
@@ -46,7 +50,7 @@ class DraftingLoop:
                 limit=self._max_sessions,
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()))
+        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()), rails)
         self._sessions[session.key] = session
         self._wake.set()
         return session
@@ -91,7 +95,7 @@ class DraftingLoop:
             try:
                 drafts = await loop.run_in_executor(self._thread, self._drafter.draft, [ask for _, ask in asked])
             except Exception as error:  # whatever the model threw must not end the other sessions
-                log.exception("drafting failed", sessions=len(asked), error=str(error))
+                log.exception("drafting failed", session_ids=[session.id for session, _ in asked], error=str(error))
                 for session, _ in asked:
                     self.close(session)
                 continue
@@ -103,5 +107,7 @@ class DraftingLoop:
 
     def _take(self, asked: list[tuple[Session, Ask]], drafts: list[Draft], spent_s: float) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
+        tokens = sum(len(draft.tokens) for draft in drafts)
+        self._metrics.stepped(sessions=len(asked), tokens=tokens, seconds=spent_s)
         for (session, _), draft in zip(asked, drafts, strict=True):
             session.take(draft, int(spent_s * 1e6))

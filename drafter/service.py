@@ -10,14 +10,22 @@ import grpc
 import structlog
 
 from drafter.drafters import Drafter
+from drafter.grammar import Rails, TargetGrammars
 from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import wire
+from outrider.access import Access, fleet_keys
+from outrider.account import Account
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.guard import Guard
 from outrider.messages import Role, WorkerInfo
+from outrider.metrics import DrafterMetrics
+from outrider.origin import take_up
+from outrider.scraping import MetricsServer
 from outrider.serving import background, first_message, vital
+from outrider.tracing import OFF, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
@@ -29,12 +37,19 @@ log = structlog.get_logger(__name__)
 class DrafterService(rpc.DrafterServicer):
     names: tuple[str, ...] = ("outrider.v1.Drafter",)
 
-    def __init__(self, drafter: Drafter, settings: DrafterSettings) -> None:
+    def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
         self._drafter = drafter
         self._settings = settings
-        self._loop = DraftingLoop(drafter, settings.max_sessions)
+        self._tracing = tracing
+        self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
+        self._metrics_server = MetricsServer(self._metrics, settings)
+        self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
+        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(self._identity.coordinators, self._describe, drafter.vocabulary)
+        self._enlistment = Enlistment(
+            self._identity.coordinators, self._describe, drafter.vocabulary, Access.of(settings)
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 
@@ -43,6 +58,7 @@ class DrafterService(rpc.DrafterServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
+        self._metrics_server.open()
         self._tasks = [vital(self._loop.run(), "drafting"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
@@ -61,23 +77,30 @@ class DrafterService(rpc.DrafterServicer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._loop.stop()
+        self._metrics_server.close()
+        await self._tracing.close()
 
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
-        first = await first_message(requests, self._settings.open_timeout_s, "open")
-        session = self._loop.open(_opening(first))
+        origin = take_up(context.invocation_metadata() or ())
+        with self._metrics.refusals():
+            first = await first_message(requests, self._settings.open_timeout_s, "open")
+            opening = _opening(first)
+            session = self._loop.open(opening, await self._rails(opening))
         failed: list[OutriderError] = []
         try:
-            opened = pb.DraftOpened(
-                model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
-            )
-            yield pb.DraftReply(opened=opened)
-            async with background(self._take(session, requests, failed)):
-                while (guess := await session.outbox.get()) is not None:
-                    yield pb.DraftReply(guess=wire.guess_to_proto(guess))
-            if failed:
-                raise failed[0]
+            with Account(self._tracing, "draft", origin, session.id) as account:
+                opened = pb.DraftOpened(
+                    model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+                )
+                yield pb.DraftReply(opened=opened)
+                async with background(self._take(session, requests, failed)):
+                    while (guess := await session.outbox.get()) is not None:
+                        account.add(len(guess.tokens), guess.draft_us)
+                        yield pb.DraftReply(guess=wire.guess_to_proto(guess))
+                if failed:
+                    raise failed[0]
         finally:
             self._loop.close(session)
 
@@ -90,6 +113,15 @@ class DrafterService(rpc.DrafterServicer):
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ProbeReply:
         return common.ProbeReply(load=wire.load_to_proto(self._loop.load()), draining=self._draining)
+
+    async def _rails(self, opening: Opening) -> Rails | None:
+        """Through its grammar, from where its output is."""
+        if opening.params.grammar is None:
+            return None
+        opening.check()
+        return await self._grammars.rails(
+            opening.params, opening.tokens, opening.prompt_length, opening.vocabulary_digest, opening.eos_token_ids
+        )
 
     async def _take(
         self, session: Session, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
@@ -131,6 +163,8 @@ def _opening(request: pb.DraftRequest) -> Opening:
         vocab_size=given.vocab_size,
         cache_salt=given.cache_salt,
         steering=wire.steering_from_proto(given.steer),
+        vocabulary_digest=given.vocabulary_digest,
+        eos_token_ids=tuple(given.eos_token_ids),
     )
 
 

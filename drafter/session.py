@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from drafter.calibration import Calibration
 from drafter.drafters import Ask, Draft
+from drafter.grammar import Rails
 from outrider.errors import InvalidRequest
 from outrider.messages import (
     MAX_GAMMA,
@@ -39,6 +40,8 @@ class Opening:
     vocab_size: int
     steering: Steering = NO_STEERING
     cache_salt: str = ""
+    vocabulary_digest: str = ""
+    eos_token_ids: tuple[int, ...] = ()
 
     def check(self) -> None:
         if self.vocab_size < 1:
@@ -52,6 +55,7 @@ class Opening:
             self.vocab_size,
             self.cache_salt,
         )
+        check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
 
 
 class _Fate(enum.Enum):
@@ -84,7 +88,7 @@ class _Asked:
 class Session:
     """Owned by the loop; the stream reads `outbox`, which ends with None."""
 
-    def __init__(self, opening: Opening, calibration: Calibration | None = None) -> None:
+    def __init__(self, opening: Opening, calibration: Calibration | None = None, rails: Rails | None = None) -> None:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
@@ -105,6 +109,7 @@ class Session:
         self._next_id = 1
         self._draft_us = 0
         self._calibration = calibration or Calibration()
+        self._rails = rails
         self._step_us = 0.0  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
 
@@ -134,6 +139,7 @@ class Session:
             share=EAGER_SHARE if self._eager else 1,
             features=features,
             calibration=self._calibration,
+            rails=self._rails,
         )
 
     def take(self, draft: Draft, spent_us: int) -> None:

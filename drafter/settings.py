@@ -13,7 +13,7 @@ class DrafterSettings(WorkerSettings):
     kind: str = Field(
         "auto",
         description="How to draft: ngram, suffix, model, translate, early-exit, medusa, eagle, or several joined by +. "
-        "auto: what is best for the target of what comes with Outrider.",
+        "auto: what --model is; without one what is best for the target of what comes with Outrider.",
     )
     model: str = Field(
         "",

@@ -1,6 +1,8 @@
 """Load on Outrider as its clients make it.
 
-`python -m loadtest` runs it bounded, `locustfile` is what locust runs,
-`workload` says what is asked and what the answer must be, `link` is a bad
-network on one machine.
+`python -m loadtest` runs it bounded, `locustfile` is what locust runs. In the
+order in which a run needs them: `workload` says what is asked, `shapes` how
+many ask when, `asking` how over gRPC and HTTP, `attempt` what becomes of a
+request, `record` adds requests up, `summary` makes figures of them, `page`
+shows them.
 """

@@ -1,10 +1,12 @@
-"""`python -m loadtest`: a bounded run of locust, its reports in a folder, its figures in a table.
+"""`python -m loadtest`: a bounded run of locust, its report in a folder, its figures in a table.
 
-Ends with 1 when a request failed, a text differed or nothing completed.
+Ends with 1 when a request failed, a text differed, nothing completed or the
+throughput did not come back after a peak.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -12,17 +14,30 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.summary import Summary
-from loadtest.workload import cases
+from loadtest.credentials import Credentials
+from loadtest.settings import (
+    DEFAULT_HTTP_ENDPOINT,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_USERS,
+    DEFAULT_SECONDS,
+    DEFAULT_SPAWN_RATE,
+    DEFAULT_TIMEOUT_S,
+    DEFAULT_TIMES,
+    DEFAULT_USERS,
+    Load,
+    Where,
+)
+from loadtest.shapes import SHAPES, longest_s
+from loadtest.shapes import parts as parts_of
+from loadtest.summary import Percentiles, Summary
 from outrider.client import DEFAULT_ENDPOINT
-from outrider.endpoint import allowed
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, StartupError
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 RESULTS = Path(__file__).with_name("results")
@@ -33,54 +48,126 @@ LOG_LINES_SHOWN = 20
 console = Console()
 
 
+def _option(flag: str, text: str, **more: Any) -> Any:
+    """A flag and its twin, the one that locust knows too."""
+    return typer.Option(flag, envvar="OUTRIDER_" + flag[2:].upper().replace("-", "_"), help=text, **more)
+
+
 def main(
-    users: Annotated[int, typer.Option(min=1, help="Users at once; each sends one request after the other.")] = 16,
-    spawn_rate: Annotated[float, typer.Option(min=0.01, help="Users added per second.")] = 8.0,
-    seconds: Annotated[int, typer.Option(min=1, help="How long, once the answers are known.")] = 60,
+    users: Annotated[int, typer.Option(min=1, help="Users at once; each sends one request after the other.")] = (
+        DEFAULT_USERS
+    ),
+    spawn_rate: Annotated[float, typer.Option(min=0.01, help="Users added per second.")] = DEFAULT_SPAWN_RATE,
+    seconds: Annotated[int, typer.Option(min=1, help="How long, once the answers are known.")] = DEFAULT_SECONDS,
+    shape: Annotated[str, _option("--shape", f"How users come and go: {', '.join(SHAPES)}.")] = SHAPES[0],
+    times: Annotated[
+        float, _option("--times", "The peak: times the users (spike), or times what the fleet takes (overload).")
+    ] = DEFAULT_TIMES,
     endpoint: Annotated[
-        str, typer.Option(envvar="OUTRIDER_ENDPOINT", help="host:port of the coordinator, or several with commas.")
+        str, _option("--endpoint", "host:port of the coordinator for gRPC, or several with commas.")
     ] = DEFAULT_ENDPOINT,
+    http_endpoint: Annotated[
+        str, _option("--http-endpoint", "host:port of the coordinator for HTTP, or several with commas.")
+    ] = DEFAULT_HTTP_ENDPOINT,
+    grpc_share: Annotated[float, _option("--grpc-share", "Parts of the users over gRPC.", min=0)] = 1.0,
+    http_share: Annotated[float, _option("--http-share", "Parts of the users over HTTP.", min=0)] = 1.0,
+    api_key: Annotated[str, _option("--api-key", "Key that the coordinator asks for, or @FILE.")] = "",
+    tls_ca: Annotated[
+        str, _option("--tls-ca", "PEM file: who signed the coordinator's certificate; system: a public authority.")
+    ] = "",
+    tls_cert: Annotated[
+        str, _option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")
+    ] = "",
+    tls_key: Annotated[str, _option("--tls-key", "PEM file: the key to --tls-cert.")] = "",
+    max_tokens: Annotated[int, _option("--max-tokens", "Tokens per request, at most.", min=1)] = DEFAULT_MAX_TOKENS,
+    kinds: Annotated[str, _option("--kinds", "Kinds of prompts, e.g. chat:3,code; empty: all alike.")] = "",
+    gamma: Annotated[int | None, _option("--gamma", "Fix γ under load; absent: adaptive.", min=0, max=64)] = None,
+    timeout_s: Annotated[float, _option("--timeout-s", "Deadline of one request, seconds.", min=0.1)] = (
+        DEFAULT_TIMEOUT_S
+    ),
+    max_users: Annotated[int, _option("--max-users", "Never more users at once, whatever the shape.", min=1)] = (
+        DEFAULT_MAX_USERS
+    ),
+    capacity: Annotated[
+        int, _option("--capacity", "Sessions the fleet takes at once, for overload; 0: as it says itself.", min=0)
+    ] = 0,
+    allow_remote: Annotated[bool, _option("--allow-remote", "Permit endpoints on other machines.")] = False,
     report: Annotated[Path | None, typer.Option(help="Folder for the reports; default: loadtest/results/TIME.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per request.")] = 48,
-    kinds: Annotated[str, typer.Option(help="Kinds of prompts, separated by commas; empty: all.")] = "",
-    gamma: Annotated[int | None, typer.Option(min=0, max=64, help="Fix γ under load; absent: adaptive.")] = None,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Deadline of one request.")] = 120.0,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Permit endpoints on other machines.")] = False,
+    html: Annotated[Path | None, typer.Option(help="The report here, and not in the folder.")] = None,
+    json: Annotated[Path | None, typer.Option(help="The figures here, and not in the folder.")] = None,
 ) -> None:
-    """Put load on a running Outrider and check every text."""
+    """Put load on a running Outrider, over gRPC and HTTP, and check every text."""
+    load = Load(shape, users, spawn_rate, seconds, times, grpc_share, http_share, kinds, max_tokens, gamma)
     try:
-        allowed(endpoint, allow_remote=allow_remote)
-        cases(kinds, max_tokens)
-    except InvalidRequest as error:
+        load.check()
+        where = Where.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
+        Credentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        longest = longest_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
+        check_installed()
+    except (InvalidRequest, StartupError) as error:
         raise typer.BadParameter(error.message) from error
     folder = report or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    options = ["--users", f"{users}", "--spawn-rate", f"{spawn_rate:g}", "--run-time", f"{seconds}s"]
-    options += ["--endpoint", endpoint, "--max-tokens", f"{max_tokens}", "--timeout-s", f"{timeout_s:g}"]
-    options += ["--stop-timeout", f"{timeout_s:g}", "--kinds", kinds]
-    options += [] if gamma is None else ["--gamma", f"{gamma}"]
-    options += ["--allow-remote"] if allow_remote else []
-    console.print(f"{users} users, {seconds} s, {endpoint}; reports in {folder}")
-    summary = run(options, folder, FETCH_S + seconds + timeout_s + SPARE_S)
+    figures = json or folder / "summary.json"
+    console.print(f"{shape}: {users} users, {seconds} s, {', '.join((*where.grpc, *where.http))}; reports in {folder}")
+    line = [*_options(load, where, allow_remote), "--tls-ca", tls_ca, "--tls-cert", tls_cert, "--tls-key", tls_key]
+    summary = run(line, folder, figures, api_key, FETCH_S + longest + SPARE_S)
     if summary is None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")
         console.print(_end_of(folder / "locust.log"), markup=False, highlight=False)
         raise typer.Exit(1)
+    draw(summary, html or folder / "report.html")
     console.print(table(summary))
     if summary.verdict:
         console.print(f"[red]failed[/red]: {summary.verdict}; see {folder / 'locust.log'}")
         raise typer.Exit(1)
 
 
-def run(options: list[str], folder: Path, limit_s: float) -> Summary | None:
+def check_installed() -> None:
+    for package in ("locust", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise StartupError(f"{package} is not installed: pip install 'outrider[loadtest]'")
+
+
+def _options(load: Load, where: Where, allow_remote: bool) -> list[str]:
+    """As locust takes them; the key goes another way, since everybody on a machine may read a command line."""
+    given = {
+        "--users": load.users,
+        "--spawn-rate": f"{load.spawn_rate:g}",
+        "--run-time": f"{load.seconds}s",
+        "--stop-timeout": f"{where.timeout_s:g}",
+        "--shape": load.shape,
+        "--times": load.times,
+        "--grpc-share": load.grpc_share,
+        "--http-share": load.http_share,
+        "--kinds": load.kinds,
+        "--max-tokens": load.max_tokens,
+        "--gamma": "" if load.gamma is None else load.gamma,
+        "--endpoint": ",".join(where.grpc),
+        "--http-endpoint": ",".join(where.http),
+        "--timeout-s": f"{where.timeout_s:g}",
+        "--max-users": where.max_users,
+        "--capacity": where.capacity,
+    }
+    line = [str(word) for flag, value in given.items() for word in (flag, value)]
+    return [*line, "--allow-remote"] if allow_remote else line
+
+
+def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: float) -> Summary | None:
     """Locust in a process of its own (it patches the standard library); None when it left no figures."""
-    figures = folder / "summary.json"
+    figures.parent.mkdir(parents=True, exist_ok=True)
     figures.unlink(missing_ok=True)
     line = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
-    line += ["--html", str(folder / "report.html"), "--csv", str(folder / "locust"), "--summary", str(figures)]
+    line += ["--html", str(folder / "locust.html"), "--csv", str(folder / "locust"), "--summary", str(figures)]
+    environment = os.environ | {"OUTRIDER_API_KEY": api_key}
     with (folder / "locust.log").open("w") as log, console.status("running"):
         process = subprocess.Popen(
-            [*line, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [*line, *options],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             process.wait(limit_s)
@@ -88,24 +175,43 @@ def run(options: list[str], folder: Path, limit_s: float) -> Summary | None:
             console.print(f"locust has not ended after {limit_s:g} s: killed")
         finally:
             _end(process)
-    return Summary.load(figures) if figures.exists() else None
+    return Summary.load_from(figures) if figures.exists() else None
+
+
+def draw(summary: Summary, file: Path) -> None:
+    from loadtest.page import write  # here: drawing takes a second to import, and a refused command need not wait
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(summary, file)
+    console.print(f"report: {file}")
 
 
 def table(summary: Summary) -> Table:
+    counts = summary.all
     shown = Table("figure", "value", title=f"{summary.seconds:.1f} s under load")
     shown.columns[1].justify = "right"
     rows = {
-        "requests": f"{summary.requests}",
-        "failures": f"{summary.failures}",
-        "texts that differ": f"{summary.different_texts}",
-        "first token, p50 / p95": f"{summary.first_token_p50_ms:.0f} / {summary.first_token_p95_ms:.0f} ms",
-        "total, p50 / p95": f"{summary.total_p50_ms:.0f} / {summary.total_p95_ms:.0f} ms",
-        "tokens": f"{summary.tokens}",
-        "tokens/s": f"{summary.tokens_per_second:.1f}",
+        "requests": f"{counts.requests}",
+        "failures": f"{counts.failures}",
+        "shed": f"{counts.shed}",
+        "texts compared / that differ": f"{counts.compared} / {summary.different_texts}",
+        "first token, p50 / p95": _pair(counts.first_token_ms),
+        "inter-token, p50 / p95": _pair(counts.inter_token_ms),
+        "whole answer, p50 / p95": _pair(counts.total_ms),
+        "tokens": f"{counts.tokens}",
+        "tokens/s": f"{summary.tokens_per_s:.1f}",
     }
+    if len(summary.parts) > 1:
+        rows |= {f"tokens/s, {part.name} ({part.users} users)": f"{part.tokens_per_s:.1f}" for part in summary.parts}
+    if summary.recovery is not None:
+        rows["recovery: last part over first"] = f"{summary.recovery:.0%}"
     for name, value in rows.items():
         shown.add_row(name, value)
     return shown
+
+
+def _pair(times: Percentiles) -> str:
+    return f"{times.p50:.0f} / {times.p95:.0f} ms" if times.p50 is not None and times.p95 is not None else "–"
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
@@ -125,5 +231,8 @@ def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
+app.command()(main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,193 +1,231 @@
 """What locust runs: users who send one request after the other and check every text.
 
-Locust is built on gevent, so gRPC is told before any channel exists and the
-client is the synchronous one. The right answers are fetched by the process
-that leads the run, before it starts; workers get them from there.
+Locust is built on gevent, so gRPC is told before any channel exists, and both
+clients are synchronous. The process that leads a run asks for the right
+answers when it starts and gives them to its workers, which send back what
+their users saw.
 """
 
 from __future__ import annotations
 
 import logging
-import random
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc.experimental.gevent
-from locust import User, constant, events
+from locust import LoadTestShape, User, events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.summary import FIRST_TOKEN, REQUEST_TYPE, TEXT_DIFFERS, TOTAL, summarise
-from loadtest.workload import Case, Output, ask, cases, difference, fetch
-from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
-from outrider.endpoint import allowed
+from loadtest.arguments import add_arguments
+from loadtest.asking import GRPC, HTTP
+from loadtest.assignment import Assignment, assign, look
+from loadtest.attempt import Attempt
+from loadtest.credentials import Credentials
+from loadtest.record import Recorder
+from loadtest.settings import Load, Where
+from loadtest.shapes import Course, parts
+from loadtest.summary import Run, Summary, summarise
+from loadtest.workload import Case, cases, pick
 from outrider.errors import OutriderError
 
 grpc.experimental.gevent.init_gevent()
 
 log = logging.getLogger(__name__)
 
-ANSWERS = "outrider_answers"  # the message from master to workers
-PAUSE_S = 1.0  # after a failure: a system in trouble is not hammered
+ASSIGNMENT = "outrider_assignment"  # the message from master to workers
+SEEN = "outrider_seen"  # what workers' reports to it have besides locust's
+FIRST_TOKEN, INTER_TOKEN, TOTAL, SHED = "first token", "inter-token", "total", "shed"
 
 
-class OutriderUser(User):  # type: ignore[misc]
+@dataclass(slots=True)
+class State:
+    """What this process has: hung on locust's environment as `outrider`."""
+
+    where: Where
+    credentials: Credentials
+    summary: Path | None
+    recorder: Recorder = field(default_factory=Recorder)
+    assignment: Assignment | None = None
+    course: Course | None = None
+    run: Run | None = None
+
+    def summarise(self) -> Summary | None:
+        """So far; None before the first run."""
+        if self.run is None or self.course is None:
+            return None
+        return summarise(self.recorder, self.course.spans(), self.run)
+
+
+class _Asking(User):  # type: ignore[misc]
     """One client with a connection of its own."""
 
-    wait_time = constant(0)
+    abstract = True
+    protocol = ""
 
     def on_start(self) -> None:
-        options = self.environment.parsed_options
-        self.client = _client(options)
-        self.gamma = options.gamma
-        self.cases = cases(options.kinds, options.max_tokens)
+        self.state: State = self.environment.outrider
+        assert self.state.assignment is not None, "users are started by a shape"
+        self.assignment = self.state.assignment
+        self.cases = cases(self.assignment.load.kinds, self.assignment.load.max_tokens)
+        self.again: Case | None = None
+        self.pause_s = 0.0
+        self.asker = self.assignment.asker(self.protocol, self.state.credentials)
 
     def on_stop(self) -> None:
-        self.client.close()
+        self.asker.close()
+
+    def wait_time(self) -> float:
+        """Here and not in the task, so that a user who waits can be sent home at once."""
+        return self.pause_s
 
     def generate(self) -> None:
-        case = random.choice(self.cases)
-        request = _Request(self.environment, case)
-        try:
-            request.follow(self.client, self.gamma)
-        except OutriderError as error:
-            request.failed(error.code)
-            log.warning("%s: %s: %s", case.name, error.code, error.message)
-            time.sleep(max(PAUSE_S, (error.retry_after_ms or 0) / 1000))
+        case = self.again or pick(self.cases)
+        attempt = Attempt(self.protocol, case)
+        attempt.judge(self.asker.ask(case, self.assignment.load.gamma), self.assignment.answers[case.name])
+        self.again = case if attempt.shed else None
+        self.pause_s = attempt.pause_s
+        self.state.recorder.add(attempt)
+        self._tell(attempt)
+
+    def _tell(self, attempt: Attempt) -> None:
+        """Locust, for its own page and statistics; inter-token is one figure per request there."""
+        if attempt.error:
+            log.error("%s %s: %s: %s", attempt.protocol, attempt.case.name, attempt.error, attempt.detail)
+        if attempt.shed:
+            self._fire(attempt, SHED, attempt.total_ms)
+            return
+        if attempt.first_token_ms is not None:
+            self._fire(attempt, FIRST_TOKEN, attempt.first_token_ms)
+        if attempt.inter_token_ms is not None:
+            self._fire(attempt, INTER_TOKEN, attempt.inter_token_ms)
+        self._fire(attempt, TOTAL, attempt.total_ms, attempt.tokens, attempt.error or None)
+
+    def _fire(self, attempt: Attempt, name: str, ms: float, tokens: int = 0, error: str | None = None) -> None:
+        self.environment.events.request.fire(
+            request_type=attempt.protocol,
+            name=name,
+            response_time=ms,
+            response_length=tokens,
+            exception=error,
+            context={"case": attempt.case.name},
+        )
 
     tasks = [generate]  # noqa: RUF012 -- how locust wants it
 
 
-class _Request:
-    """One request under way, and the two events that it fires."""
-
-    def __init__(self, environment: Any, case: Case) -> None:
-        self._environment = environment
-        self._case = case
-        self._begun = time.perf_counter()
-        self._text = ""
-        self._token_ids: tuple[int, ...] = ()
-
-    def follow(self, client: Client, gamma: int | None) -> None:
-        for reply in ask(client, self._case, gamma=gamma):
-            if isinstance(reply, Tokens):
-                if reply.token_ids and not self._token_ids:
-                    self._fire(FIRST_TOKEN, tokens=0)  # they are counted with the total
-                self._text += reply.text
-                self._token_ids += reply.token_ids
-            elif isinstance(reply, Finished):
-                self._text += reply.text
-        self._check()
-
-    def failed(self, error: str) -> None:
-        self._fire(TOTAL, tokens=len(self._token_ids), error=error)
-
-    def _check(self) -> None:
-        expected = self._environment.outrider_answers[self._case.name]
-        found = difference(expected, Output(self._text, self._token_ids))
-        self._fire(TOTAL, tokens=len(self._token_ids), error=TEXT_DIFFERS if found else None)
-        if found:
-            log.error("%s: %s: %s", self._case.name, TEXT_DIFFERS, found)
-
-    def _fire(self, name: str, *, tokens: int, error: str | None = None) -> None:
-        self._environment.events.request.fire(
-            request_type=REQUEST_TYPE,
-            name=name,
-            response_time=1000 * (time.perf_counter() - self._begun),
-            response_length=tokens,
-            exception=error,
-            context={"case": self._case.name},
-        )
+class GrpcUser(_Asking):
+    abstract = False
+    protocol = GRPC
 
 
-@dataclass(slots=True)
-class _Sharing:
-    """Gives a master's workers the answers, those too who come late."""
-
-    environment: Any
-
-    def with_one(self, client_id: str, **_: Any) -> None:
-        if answers := self.environment.outrider_answers:
-            self.environment.runner.send_message(ANSWERS, _packed(answers), client_id=client_id)
-
-    def with_all(self) -> None:
-        self.environment.runner.send_message(ANSWERS, _packed(self.environment.outrider_answers))
+class HttpUser(_Asking):
+    abstract = False
+    protocol = HTTP
 
 
-def add_arguments(parser: Any) -> None:
-    """Ours, and two of locust's that would listen on every interface."""
-    hidden = {"include_in_web_ui": False}  # the answers fetched at the start hold for one setting
-    parser.add_argument(
-        "--endpoint",
-        env_var="OUTRIDER_ENDPOINT",
-        default=DEFAULT_ENDPOINT,
-        help="host:port of the coordinator; several, separated by commas, are one fleet.",
-        **hidden,
-    )
-    parser.add_argument("--allow-remote", action="store_true", help="Permit endpoints on other machines.", **hidden)
-    parser.add_argument("--max-tokens", type=int, default=48, help="Tokens per request.", **hidden)
-    parser.add_argument("--kinds", default="", help="Kinds of prompts, separated by commas; empty: all.", **hidden)
-    parser.add_argument("--gamma", type=int, default=None, help="Fix γ under load; absent: adaptive.", **hidden)
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="Deadline of one request.", **hidden)
-    parser.add_argument("--summary", default="", help="Write the run's figures to this file, as JSON.", **hidden)
-    parser.set_defaults(web_host="127.0.0.1", master_bind_host="127.0.0.1")
+class Shaped(LoadTestShape):  # type: ignore[misc]
+    """Every run has one, a steady one too: so every run has an end, and answers of its own."""
+
+    abstract = False
+    use_common_options = True
+
+    def tick(self) -> tuple[int, float] | None:
+        environment = self.runner.environment
+        state: State = environment.outrider
+        if self.runner.shape_last_tick is None:
+            try:
+                begin(environment)
+            except OutriderError as error:
+                log.error("cannot start: %s: %s", error.code, error.message)
+                environment.process_exit_code = 1
+                return None
+        assert state.course is not None
+        now = time.time()
+        state.recorder.see(now, self.runner.user_count)
+        wanted = state.course.tick(now, self.runner.user_count)
+        if wanted is None:
+            self.runner.shape_last_tick = None  # locust keeps it, and would take the next run's first for known
+        return wanted
 
 
-def prepare(environment: Any, runner: Any, **_: Any) -> None:
-    """Before anything starts: get the answers, or end the program."""
-    environment.outrider_answers = {}
-    if isinstance(runner, WorkerRunner):
-        runner.register_message(ANSWERS, _take_answers)
-        return
-    sharing = _Sharing(environment)
-    if isinstance(runner, MasterRunner):
-        environment.events.worker_connect.add_listener(sharing.with_one)
+def begin(environment: Any) -> None:
+    """A run, as the options say now. Raises what keeps it from starting."""
+    state: State = environment.outrider
+    where, load = state.where, Load.of(environment.parsed_options)
+    fleet = look(where, state.credentials, load)
+    made = parts(load.shape, load.users, load.seconds, load.times, fleet.capacity, where.max_users)
+    state.assignment = assign(where, state.credentials, load, fleet)
+    if isinstance(environment.runner, MasterRunner):
+        environment.runner.send_message(ASSIGNMENT, state.assignment.packed())
+    GrpcUser.weight, HttpUser.weight = load.grpc_share, load.http_share
+    endpoints = [*(where.grpc if load.grpc_share else ()), *(where.http if load.http_share else ())]
+    state.recorder = Recorder.of(load.seconds)
+    state.course = Course(made, load.spawn_rate, where.timeout_s)
+    state.run = Run(time.time(), fleet.target, endpoints, load.packed())
+
+
+def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
+    """Once per process, before anything starts."""
+    options = environment.parsed_options
     try:
-        environment.outrider_answers = _fetch_all(environment.parsed_options)
+        where = Where.of(options)
+        Load.of(options)
+        credentials = Credentials.load(
+            api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key
+        )
     except OutriderError as error:
         log.error("cannot start: %s: %s", error.code, error.message)
         sys.exit(1)
-    if isinstance(runner, MasterRunner):
-        sharing.with_all()
-
-
-def write_summary(environment: Any, **_: Any) -> None:
-    if isinstance(environment.runner, WorkerRunner) or not environment.parsed_options.summary:
+    options.api_key = ""  # locust sends its options to workers, unencrypted
+    state = environment.outrider = State(where, credentials, Path(options.summary) if options.summary else None)
+    listen = environment.events
+    listen.test_start.add_listener(lambda **_: state.recorder.clear())
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(ASSIGNMENT, _take_assignment)
+        listen.report_to_master.add_listener(lambda client_id, data: data.update({SEEN: state.recorder.take()}))
         return
-    stats = environment.stats
-    summary = summarise(
-        stats.get(FIRST_TOKEN, REQUEST_TYPE),
-        stats.get(TOTAL, REQUEST_TYPE),
-        stats.errors.values(),
-        (stats.last_request_timestamp or stats.start_time) - stats.start_time,
+    listen.quitting.add_listener(lambda **_: _save_summary(state))
+    if isinstance(runner, MasterRunner):
+        listen.worker_connect.add_listener(lambda client_id: _tell_late_worker(state, runner, client_id))
+        listen.worker_report.add_listener(lambda client_id, data: state.recorder.merge(data.get(SEEN) or []))
+    if web_ui is not None:
+        web_ui.app.add_url_rule("/report", view_func=web_ui.auth_required_if_enabled(lambda: _report(state)))
+
+
+def _take_assignment(environment: Any, msg: Any, **_: Any) -> None:
+    assignment = Assignment.unpacked(msg.data)
+    environment.outrider.assignment = assignment
+    environment.outrider.recorder = Recorder.of(assignment.load.seconds)
+
+
+def _tell_late_worker(state: State, runner: Any, client_id: str) -> None:
+    if state.assignment is not None:
+        runner.send_message(ASSIGNMENT, state.assignment.packed(), client_id=client_id)
+
+
+def _save_summary(state: State) -> None:
+    summary = state.summarise()
+    if summary is not None and state.summary is not None:
+        summary.save(state.summary)
+
+
+def _report(state: State) -> Any:
+    """Our report of the run so far, drawn by a process of its own: drawing would hold up every user."""
+    summary = state.summarise()
+    if summary is None:
+        return "No run yet.", 404
+    drawn = subprocess.run(
+        [sys.executable, "-m", "loadtest.page"], input=summary.to_json().encode(), capture_output=True, check=False
     )
-    summary.save(Path(environment.parsed_options.summary))
-
-
-def _fetch_all(options: Any) -> dict[str, Output]:
-    asked = cases(options.kinds, options.max_tokens)
-    log.info("asking %d prompts one after the other, without guessing", len(asked))
-    with _client(options) as client:
-        answers = {case.name: fetch(client, case) for case in asked}
-    log.info("%d answers known", len(answers))
-    return answers
-
-
-def _take_answers(environment: Any, msg: Any, **_: Any) -> None:
-    environment.outrider_answers = {name: Output(text, tuple(ids)) for name, (text, ids) in msg.data.items()}
-
-
-def _packed(answers: dict[str, Output]) -> dict[str, tuple[str, list[int]]]:
-    return {name: (output.text, list(output.token_ids)) for name, output in answers.items()}
-
-
-def _client(options: Any) -> Client:
-    """The one place that opens connections, so the one that says where to."""
-    return Client(allowed(options.endpoint, allow_remote=options.allow_remote), timeout_s=options.timeout_s)
+    if drawn.returncode:
+        log.error("no report: %s", drawn.stderr.decode(errors="replace"))
+        return "The report could not be drawn; the log says why.", 500
+    return drawn.stdout
 
 
 events.init_command_line_parser.add_listener(add_arguments)
-events.init.add_listener(prepare)
-events.quitting.add_listener(write_summary)
+events.init.add_listener(set_up)

@@ -1,54 +1,124 @@
-"""The figures of one run: taken from locust's statistics, saved beside its reports, judged by `python -m loadtest`."""
+"""The figures of one run: made from its record, saved as JSON, shown by `python -m loadtest` and its page."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-REQUEST_TYPE = "grpc"
-FIRST_TOKEN = "first token"  # noqa: S105
-TOTAL = "total"
-TEXT_DIFFERS = "text differs"
+from pydantic import BaseModel, ConfigDict
+
+from loadtest.asking import PROTOCOLS
+from loadtest.attempt import TEXT_DIFFERS
+from loadtest.prompts import KINDS
+from loadtest.record import Recorder, Sort, Spread, Tally, whole
+from loadtest.shapes import Span
+
 NO_REQUESTS = "no request completed"
-
-
-class Times(Protocol):
-    """What is used of locust's StatsEntry."""
-
-    num_requests: int
-    num_failures: int
-    total_content_length: int
-
-    def get_response_time_percentile(self, percent: float) -> float: ...
-
-
-class Trouble(Protocol):
-    """What is used of locust's StatsError."""
-
-    error: object
-    occurrences: int
+RECOVERED = 0.5  # of the throughput before a peak; wide, since small machines are noisy
+_MOST_STEPS = 150  # that a picture can show
+_LEAST_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """Milliseconds as locust keeps them: two significant digits from 100 ms on."""
+class Run:
+    """What was asked for."""
 
-    seconds: float
+    began: float
+    target: str
+    endpoints: list[str]
+    load: dict[str, Any]
+
+
+class Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Percentiles(Figures):
+    """Milliseconds; None where nothing was measured."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+    @classmethod
+    def of(cls, spread: Spread) -> Percentiles:
+        return cls(p50=spread.percentile(0.5), p95=spread.percentile(0.95), p99=spread.percentile(0.99))
+
+
+class Counts(Figures):
     requests: int
     failures: int
+    shed: int
+    compared: int
     tokens: int
-    first_token_p50_ms: float = 0.0
-    first_token_p95_ms: float = 0.0
-    total_p50_ms: float = 0.0
-    total_p95_ms: float = 0.0
-    errors: dict[str, int] = field(default_factory=dict)
+    first_token_ms: Percentiles
+    inter_token_ms: Percentiles
+    total_ms: Percentiles
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+    @classmethod
+    def of(cls, tally: Tally, **more: Any) -> Any:
+        return cls(
+            requests=tally.requests,
+            failures=tally.failures,
+            shed=tally.shed,
+            compared=tally.compared,
+            tokens=tally.tokens,
+            first_token_ms=Percentiles.of(tally.first_token),
+            inter_token_ms=Percentiles.of(tally.inter_token),
+            total_ms=Percentiles.of(tally.total),
+            **more,
+        )
+
+
+class SortFigures(Counts):
+    """Of one protocol, and of one kind of prompts or of all (empty)."""
+
+    protocol: str
+    kind: str
+
+
+class PartFigures(Counts):
+    """While all users of a part were there."""
+
+    name: str
+    users: int
+    began_s: float  # since the run began
+    seconds: float
+    tokens_per_s: float
+
+
+class Series(Figures):
+    """Over time, in steps of so many seconds."""
+
+    step_s: float
+    at_s: list[float]
+    users: list[int]
+    tokens_per_s: list[float]
+    shed_per_s: list[float]
+    failures_per_s: list[float]
+    first_token_ms: list[Percentiles]
+    inter_token_ms: list[Percentiles]
+
+
+class Summary(Figures):
+    version: str
+    began: str
+    target: str
+    endpoints: list[str]
+    load: dict[str, Any]
+    seconds: float  # measured: those in which all users of a part were there
+    tokens_per_s: float  # in them
+    recovery: float | None  # throughput of the last part over the first's, where both have the same users
+    errors: dict[str, int]
+    all: Counts
+    sorts: list[SortFigures]
+    parts: list[PartFigures]
+    series: Series
 
     @property
     def different_texts(self) -> int:
@@ -57,36 +127,113 @@ class Summary:
     @property
     def verdict(self) -> str:
         """Why this run does not pass; empty when it does."""
-        if self.failures:
+        if self.errors:
             return ", ".join(f"{count} × {error}" for error, count in sorted(self.errors.items()))
-        return "" if self.requests else NO_REQUESTS
+        if not self.all.compared:
+            return NO_REQUESTS
+        if self.recovery is not None and self.recovery < RECOVERED:
+            return f"only {self.recovery:.0%} of the throughput came back"
+        return ""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_text(self.to_json())
 
     @staticmethod
-    def load(path: Path) -> Summary:
-        return Summary(**json.loads(path.read_text()))
+    def load_from(path: Path) -> Summary:
+        return Summary.model_validate_json(path.read_text())
 
 
-def summarise(first: Times, total: Times, troubles: Iterable[Trouble], seconds: float) -> Summary:
-    """`first` and `total` are the entries of the two events that a request fires."""
-    errors: dict[str, int] = {}
-    for trouble in troubles:
-        name = str(trouble.error)
-        errors[name] = errors.get(name, 0) + trouble.occurrences
+def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
+    all_of_it = whole(tally for _, _, tally in recorder.tallies)
+    parts = [_part(recorder, span, run.began) for span in spans]
+    seconds = sum(part.seconds for part in parts)
     return Summary(
+        version=version("outrider"),
+        began=datetime.fromtimestamp(run.began, UTC).isoformat(timespec="seconds"),
+        target=run.target,
+        endpoints=run.endpoints,
+        load=run.load,
         seconds=seconds,
-        requests=total.num_requests,
-        failures=total.num_failures,
-        tokens=total.total_content_length,
-        first_token_p50_ms=_percentile(first, 0.5),
-        first_token_p95_ms=_percentile(first, 0.95),
-        total_p50_ms=_percentile(total, 0.5),
-        total_p95_ms=_percentile(total, 0.95),
-        errors=errors,
+        tokens_per_s=sum(part.tokens_per_s * part.seconds for part in parts) / seconds if seconds else 0.0,
+        recovery=_recovery(parts),
+        errors=dict(all_of_it.errors),
+        all=Counts.of(all_of_it),
+        sorts=_sorts(recorder),
+        parts=parts,
+        series=_series(recorder, spans, run.began),
     )
 
 
-def _percentile(times: Times, share: float) -> float:
-    return float(times.get_response_time_percentile(share) or 0.0) if times.num_requests else 0.0
+def _sorts(recorder: Recorder) -> list[SortFigures]:
+    by_sort: dict[Sort, list[Tally]] = {}
+    for _, sort, tally in recorder.tallies:
+        by_sort.setdefault(sort, []).append(tally)
+    found: list[SortFigures] = []
+    for protocol in PROTOCOLS:
+        kinds = {kind: whole(by_sort[sort]) for kind in KINDS if (sort := Sort(protocol, kind)) in by_sort}
+        found += [SortFigures.of(tally, protocol=protocol, kind=kind) for kind, tally in kinds.items()]
+        if kinds:
+            found.append(SortFigures.of(whole(kinds.values()), protocol=protocol, kind=""))
+    return found
+
+
+def _part(recorder: Recorder, span: Span, start: float) -> PartFigures:
+    """Tokens of a slice count as far as it lies in the part, all else where it lies there wholly."""
+    within = Tally()
+    tokens = 0.0
+    for number, _, tally in recorder.tallies:
+        since, until = number * recorder.slice_s, (number + 1) * recorder.slice_s
+        tokens += tally.tokens * max(0.0, min(until, span.ended) - max(since, span.began)) / recorder.slice_s
+        if span.began <= since and until <= span.ended:
+            within.merge(tally)
+    figures: PartFigures = PartFigures.of(
+        within,
+        name=span.part.name,
+        users=span.part.users,
+        began_s=span.began - start,
+        seconds=span.seconds,
+        tokens_per_s=tokens / span.seconds if span.seconds else 0.0,
+    )
+    return figures
+
+
+def _recovery(parts: Sequence[PartFigures]) -> float | None:
+    if len(parts) < 3 or parts[0].users != parts[-1].users or not parts[0].tokens_per_s:
+        return None
+    return parts[-1].tokens_per_s / parts[0].tokens_per_s
+
+
+def _series(recorder: Recorder, spans: Sequence[Span], start: float) -> Series:
+    first = math.floor(start / recorder.slice_s)
+    ends = [math.ceil(span.ended / recorder.slice_s) - 1 for span in spans]
+    last = max([first, *ends, *recorder.users, *(number for number, _, _ in recorder.tallies)])
+    wide = max(math.ceil(_LEAST_STEP_S / recorder.slice_s), math.ceil((last + 1 - first) / _MOST_STEPS))
+    at = range(first, last + 1, wide)
+    steps: dict[int, Tally] = {since: Tally() for since in at}
+    for number, _, tally in recorder.tallies:
+        steps[max(first, number - (number - first) % wide)].merge(tally)
+    step_s = wide * recorder.slice_s
+    counted = steps.values()
+    return Series(
+        step_s=step_s,
+        at_s=[(since - first) * recorder.slice_s for since in at],
+        users=_users(recorder, at),
+        tokens_per_s=[tally.tokens / step_s for tally in counted],
+        shed_per_s=[tally.shed / step_s for tally in counted],
+        failures_per_s=[tally.failures / step_s for tally in counted],
+        first_token_ms=[Percentiles.of(tally.first_token) for tally in counted],
+        inter_token_ms=[Percentiles.of(tally.inter_token) for tally in counted],
+    )
+
+
+def _users(recorder: Recorder, at: range) -> list[int]:
+    """As last seen in each step: a leader that was busy has not looked in every one."""
+    found, last = [], 0
+    for since in at:
+        seen = [recorder.users[number] for number in range(since, since + at.step) if number in recorder.users]
+        last = seen[-1] if seen else last
+        found.append(last)
+    return found

@@ -1,31 +1,30 @@
 """What is asked and what the answer must be.
 
 A case is a prompt with parameters that leave one right answer: greedy, or
-coupled with a seed. `fetch` asks for it plainly (γ = 0) while nothing else
-runs; under load `difference` compares. Knows nothing of locust.
+coupled with a seed. The answer is asked for while nothing else runs; under
+load `difference` compares. Knows neither locust nor a protocol.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.prompts import KINDS, PROMPTS, Prompt
-from outrider.client import Client, Reply
-from outrider.errors import InvalidRequest, PeerLost, Unavailable
+from outrider.errors import InvalidRequest
 from outrider.messages import SamplingParams
 
 _SHOWN = 60
-_RETRIES = 2
-_PAUSE_S = 0.2
+_MOST_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     prompt: Prompt
     params: SamplingParams
+    weight: float = 1.0  # how often it is asked, beside the others
 
     @property
     def name(self) -> str:
@@ -35,46 +34,64 @@ class Case:
 @dataclass(frozen=True, slots=True)
 class Output:
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] | None  # None: this protocol tells only how many there are
+    num_tokens: int
+
+    @classmethod
+    def of(cls, text: str, token_ids: Sequence[int]) -> Output:
+        return cls(text, tuple(token_ids), len(token_ids))
 
 
 def cases(kinds: str, max_tokens: int) -> list[Case]:
-    """One per prompt of the kinds in a comma-separated list (empty: all), greedy and coupled in turns."""
-    wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()] or list(KINDS)
-    for kind in wanted:
-        if kind not in KINDS:
-            raise InvalidRequest.of("kinds", kind, f"of {', '.join(KINDS)}")
-    return [Case(prompt, _params(index, max_tokens)) for index, prompt in enumerate(PROMPTS) if prompt.kind in wanted]
+    """One per prompt of the kinds in a comma-separated list (empty: all), greedy and coupled in turns.
+
+    `chat:3,code` asks three chats for every prompt of code.
+    """
+    wanted = _weights(kinds)
+    sizes = {kind: sum(prompt.kind == kind for prompt in PROMPTS) for kind in wanted}
+    return [
+        Case(prompt, _params(index, max_tokens), wanted[prompt.kind] / sizes[prompt.kind])
+        for index, prompt in enumerate(PROMPTS)
+        if prompt.kind in wanted
+    ]
 
 
-def ask(client: Client, case: Case, *, gamma: int | None = None) -> Iterator[Reply]:
-    prompt = case.prompt
-    return client.generate(prompt.text or None, chat=prompt.chat, params=case.params, gamma=gamma)
-
-
-def fetch(client: Client, case: Case) -> Output:
-    """The answer without guessing. A connection that breaks is no answer yet."""
-    for _ in range(_RETRIES):
-        with contextlib.suppress(PeerLost, Unavailable):
-            return _answer(client, case)
-        time.sleep(_PAUSE_S)
-    return _answer(client, case)
+def pick(asked: Sequence[Case]) -> Case:
+    return random.choices(asked, [case.weight for case in asked])[0]
 
 
 def difference(expected: Output, got: Output) -> str:
     """Where two outputs part, for people; empty when they do not."""
-    if expected == got:
-        return ""
-    if expected.text == got.text:
+    if expected.text != got.text:
+        at = _first_difference(expected.text, got.text)
+        return f"from character {at} on {got.text[at : at + _SHOWN]!r} instead of {expected.text[at : at + _SHOWN]!r}"
+    if expected.token_ids is not None and got.token_ids is not None and expected.token_ids != got.token_ids:
         at = _first_difference(expected.token_ids, got.token_ids)
         return f"the same text from other tokens, from token {at} on"
-    at = _first_difference(expected.text, got.text)
-    return f"from character {at} on {got.text[at : at + _SHOWN]!r} instead of {expected.text[at : at + _SHOWN]!r}"
+    if expected.num_tokens != got.num_tokens:
+        return f"the same text from {got.num_tokens} tokens instead of {expected.num_tokens}"
+    return ""
 
 
-def _answer(client: Client, case: Case) -> Output:
-    whole = client.complete(case.prompt.text or None, chat=case.prompt.chat, params=case.params, gamma=0)
-    return Output(whole.text, whole.token_ids)
+def _weights(kinds: str) -> dict[str, float]:
+    given = [part.strip() for part in kinds.split(",") if part.strip()] or list(KINDS)
+    weights: dict[str, float] = {}
+    for part in given:
+        kind, _, weight = part.partition(":")
+        if kind not in KINDS:
+            raise InvalidRequest.of("kinds", kind, f"of {', '.join(KINDS)}")
+        weights[kind] = _weight(kind, weight) if weight else 1.0
+    return weights
+
+
+def _weight(kind: str, given: str) -> float:
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight <= _MOST_WEIGHT:
+        raise InvalidRequest.of("kinds", f"{kind}:{given}", f"a weight above 0, at most {_MOST_WEIGHT:g}")
+    return weight
 
 
 def _params(index: int, max_tokens: int) -> SamplingParams:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from outrider.errors import OutriderError
@@ -25,15 +25,17 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ACCEPTANCE ADVERTISE AHEAD BLUR BRANCHES CHAT COMPILE COORDINATORS DATA DEVICE DRAFTER DRAFTERS "
-    "DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE "
-    "EXAMPLES EXIT_LAYERS EXPLAIN GAMMA GAMMA_MAX GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME HOST JSON KIND KV_TOKENS "
-    "LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS MAX_STREAMS MAX_TOKENS "
-    "MAX_WAITING MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S OUT PACE PLAIN PLOT PORT PREFILL_ROWS "
-    "PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL RESTART ROUNDS RTTS SEED "
-    "SESSION_TTL_S SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SYSTEM TARGET TEMPERATURE "
-    "TENSOR_PARALLEL THREADS TIMEOUT_S TOKENS TOP_K TOP_P UNROLL VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON "
-    "VOCABULARY WORKER_WAIT_S"
+    "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
+    "CORS_ORIGINS DATA DEVICE DRAFTER DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY "
+    "DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE EXAMPLES EXIT_LAYERS EXPLAIN FLEET_KEY GAMMA GAMMA_MAX GRPC_SHARE "
+    "GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME HOST HTTP_ENDPOINT HTTP_PORT HTTP_SHARE JSON JSON_OBJECT JSON_SCHEMA "
+    "KIND KINDS KV_TOKENS LAYERS LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_SESSIONS "
+    "MAX_STREAMS MAX_TOKENS MAX_USERS MAX_WAITING METRICS_PORT MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS "
+    "OPEN_TIMEOUT_S OTLP_ENDPOINT OUT PACE PLAIN PLOT PORT PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS "
+    "PROMPTS_PER_KIND QUANTIZATION QUICK REDIS_URL REGEX RESTART ROUNDS RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S "
+    "SHAPE SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SUMMARY SYSTEM TARGET TEMPERATURE "
+    "TENSOR_PARALLEL THREADS TIMEOUT_S TIMES TLS_CA TLS_CERT TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K TOP_P UNROLL "
+    "VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S"
 )
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
@@ -61,6 +63,15 @@ class Settings(BaseModel):
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+    fleet_key: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that services show each other, or @FILE. Of several the first is shown and all are taken.",
+    )
+    tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
+    tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
+    tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
+    tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
+    otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 
 
 class WorkerSettings(Settings):
@@ -68,6 +79,7 @@ class WorkerSettings(Settings):
 
     coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
     advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
@@ -116,13 +128,20 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
     """The whole of a service's `__main__`."""
-    typer.run(command(settings, run, program))
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
+    app.command()(command(settings, run, program))
+    app()
 
 
 def flags(settings: Settings) -> list[str]:
-    """The command line that makes these settings, where they differ from the defaults."""
+    """The command line that makes these settings, where they differ from the defaults.
+
+    Secrets are left out: everybody on a machine may read a command line.
+    """
     line: list[str] = []
     for name, value in settings.model_dump(exclude_defaults=True).items():
+        if isinstance(value, SecretStr):
+            continue
         if isinstance(value, bool):
             line.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
         else:
@@ -130,14 +149,19 @@ def flags(settings: Settings) -> list[str]:
     return line
 
 
+def has_secrets(settings: Settings) -> bool:
+    return any(isinstance(value, SecretStr) and bool(value.get_secret_value()) for _, value in settings)
+
+
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     switch = f"/--no-{_flag(name)[2:]}" if field.annotation is bool else ""
     option = typer.Option(_flag(name) + switch, envvar=PREFIX + name.upper(), help=field.description, show_default=True)
+    secret = field.annotation is SecretStr
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=field.default,
-        annotation=Annotated[field.annotation, option],
+        default="" if secret else field.default,
+        annotation=Annotated[str if secret else field.annotation, option],
     )
 
 

@@ -11,9 +11,9 @@ import grpc
 import structlog
 
 from outrider import wire
-from outrider.errors import ModelMismatch
+from outrider.access import PLAIN, Access
+from outrider.errors import ModelMismatch, Unauthenticated
 from outrider.messages import WorkerInfo
-from outrider.serving import channel_options
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
@@ -28,11 +28,16 @@ class Enlistment:
     """Keeps a worker registered with one of `coordinators`, trying them in turn."""
 
     def __init__(
-        self, coordinators: list[str], describe: Callable[[], WorkerInfo], vocabulary: Vocabulary | None
+        self,
+        coordinators: list[str],
+        describe: Callable[[], WorkerInfo],
+        vocabulary: Vocabulary | None,
+        access: Access = PLAIN,
     ) -> None:
         self._coordinators = coordinators
         self._describe = describe
         self._vocabulary = vocabulary
+        self._access = access
         self._news = asyncio.Event()
 
     def tell(self) -> None:
@@ -51,14 +56,14 @@ class Enlistment:
                 error = wire.error_from_rpc(lost)
                 if error.message != told:  # once per trouble, not twice a second
                     told = error.message
-                    level = log.error if isinstance(error, ModelMismatch) else log.info
+                    level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
                     level("not registered", coordinator=address, error=told)
             except asyncio.InvalidStateError:
                 log.info("registration ended while it was written to", coordinator=address)
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        async with self._access.aio_channel(address) as channel:
             call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
             heartbeat: asyncio.Task[None] | None = None
             try:

@@ -47,6 +47,12 @@ class InvalidRequest(OutriderError):
         return cls(f"{field} is {shorten(str(value))}, must be {limit}", field=field, value=value, limit=limit)
 
 
+class Unauthenticated(OutriderError):
+    """The caller showed no key, or none that opens this door."""
+
+    code = "unauthenticated"
+
+
 class NotFound(OutriderError):
     """What was named does not exist (any more)."""
 
@@ -106,6 +112,7 @@ KINDS: dict[str, type[OutriderError]] = {
     for kind in (
         OutriderError,
         InvalidRequest,
+        Unauthenticated,
         NotFound,
         Overloaded,
         Unavailable,
@@ -122,6 +129,7 @@ KINDS: dict[str, type[OutriderError]] = {
 STATUS: dict[type[OutriderError], tuple[grpc.StatusCode, int]] = {
     OutriderError: (grpc.StatusCode.INTERNAL, 500),
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, 401),
     NotFound: (grpc.StatusCode.NOT_FOUND, 404),
     Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, 503),
@@ -135,7 +143,16 @@ STATUS: dict[type[OutriderError], tuple[grpc.StatusCode, int]] = {
 
 
 def grpc_status(error: OutriderError) -> grpc.StatusCode:
-    return STATUS[type(error)][0]
+    return _statuses(error)[0]
+
+
+def http_status(error: OutriderError) -> int:
+    return _statuses(error)[1]
+
+
+def _statuses(error: OutriderError) -> tuple[grpc.StatusCode, int]:
+    """A kind that has none of its own has its parent's."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
 def shorten(text: str) -> str:

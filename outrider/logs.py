@@ -1,4 +1,10 @@
-"""Logs of a service on standard error, text or JSON; progress of its start on standard output."""
+"""Logs of a service on standard error, text or JSON; progress of its start on standard output.
+
+Whatever a library logs or warns of goes through the same door, so that with
+JSON every line is an object: timestamp, level, event, service, and where a
+request is spoken of its request_id and session_id (bound by `origin` and by
+whoever opens the session).
+"""
 
 from __future__ import annotations
 
@@ -6,26 +12,52 @@ import logging
 import sys
 
 import structlog
+from structlog.stdlib import ProcessorFormatter
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 
-def set_up_logs(level: str, *, as_json: bool) -> None:
+def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
     number = getattr(logging, level.upper())
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+
+    def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: Processor = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
+    if as_json:
+        processors.append(name_service)
+        renderer = structlog.processors.JSONRenderer()
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr)
+    _redirect_libraries(max(number, logging.WARNING), processors, renderer)
+
+
+def _redirect_libraries(level: int, processors: list[Processor], renderer: Processor) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *processors],
+            processors=[ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()  # some libraries bring their own, in a form of their own
+            logger.propagate = True
 
 
 def report_progress(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,7 +29,12 @@ MAX_GAMMA = 64
 MAX_BRANCHES = 8
 MAX_NODES = 256  # guesses of a session that are open at the same time
 MAX_PATIENCE_US = 10_000_000
+MAX_GRAMMAR_BYTES = 64 * 1024
+GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
 WHOLE = 65536  # the parts a Distribution is made of
+# Under these, logits overflow and there is nothing left to draw from.
+MIN_TEMPERATURE = 1e-6
+MIN_REPETITION_PENALTY = 0.01
 
 
 class Verification(enum.Enum):
@@ -61,6 +67,52 @@ class FinishReason(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be; exactly one of these is given. See Grammar in common.proto."""
+
+    json_schema: str = ""
+    json_object: bool = False
+    regex: str = ""
+    lark: str = ""
+
+    @property
+    def form(self) -> str:
+        """The name of the one that is given."""
+        return self._given[0]
+
+    @property
+    def text(self) -> str:
+        return "" if self.json_object else str(getattr(self, self.form))
+
+    @property
+    def field(self) -> str:
+        return f"params.grammar.{self.form}"
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in GRAMMAR_FORMS if getattr(self, name)]
+
+    def check(self) -> None:
+        """Whether it can be one at all; see `grammar.Grammars` for whether it says something."""
+        if len(self._given) != 1:
+            given = " and ".join(self._given) or "empty"
+            raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest.of(self.field, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        if self.json_schema:
+            self._check_schema()
+
+    def _check_schema(self) -> None:
+        try:
+            schema = json.loads(self.json_schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest.of(self.field, self.json_schema, f"JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise InvalidRequest.of(self.field, self.json_schema, "a JSON object")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request draws its tokens; the defaults are the documented ones."""
 
@@ -79,6 +131,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     verification: Verification | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -99,10 +152,12 @@ class SamplingParams:
     def check(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequest naming the first field that cannot be."""
         _number("params.temperature", self.temperature, 0.0, 10.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest.of("params.temperature", self.temperature, f"0 or at least {MIN_TEMPERATURE}")
         _whole("params.top_k", self.top_k, 0, 2**31 - 1)
         _number("params.top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("params.min_p", self.min_p, 0.0, 1.0)
-        _number("params.repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _number("params.repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _number("params.presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("params.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("params.max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -114,6 +169,15 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _token(f"params.logit_bias[{token}]", token, vocab_size)
             _number(f"params.logit_bias[{token}]", bias, -100.0, 100.0)
+        self._check_stops(vocab_size)
+        if self.verification is Verification.GREEDY and not self.greedy:
+            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
+        if self.verification not in (None, Verification.GREEDY) and self.greedy:
+            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
+        if self.grammar is not None:
+            self.grammar.check()
+
+    def _check_stops(self, vocab_size: int | None) -> None:
         _count("params.stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
         for index, token in enumerate(self.stop_token_ids):
             _token(f"params.stop_token_ids[{index}]", token, vocab_size)
@@ -123,10 +187,6 @@ class SamplingParams:
                 raise InvalidRequest.of(
                     f"params.stop[{index}]", f"{len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
                 )
-        if self.verification is Verification.GREEDY and not self.greedy:
-            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
-        if self.verification not in (None, Verification.GREEDY) and self.greedy:
-            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
 
 
 @dataclass(frozen=True, slots=True)

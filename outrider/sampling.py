@@ -1,6 +1,7 @@
 """From logits to the distribution that a request asked for: the one definition, used by both sides.
 
-The order is fixed: logit bias, penalties, temperature, top-k, top-p, min-p.
+The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
+min-p.
 Every operation is row by row, so a row's result does not depend on its
 neighbours.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.messages import WHOLE, Distribution, SamplingParams, TokenLogprobs
@@ -79,6 +82,12 @@ def adjust(
     if history is not None and params.penalised:
         logits = history.penalise(logits, params, paths)
     return logits
+
+
+def restrict(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Only these ids can be drawn; a row that allows none stays as it is, for nobody draws from it.  # [rows, vocab]"""
+    refused = ~allowed & allowed.any(axis=-1, keepdims=True)
+    return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:

@@ -22,8 +22,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider import wire
-from outrider.config import Settings
+from outrider.config import Settings, has_secrets
+from outrider.endpoint import is_loopback
 from outrider.errors import Expired, InvalidRequest, OutriderError, StartupError, grpc_status
+from outrider.tls import Tls
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -74,6 +76,11 @@ class Service(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
+    @property
+    def guard(self) -> grpc.aio.ServerInterceptor:
+        """Asks callers for keys."""
+        ...
+
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     async def start(self, port: int) -> None:
@@ -97,18 +104,25 @@ class Service(Protocol):
 
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
     """Run until SIGTERM or SIGINT, then drain and leave."""
-    server = grpc.aio.server(options=server_options(settings), interceptors=[ErrorInterceptor()])
+    tls = Tls.of(settings)
+    server = grpc.aio.server(options=server_options(settings), interceptors=[service.guard, ErrorInterceptor()])
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     service.add_to(server)
-    port = bind(server, settings.host, settings.port)
+    port = bind(server, settings.host, settings.port, tls)
+    if tls is None and has_secrets(settings) and not is_loopback(settings.host):
+        log.warning("keys are asked for without TLS: whoever is on the way can read them", host=settings.host)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
     await server.start()
-    await service.start(port)
+    try:
+        await service.start(port)
+    except BaseException:
+        await server.stop(None)  # left alone, gRPC would complain in words of its own
+        raise
     await _set_health(status, [""], serving=True)
     address = f"{settings.host}:{port}"
     log.info("serving", address=address)
@@ -124,13 +138,15 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     log.info("stopped")
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> int:
     try:
         # Tried by hand first: gRPC reports a port in use on standard error, in words of its own.
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        return server.add_insecure_port(f"{host}:{port}")
+        if tls is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", tls.server_credentials())
     except (RuntimeError, OSError) as error:
         raise StartupError(
             f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",

@@ -42,3 +42,12 @@ def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return tokenizer
+
+
+def as_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of its tokenizer.json. Raises ValueError for one that has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no fast form")
+    text: str = backend.to_str()
+    return text

@@ -81,6 +81,11 @@ class Block:
         return path[::-1]
 
     @property
+    def paths(self) -> list[list[int]]:
+        """To each row, row 0 first."""
+        return [self.path_to(row) for row in range(len(self.tokens) + 1)]
+
+    @property
     def depth(self) -> int:
         depths = [0]
         for parent in self.parents:

@@ -8,13 +8,23 @@ from typing import Any
 
 import grpc
 
-from outrider.errors import KINDS, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.errors import (
+    KINDS,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    Unauthenticated,
+    Unavailable,
+)
 from outrider.messages import (
+    GRAMMAR_FORMS,
     UNKNOWN_COST,
     CostCurve,
     Distribution,
     Features,
     FinishReason,
+    Grammar,
     Guess,
     ModelInfo,
     Role,
@@ -61,6 +71,11 @@ def params_to_proto(params: SamplingParams) -> common.SamplingParams:
         if value is not None:
             setattr(proto, name, value)
     proto.verification = params.mode.value  # type: ignore[assignment]
+    if params.grammar is not None:
+        proto.grammar.SetInParent()
+        for form in GRAMMAR_FORMS:
+            if value := getattr(params.grammar, form):
+                setattr(proto.grammar, form, value)
     return proto
 
 
@@ -74,8 +89,14 @@ def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(proto.stop_token_ids),
         stop=tuple(proto.stop),
         verification=Verification(proto.verification) if proto.verification else None,
+        grammar=_grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
         **given,
     )
+
+
+def _grammar_from_proto(proto: common.Grammar) -> Grammar:
+    form = proto.WhichOneof("form")
+    return Grammar() if form is None else Grammar(**{form: getattr(proto, form)})
 
 
 def steering_to_proto(steering: Steering) -> common.Steer:
@@ -362,6 +383,8 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     message = f"{code.name.lower()}: {error.details() or 'no details'}"
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message)
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(message)  # of something on the way that asks for keys too
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"the peer is not an Outrider service: {message}")
     return PeerLost(message)

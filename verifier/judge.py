@@ -12,6 +12,7 @@ from outrider import acceptance, sampling
 from outrider.acceptance import Chance, Outcome
 from outrider.drawing import shared_draw
 from outrider.engine import StepResult
+from outrider.grammar import Masks
 from outrider.messages import SamplingParams, TokenLogprobs, Verification
 from outrider.sampling import History
 from outrider.tree import Block
@@ -32,16 +33,19 @@ def judge(
     history: History | None,
     chance: Chance,
     likeliest: Sequence[int] = (),
+    allowed: Masks | None = None,
 ) -> Judgement:
     """`logits` answers row 0, the token at position − 1, and each guess of the block.  # [1 + guesses, vocab]
 
-    `likeliest` is the argmax of each row, where somebody has it already.
+    `likeliest` is the argmax of each row, where somebody has it already; `allowed` what a grammar lets follow each.
     """
     if likeliest and params.logprobs is None and plainly_greedy(params):
         outcome = acceptance.walk(block.tokens, block.parents, likeliest)
         return Judgement(outcome, _tokens(block, outcome), ())
-    paths = [block.path_to(row) for row in range(len(block.tokens) + 1)] if history or block.tokens else [[]]
+    paths = block.paths
     adjusted = sampling.adjust(logits, params, history, paths)
+    if allowed is not None:
+        adjusted = sampling.restrict(adjusted, allowed)
     outcome = _outcome(adjusted, block, paths, position, params, chance)
     tokens = _tokens(block, outcome)
     found: Sequence[TokenLogprobs] = ()
@@ -52,7 +56,7 @@ def judge(
 
 
 def plainly_greedy(params: SamplingParams) -> bool:
-    return params.greedy and not params.penalised and not params.logit_bias
+    return params.greedy and not params.penalised and not params.logit_bias and params.grammar is None
 
 
 def likeliest_of_all(done: StepResult, params: Sequence[SamplingParams]) -> list[list[int]]:

@@ -9,19 +9,22 @@ the engine's thread sees frozen blocks.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
 import torch
 
-from outrider.engine import Engine, Rows
+from outrider.engine import Engine, Rows, StepResult
 from outrider.engine.pages import PAGE_TOKENS, pages_for
 from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.grammar import Guide, Masks
 from outrider.messages import UNKNOWN_COST, CostCurve, FinishReason, Verdict, VerifyTimings, WorkerLoad
+from outrider.metrics import VerifierMetrics
 from outrider.tree import Block
 from verifier.hidden import as_sent
 from verifier.judge import Judgement, judge, likeliest_of_all
@@ -33,6 +36,7 @@ log = structlog.get_logger(__name__)
 _REMEMBERED_EPOCHS = 16_384
 _RETRY_AFTER_MS = 1_000
 _SMOOTHING = 0.1
+_MASK_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Work:
 class Result:
     judgement: Judgement | None
     hidden: torch.Tensor | None  # of consecutive positions, as sent  # [rows, width]
+    complete: int | None = None  # after how many of the judgement's tokens the grammar's end is reached
+    error: OutriderError | None = None  # the session cannot go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +106,15 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, limits: Limits, cost: CostCurve = UNKNOWN_COST) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+    ) -> None:
         self._engine = engine
         self._limits = limits
+        self._metrics = metrics
         self._pace = Pace(cost)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._masking = ThreadPoolExecutor(max_workers=_MASK_THREADS, thread_name_prefix="masks")
         self._sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
         self._gone: list[Session] = []
@@ -113,11 +123,15 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
+        metrics.shows(metrics.sessions, lambda: len(self._sessions))
+        metrics.shows(metrics.waiting, lambda: len(self._waiting))
+        metrics.shows(metrics.cache_usage, lambda: self._reserved / limits.kv_tokens)
+        metrics.shows(metrics.cache_idle, lambda: engine.idle_tokens / limits.kv_tokens)
 
     # Called by the streams.
 
-    def open(self, opening: Opening) -> Session:
-        """Admit a session or queue it. Raises what is wrong with it, or Overloaded."""
+    def open(self, opening: Opening, guide: Guide | None = None) -> Session:
+        """Admit a session or queue it; `guide` is for its grammar. Raises what is wrong with it, or Overloaded."""
         if self._draining:
             raise Unavailable("this verifier is leaving")
         opening.check(self._engine.info)
@@ -129,7 +143,7 @@ class Scheduler:
                 value=opening.epoch,
                 limit=f"at least {known}",
             )
-        session = Session(opening, self._engine.info, self._engine.device)
+        session = Session(opening, self._engine.info, self._engine.device, guide)
         if self._needs(session) > self._limits.kv_tokens:
             raise InvalidRequest.of(
                 "params.max_tokens",
@@ -206,7 +220,7 @@ class Scheduler:
             try:
                 step = await loop.run_in_executor(self._thread, self._execute, work)
             except Exception as error:  # whatever the model threw must not end the other sessions
-                log.exception("step failed", sessions=len(work))
+                log.exception("step failed", session_ids=[item.session.id for item in work])
                 for item in work:
                     self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
                 continue
@@ -216,6 +230,7 @@ class Scheduler:
         for session in [*self._sessions.values(), *self._waiting]:
             self.close(session, Unavailable("this verifier is leaving"))
         self._thread.shutdown(wait=True)
+        self._masking.shutdown(wait=True)
         self._free_gone()
 
     def _begin(self) -> None:
@@ -224,6 +239,7 @@ class Scheduler:
             if not session.begun:
                 session.begun = True
                 session.cached = session.found = self._engine.adopt(session.key, session.committed, session.cache_salt)
+                self._metrics.began(tokens=len(session.committed), found=session.found)
 
     def _schedule(self) -> tuple[list[Work], float | None]:
         """What the next step does; when nothing, how long at most to wait (None: until woken)."""
@@ -266,39 +282,61 @@ class Scheduler:
     def _execute(self, work: list[Work]) -> Step:
         """In the engine's thread: one forward pass, then each session's judgement."""
         started = time.perf_counter()
+        masks = [self._mask(item) for item in work]
         done = self._engine.extend([item.rows() for item in work])
         forward = time.perf_counter()
         likeliest = likeliest_of_all(done, [item.session.params for item in work if item.judged])
         results: list[Result] = []
         for index, item in enumerate(work):
-            session = item.session
-            if not item.judged:
-                results.append(Result(None, item.hidden(done.features[index], ())))
-                continue
-            judgement = judge(
-                done.logits[index],
-                item.block,
-                len(session.committed),
-                session.params,
-                session.history,
-                session.chance,
-                likeliest[index],
-            )
-            offset = len(item.pending) - 1
-            kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
-            self._engine.keep(session.key, session.cached, kept)
-            results.append(Result(judgement, item.hidden(done.features[index], judgement.outcome.path)))
+            try:
+                results.append(self._result(item, done, index, likeliest[index], masks[index]))
+            except InvalidRequest as error:  # of its grammar: the others go on
+                log.info("grammar failed", session=item.session.id, error=error.message)
+                results.append(Result(None, None, error=error))
         finished = time.perf_counter()
         return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+
+    def _mask(self, item: Work) -> Future[Masks] | None:
+        """What a grammar allows after each row is found out while these go through the model."""
+        guide = item.session.guide
+        if guide is None or not item.judged:
+            return None
+        return self._masking.submit(guide.allowed, item.block.paths, self._engine.info.vocab_size)
+
+    def _result(
+        self, item: Work, done: StepResult, index: int, likeliest: Sequence[int], mask: Future[Masks] | None
+    ) -> Result:
+        session = item.session
+        if not item.judged:
+            return Result(None, item.hidden(done.features[index], ()))
+        judgement = judge(
+            done.logits[index],
+            item.block,
+            len(session.committed),
+            session.params,
+            session.history,
+            session.chance,
+            likeliest,
+            None if mask is None else mask.result(),
+        )
+        complete = None if session.guide is None else session.guide.advance(judgement.tokens)
+        offset = len(item.pending) - 1
+        kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
+        self._engine.keep(session.key, session.cached, kept)
+        return Result(judgement, item.hidden(done.features[index], judgement.outcome.path), complete)
 
     def _commit(self, work: list[Work], step: Step, started: float) -> None:
         rows = sum(item.num_rows for item in work)
         tokens = sum(len(result.judgement.tokens) for result in step.results if result.judgement is not None)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        self._metrics.stepped(sessions=len(work), rows=rows, forward_us=step.forward_us, step_us=step.step_us)
         self._pace.took(rows, step.step_us / 1000, prompts=any(len(item.pending) > 1 for item in work))
         for item, result in zip(work, step.results, strict=True):
             session = item.session
             if session.closed:
+                continue
+            if result.error is not None:
+                self.close(session, result.error)
                 continue
             session.cached += len(item.pending)
             if result.judgement is None:
@@ -334,6 +372,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0]):
             session = self._waiting.popleft()
+            self._metrics.queued.observe(time.monotonic() - session.opened_at)
             self._sessions[session.id] = session
             self._reserved += self._needs(session)
 
@@ -368,7 +407,7 @@ def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
     assert result.judgement is not None
     session, outcome = item.session, result.judgement.outcome
     position = len(session.committed)
-    tokens, reason = session.cut(result.judgement.tokens)
+    tokens, reason = session.cut(result.judgement.tokens, result.complete)
     accepted = min(len(outcome.path), len(tokens))
     features = None
     if result.hidden is not None:

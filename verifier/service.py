@@ -11,11 +11,19 @@ import grpc
 import structlog
 
 from outrider import wire
+from outrider.access import Access, fleet_keys
+from outrider.account import Account
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.grammar import Grammars, Guide
+from outrider.guard import Guard
 from outrider.messages import UNKNOWN_COST, CostCurve, Role, WorkerInfo
+from outrider.metrics import VerifierMetrics
+from outrider.origin import take_up
+from outrider.scraping import MetricsServer
 from outrider.serving import background, first_message, vital
+from outrider.tracing import OFF, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
@@ -41,10 +49,14 @@ class VerifierService(rpc.VerifierServicer):
         tokenizer_files: dict[str, Path],
         settings: VerifierSettings,
         cost: CostCurve = UNKNOWN_COST,
+        tracing: Tracing = OFF,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._tokenizer_files = tokenizer_files
+        self._tracing = tracing
+        self._metrics = VerifierMetrics(engine.info.name)
+        self._metrics_server = MetricsServer(self._metrics, settings)
         self._scheduler = Scheduler(
             engine,
             Limits(
@@ -55,10 +67,13 @@ class VerifierService(rpc.VerifierServicer):
                 prefill_stretch=settings.prefill_stretch,
                 guess_rows=settings.guess_rows,
             ),
+            self._metrics,
             cost,
         )
+        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary)
+        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary, Access.of(settings))
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 
@@ -67,6 +82,7 @@ class VerifierService(rpc.VerifierServicer):
 
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
+        self._metrics_server.open()
         self._tasks = [vital(self._scheduler.run(), "scheduler"), vital(self._enlistment.run(), "enlistment")]
 
     def drain(self) -> None:
@@ -85,29 +101,36 @@ class VerifierService(rpc.VerifierServicer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._scheduler.stop()
+        self._metrics_server.close()
+        await self._tracing.close()
 
     async def Verify(
         self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyReply]:
-        first = await first_message(requests, self._settings.open_timeout_s, "open")
-        session = self._scheduler.open(_opening(first))
+        origin = take_up(context.invocation_metadata() or ())
+        with self._metrics.refusals():
+            first = await first_message(requests, self._settings.open_timeout_s, "open")
+            opening = _opening(first)
+            session = self._scheduler.open(opening, await self._guide(opening))
         try:
-            yield pb.VerifyReply(
-                opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
-            )
-            async with background(self._take(session, requests)) as taking:
-                while not isinstance(news := await session.outbox.get(), Ended):
-                    if session.relieved():
-                        self._scheduler.wake()
-                    if isinstance(news, Refused):
-                        yield pb.VerifyReply(refused=wire.error_to_proto(news.error), source=news.source)
-                    else:
-                        yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
-                if news.error is not None:
-                    raise news.error
-                # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
-                # that for the end of the stream and drop the verdicts that it has not read yet.
-                await asyncio.wait(taking, timeout=HANG_UP_S)
+            with Account(self._tracing, "verify", origin, session.id) as account:
+                yield pb.VerifyReply(
+                    opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
+                )
+                async with background(self._take(session, requests)) as taking:
+                    while not isinstance(news := await session.outbox.get(), Ended):
+                        if session.relieved():
+                            self._scheduler.wake()
+                        if isinstance(news, Refused):
+                            yield pb.VerifyReply(refused=wire.error_to_proto(news.error), source=news.source)
+                        else:
+                            account.add(len(news.tokens), news.timings.step_us, news.timings.cached_tokens)
+                            yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
+                    if news.error is not None:
+                        raise news.error
+                    # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
+                    # that for the end of the stream and drop the verdicts that it has not read yet.
+                    await asyncio.wait(taking, timeout=HANG_UP_S)
         finally:
             self._scheduler.close(session)
 
@@ -129,6 +152,13 @@ class VerifierService(rpc.VerifierServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=wire.load_to_proto(self._scheduler.load()), draining=self._draining)
 
+    async def _guide(self, opening: Opening) -> Guide | None:
+        """Through its grammar, from where its output is."""
+        if opening.params.grammar is None:
+            return None
+        opening.check(self._engine.info)
+        return await self._grammars.begin(opening.params, opening.tokens[opening.prompt_length :])
+
     async def _take(self, session: Session, requests: AsyncIterator[pb.VerifyRequest]) -> None:
         """Guesses and steers, for as long as the stream brings them."""
         try:
@@ -136,13 +166,20 @@ class VerifierService(rpc.VerifierServicer):
                 try:
                     _apply(session, request)
                 except InvalidRequest as error:
-                    log.info("refused", session=session.id, error=error.message)
+                    log.info("refused", error=error.message)
+                    self._metrics.guesses_refused.inc()
                     session.refuse(error, request.guess.source)
                 self._scheduler.wake()
         except OutriderError as error:
             self._scheduler.close(session, error)
         else:
             self._scheduler.close(session)
+
+    def _tokenizer(self) -> str:
+        path = self._tokenizer_files.get("tokenizer.json")
+        if path is None:
+            raise OSError("there is no tokenizer.json")
+        return path.read_text(encoding="utf-8")
 
     def _describe(self) -> WorkerInfo:
         return WorkerInfo(

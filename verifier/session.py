@@ -11,6 +11,7 @@ import torch
 
 from outrider.acceptance import Chance, NoiseChance
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.grammar import Guide
 from outrider.messages import (
     MAX_GAMMA,
     MAX_NODES,
@@ -30,6 +31,7 @@ from outrider.tree import Block, GuessTree
 from verifier.hidden import Hidden
 
 MAX_BACKLOG = 64
+_MASKS_S = 0.02  # what the masks of a step may take: the others wait for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Ended:
 class Session:
     """Owned by the scheduler; the stream sends what is in `outbox`."""
 
-    def __init__(self, opening: Opening, model: ModelInfo, device: torch.device) -> None:
+    def __init__(self, opening: Opening, model: ModelInfo, device: torch.device, guide: Guide | None = None) -> None:
         self.id = opening.session_id
         self.epoch = opening.epoch
         self.params = opening.params
@@ -108,19 +110,21 @@ class Session:
         self.history = (
             History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
         )
+        self.guide = guide  # through the grammar, where there is one; the engine's thread has it during a step
         self.cache_salt = opening.cache_salt
         self.cached = 0
         self.found = 0  # tokens that were in the cache before
         self.begun = False
+        self.opened_at = time.monotonic()
         self.gamma = 0  # a guessed path of this length is worth waiting for
         self.nodes = 0  # guesses to check per step; 0: no limit of the session's own
         self.patience_s = 0.0
-        self.idle_since = time.monotonic()
+        self.idle_since = self.opened_at
         self.closed = False
         self.stalled = False  # the peer does not read: no steps until it does
         self._vocab_size = model.vocab_size
         self._stops = set(self.params.stop_token_ids)
-        if not self.params.ignore_eos:
+        if guide is not None or not self.params.ignore_eos:
             self._stops.update(model.eos_token_ids)
         self._started = False
         self.steer(opening.steering)
@@ -173,12 +177,15 @@ class Session:
         return self.idle_since + self.patience_s
 
     def block(self, max_rows: int) -> Block:
+        if self.guide is not None:
+            max_rows = min(max_rows, self.guide.masks_within(_MASKS_S))
         return self.tree.block(min(max_rows, self.nodes or max_rows), self.remaining - 1)
 
-    def cut(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason]:
-        """What of these may be committed: nothing after a stop, nothing past max_tokens."""
+    def cut(self, tokens: Sequence[int], complete: int | None = None) -> tuple[list[int], FinishReason]:
+        """What of these may be committed: nothing after a stop, nothing past max_tokens, nothing after as many as are
+        `complete` by the grammar."""
         for index, token in enumerate(tokens):
-            if token in self._stops:
+            if token in self._stops or index + 1 == complete:
                 return list(tokens[: index + 1]), FinishReason.STOP
         if len(tokens) >= self.remaining:
             return list(tokens[: self.remaining]), FinishReason.LENGTH

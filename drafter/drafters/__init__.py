@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from drafter.calibration import Calibration
+from drafter.grammar import Rails
 from drafter.settings import DrafterSettings
 from outrider.errors import StartupError
 from outrider.messages import MAX_GAMMA, Distribution, Features, ModelInfo, SamplingParams
@@ -45,6 +46,7 @@ class Ask:
     share: int = 1  # of a tree, to be added per level at least
     features: tuple[Features, ...] = ()  # the target's hidden states that came since the last ask
     calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's shares
+    rails: Rails | None = field(default=None, compare=False)  # through the session's grammar
 
 
 @dataclass(frozen=True, slots=True)

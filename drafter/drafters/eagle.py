@@ -168,7 +168,10 @@ class EagleDrafter:
         while len(drafted) < ask.room:
             yield from self._follow(ask, held, tokens[held.behind :])
             logits = spread(held.answers[-1].logits, self._eagle.ids, ask.vocab_size)
-            token, drawn_from = next_token(ask, logits, tokens, self._candidates)
+            found = next_token(ask, logits, tokens, self._candidates)
+            if found is None:
+                return Draft(tuple(drafted), tuple(probs), done=True)
+            token, drawn_from = found
             tokens.append(token)
             drafted.append(token)
             if drawn_from is not None:

@@ -56,7 +56,10 @@ class MedusaDrafter:
         tokens = list(ask.tokens)
         probs: list[Distribution] = []
         for row in logits[len(tokens) - ask.committed :][: ask.room]:
-            token, drawn_from = next_token(ask, row[None], tokens, self._candidates)
+            found = next_token(ask, row[None], tokens, self._candidates)
+            if found is None:
+                break
+            token, drawn_from = found
             tokens.append(token)
             if drawn_from is not None:
                 probs.append(drawn_from)

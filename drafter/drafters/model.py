@@ -163,7 +163,10 @@ class ModelDrafter:
         return logits if self._columns is None else spread(logits, self._columns, self.info.vocab_size)
 
     def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
-        token, drawn_from = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
+        found = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
+        if found is None:
+            return Draft(done=True)
+        token, drawn_from = found
         return Draft((token,), () if drawn_from is None else (drawn_from,))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from drafter.confidence import Proposal
 from drafter.drafters import Ask, Draft, drafter
+from drafter.pruning import lawful
 from drafter.settings import DrafterSettings
 from outrider.messages import WHOLE, Distribution, ModelInfo
 from outrider.vocabulary import Vocabulary
@@ -75,7 +76,7 @@ class NgramDrafter:
         probs: tuple[Distribution, ...] = ()
         if ask.params.mode.needs_draft_probs:
             probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-        return Draft(tuple(tokens), probs)
+        return lawful(ask, Draft(tuple(tokens), probs))
 
 
 @drafter("ngram")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from drafter.automaton import END, Automaton, Place
 from drafter.confidence import Proposal
 from drafter.drafters import Ask, Draft, drafter
 from drafter.growth import ROOT, Growth
+from drafter.pruning import fitting, lawful
 from drafter.settings import DrafterSettings
 from outrider.messages import WHOLE, Distribution, ModelInfo
 from outrider.vocabulary import Vocabulary
@@ -87,6 +88,9 @@ class _Lead:
     def expected(self) -> float:
         return self.weight * sum(self.chances)
 
+    def cut(self, length: int) -> _Lead:
+        return replace(self, tokens=self.tokens[:length], chances=self.chances[:length])
+
 
 class SuffixDrafter:
     wants_features = False
@@ -113,10 +117,12 @@ class SuffixDrafter:
         if memory is not None:
             memory.take(_SHARED_PORTION)
         lead = self._lead(ask, text.automaton, memory)
+        if ask.branches == 1:
+            lead = lead.cut(fitting(ask, lead.tokens))
         if not lead.tokens:
             return Proposal(Draft(done=True), 0.0)
         if ask.branches > 1:
-            return Proposal(self._tree(ask, lead), lead.expected)
+            return Proposal(lawful(ask, self._tree(ask, lead)), lead.expected)
         probs: tuple[Distribution, ...] = ()
         if ask.params.mode.needs_draft_probs:
             probs = tuple(Distribution((token,), (WHOLE,)) for token in lead.tokens)

@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.drafters import Ask, Draft, Drafter
+from drafter.pruning import lawful
 from outrider.errors import StartupError
 from outrider.messages import WHOLE, Distribution, ModelInfo, SamplingParams
 from outrider.models import locate
@@ -124,7 +125,7 @@ class TranslatingDrafter:
             drafts = self._inner.draft([writing.own_ask for writing in unfinished])
             for writing, draft in zip(unfinished, drafts, strict=True):
                 self._go_on(writing, draft)
-        return [_answer(writing) for writing in writings]
+        return [lawful(writing.ask, _answer(writing)) for writing in writings]
 
     def forget(self, session: str) -> None:
         self._from.pop(session, None)

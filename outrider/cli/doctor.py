@@ -19,7 +19,7 @@ from outrider.cli import options
 from outrider.client import DEFAULT_ENDPOINT, Client
 from outrider.config import home, redis_url
 from outrider.embedded_redis import embedded_redis
-from outrider.errors import OutriderError, StartupError
+from outrider.errors import OutriderError, StartupError, Unauthenticated
 from outrider.models import DEFAULT, default_path, locate
 
 _GIB = 1024**3
@@ -37,10 +37,15 @@ class Finding:
 
 def doctor(
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    api_key: options.ApiKey = "",
+    tls_ca: options.TlsCa = "",
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
     target: Annotated[str, options.option("--target", "Target model to look for.")] = DEFAULT,
     port: Annotated[int, options.option("--port", "Port that `outrider up` would take.")] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
+    client = options.connect(endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         _torch,
@@ -48,7 +53,7 @@ def doctor(
         lambda: _models(target),
         _redis,
         lambda: _port(port),
-        lambda: _peers(endpoint),
+        lambda: _peers(client, endpoint),
     ]
     findings = [finding for check in checks for finding in check()]
     table = Table("", "", "", "what to do", box=None)
@@ -155,10 +160,13 @@ def _port(port: int) -> Iterator[Finding]:
     yield Finding("port", "ok", f"{port} is free")
 
 
-def _peers(endpoint: str) -> Iterator[Finding]:
-    with Client(endpoint.split(",")) as client:
+def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
+    with client:
         try:
             server = client.server()
+        except Unauthenticated as error:
+            yield Finding("coordinator", "bad", f"{endpoint}: {error.message}", "give it with --api-key")
+            return
         except OutriderError:
             yield Finding("coordinator", "note", f"none at {endpoint}", "start one: outrider up")
             return

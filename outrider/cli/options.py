@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from outrider.client import Client
 from outrider.config import PREFIX
 from outrider.errors import InvalidRequest
-from outrider.messages import SamplingParams, Verification
+from outrider.keys import Keys
+from outrider.messages import Grammar, SamplingParams, Verification
+from outrider.tls import Tls
 
 
 def option(flag: str, text: str, **more: Any) -> Any:
@@ -21,6 +25,13 @@ def option(flag: str, text: str, **more: Any) -> Any:
 Endpoint = Annotated[
     str, option("--endpoint", "host:port of the coordinator; several, separated by commas, are tried in turn.")
 ]
+ApiKey = Annotated[str, option("--api-key", "Key that the coordinator asks for, or @FILE.")]
+TlsCa = Annotated[
+    str,
+    option("--tls-ca", "PEM file: who must have signed the coordinator's certificate; system: a public authority."),
+]
+TlsCert = Annotated[str, option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")]
+TlsKey = Annotated[str, option("--tls-key", "PEM file: the key to --tls-cert.")]
 MaxTokens = Annotated[int, option("--max-tokens", "Most tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: always the likeliest token.")]
 TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
@@ -46,8 +57,25 @@ Mode = Annotated[
     option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
 ]
 Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; may be given several times.")]
+JsonSchema = Annotated[
+    str, option("--json-schema", "Only JSON that this JSON schema describes: a file, or the schema itself.")
+]
+JsonObject = Annotated[bool, option("--json-object", "Only a JSON object, any.")]
+Regex = Annotated[str, option("--regex", "Only text that all of this regular expression matches.")]
 ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by what became of the guesses.")]
 Plain = Annotated[bool, option("--plain", "Switch speculation off; the same as --gamma 0.")]
+
+
+def connect(
+    endpoint: str, *, api_key: str, tls_ca: str, tls_cert: str, tls_key: str, timeout_s: float | None = None
+) -> Client:
+    """A client of the coordinators that the flags name."""
+    return Client(
+        endpoint.split(","),
+        timeout_s=timeout_s,
+        api_key=Keys.parse(api_key, "api_key").first,
+        tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca),
+    )
 
 
 def sampling(
@@ -60,6 +88,7 @@ def sampling(
     seed: int | None,
     verification: str | None,
     stop: list[str] | None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """What the flags ask for, checked before anything is sent."""
     mode = None
@@ -77,6 +106,21 @@ def sampling(
         seed=seed,
         verification=mode,
         stop=tuple(stop or ()),
+        grammar=grammar,
     )
     params.check()
     return params
+
+
+def output_form(json_schema: str, json_object: bool, regex: str) -> Grammar | None:
+    """What the flags ask the output to be; None: any text."""
+    if not (json_schema or json_object or regex):
+        return None
+    if json_schema and not json_schema.lstrip().startswith("{"):
+        try:
+            json_schema = Path(json_schema).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest.of(
+                "--json-schema", json_schema, f"a JSON object or a file with one: {error}"
+            ) from error
+    return Grammar(json_schema=json_schema, json_object=json_object, regex=regex)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,12 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.access import Access
 from outrider.client import Client
 from outrider.config import PREFIX, redis_url
 from outrider.embedded_redis import embedded_redis
 from outrider.errors import PeerLost, StartupError, Unavailable
+from outrider.keys import Keys
 
 _READY = "progress: ready at "
+_HTTP = "progress: http at "
 _PROGRESS = "progress: "
 _STOP_S = 15.0
 _RESTART_S = 1.0
@@ -39,6 +43,7 @@ class Plan:
     coordinators: int = 1
     host: str = "127.0.0.1"
     port: int = 50050
+    http_port: int = -1  # of the first coordinator; 0: any free one, -1: none
     device: str = "auto"
     drafter_device: str = "auto"
     dtype: str = "auto"
@@ -49,6 +54,9 @@ class Plan:
     compile: str = "auto"
     log_level: str = "info"
     log_json: bool = False
+    api_keys: str = field(default="", repr=False)
+    fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
+    otlp_endpoint: str = ""
 
 
 @dataclass(slots=True)
@@ -58,8 +66,10 @@ class Child:
     name: str
     command: list[str]
     log: Path
+    keys: dict[str, str] = field(repr=False)  # variables of its own: everybody may read its command line
     state: str = "starting"
     address: str = ""
+    http_address: str = ""
     restarts: int = 0
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
@@ -79,15 +89,25 @@ class Stack:
         self.children: list[Child] = []
         self._redis = redis
         self._stopping = False
+        self._api_key = Keys.parse(plan.api_keys, "api_keys").first
+        self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
+        self.fleet_access = Access(key=Keys.parse(self._fleet_key, "fleet_key").first)
 
     @property
     def endpoints(self) -> list[str]:
         return [child.address for child in self.children if child.name.startswith("coordinator")]
 
+    @property
+    def web(self) -> str:
+        """Where the first coordinator's HTTP API and playground are."""
+        return f"http://{self.children[0].http_address}"
+
     def start_coordinators(self) -> None:
         for i in range(self.plan.coordinators):
             port = self.plan.port + i if self.plan.port else 0
-            flags = ["--host", self.plan.host, "--port", str(port), "--redis-url", self._redis]
+            http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
+            flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
+            flags += ["--redis-url", self._redis]
             self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
 
     def start_workers(self) -> None:
@@ -122,7 +142,7 @@ class Stack:
     def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
         """Until the coordinator knows every worker."""
         wanted = self.plan.verifiers + len(self.plan.drafters)
-        with Client(self.endpoints[:1]) as client:
+        with Client(self.endpoints[:1], api_key=self._api_key) as client:
             while True:
                 self._raise_for_dead(self.children)
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
@@ -161,8 +181,12 @@ class Stack:
 
     def _spawn(self, name: str, module: str, flags: list[str]) -> None:
         logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        command = [sys.executable, "-m", module, *flags, *logging]
-        child = Child(name, command, self.folder / f"{name}.log")
+        tracing = ["--otlp-endpoint", self.plan.otlp_endpoint] if self.plan.otlp_endpoint else []
+        command = [sys.executable, "-m", module, *flags, *logging, *tracing]
+        keys = {"OUTRIDER_FLEET_KEY": self._fleet_key}
+        if module == "coordinator":
+            keys["OUTRIDER_API_KEYS"] = self.plan.api_keys
+        child = Child(name, command, self.folder / f"{name}.log", keys)
         self.children.append(child)
         self._launch(child)
 
@@ -176,7 +200,7 @@ class Stack:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=environment | child.keys,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
                 preexec_fn=_end_with_parent,
             )
@@ -188,8 +212,11 @@ class Stack:
             if line.startswith(_READY):
                 child.address = line.removeprefix(_READY).strip()
                 child.state = "ready"
-                child.command = _with_port(child.command, child.address)
+                child.command = _with_port(child.command, "--port", child.address)
                 child.ready.set()
+            elif line.startswith(_HTTP):
+                child.http_address = line.removeprefix(_HTTP).strip()
+                child.command = _with_port(child.command, "--http-port", child.http_address)
             elif line.startswith(_PROGRESS):
                 child.state = line.removeprefix(_PROGRESS).strip()
 
@@ -225,10 +252,10 @@ def watch(running: Stack, say: Callable[[str], None]) -> None:
             say(f"{child.name} {child.state}")
 
 
-def _with_port(command: list[str], address: str) -> list[str]:
+def _with_port(command: list[str], flag: str, address: str) -> list[str]:
     """A restarted service comes back in the same place."""
     port = address.rpartition(":")[2]
-    if "--port" in command:
-        at = command.index("--port") + 1
+    if flag in command:
+        at = command.index(flag) + 1
         return [*command[:at], port, *command[at + 1 :]]
-    return [*command, "--port", port]
+    return [*command, flag, port]

@@ -20,6 +20,10 @@ _INTERRUPTED = 130
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    api_key: options.ApiKey = "",
+    tls_ca: options.TlsCa = "",
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
@@ -32,6 +36,9 @@ def generate(
     drafter: options.Drafter = "",
     verification: options.Mode = None,
     stop: options.Stop = None,
+    json_schema: options.JsonSchema = "",
+    json_object: options.JsonObject = False,
+    regex: options.Regex = "",
     chat: Annotated[
         bool, options.option("--chat/--raw", "Send as a chat message through the template, or as it is.")
     ] = False,
@@ -55,6 +62,7 @@ def generate(
         seed=seed,
         verification=verification,
         stop=stop,
+        grammar=options.output_form(json_schema, json_object, regex),
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if system and not chat:
@@ -63,7 +71,9 @@ def generate(
     request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}
     request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
     request |= {"branches": branches, "ahead": ahead}
-    with Client(endpoint.split(","), timeout_s=timeout_s) as client:
+    with options.connect(
+        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, timeout_s=timeout_s
+    ) as client:
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
             return
@@ -72,6 +82,10 @@ def generate(
 
 def chat(
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
+    api_key: options.ApiKey = "",
+    tls_ca: options.TlsCa = "",
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
     system: Annotated[str, options.option("--system", "System message.")] = "",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.7,
@@ -98,7 +112,7 @@ def chat(
     opening = [("system", system)] if system else []
     history = list(opening)
     console = Console()
-    with Client(endpoint.split(",")) as client:
+    with options.connect(endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key) as client:
         console.print(f"[bold]{client.model().name}[/bold]  /reset  /exit")
         while (line := _ask(console)) is not None:
             if line == "/reset":

@@ -47,6 +47,9 @@ def up(
     coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
     host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Port = 50050,
+    http_port: Annotated[
+        int, options.option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
+    ] = 8000,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
     dtype: Dtype = "auto",
@@ -55,6 +58,15 @@ def up(
     threads: Threads = 0,
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
+    api_keys: Annotated[
+        str, options.option("--api-keys", "Keys of clients, separated by commas, or @FILE with one a line.")
+    ] = "",
+    fleet_key: Annotated[
+        str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
+    ] = "",
+    otlp_endpoint: Annotated[
+        str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
@@ -65,6 +77,7 @@ def up(
         coordinators=coordinators,
         host=host,
         port=port,
+        http_port=http_port,
         device=device,
         drafter_device=drafter_device,
         dtype=dtype,
@@ -73,6 +86,9 @@ def up(
         threads=threads,
         kv_tokens=kv_tokens,
         log_level=log_level,
+        api_keys=api_keys,
+        fleet_key=fleet_key,
+        otlp_endpoint=otlp_endpoint,
     )
     console = Console()
     _terminate_like_interrupt()
@@ -81,7 +97,11 @@ def up(
             view.done()
             endpoints = ",".join(running.endpoints)
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
+            if http_port >= 0:
+                console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
+            if api_keys:
+                console.print("clients show one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
     except KeyboardInterrupt:
         console.print("stopped")

@@ -88,8 +88,9 @@ class SamplingParams(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     VERIFICATION_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """0..10, 0 is greedy; default 1"""
+    """0, or 1e-6..10; 0 is greedy; default 1"""
     top_k: builtins.int
     """most likely ids kept; 0 keeps all"""
     top_p: builtins.float
@@ -97,7 +98,7 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """[0, 1] share of the best id's probability; default 0"""
     repetition_penalty: builtins.float
-    """(0, 10], over prompt and output; default 1"""
+    """[0.01, 10], over prompt and output; default 1"""
     presence_penalty: builtins.float
     """[-2, 2], over output; default 0"""
     frequency_penalty: builtins.float
@@ -109,8 +110,9 @@ class SamplingParams(google.protobuf.message.Message):
     ignore_eos: builtins.bool
     """go on past the model's end token"""
     logprobs: builtins.int
-    """top alternatives per token, 0..20; absent: none"""
+    """top alternatives per token, 0..20; absent: none. They are the model's own:"""
     verification: global___Verification.ValueType
+    """before bias, penalties, grammar and temperature"""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
         """token id to logits added, [-100, 100]"""
@@ -122,6 +124,10 @@ class SamplingParams(google.protobuf.message.Message):
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """end the text just before the string"""
+
+    @property
+    def grammar(self) -> global___Grammar:
+        """absent: any text"""
 
     def __init__(
         self,
@@ -141,9 +147,10 @@ class SamplingParams(google.protobuf.message.Message):
         ignore_eos: builtins.bool | None = ...,
         logprobs: builtins.int | None = ...,
         verification: global___Verification.ValueType = ...,
+        grammar: global___Grammar | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "verification", b"verification"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "verification", b"verification"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -168,6 +175,42 @@ class SamplingParams(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 global___SamplingParams = SamplingParams
+
+@typing.final
+class Grammar(google.protobuf.message.Message):
+    """What the output must be. Tokens that do not lead there cannot be drawn, whatever the model thinks of them: in every
+    mode the output follows the model's distribution over the tokens that can. End tokens are among these exactly where
+    the output may end (with ignore_eos: where nothing else can follow), and when nothing can follow, the output has
+    ended. max_tokens may cut it before.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    LARK_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """JSON text that this JSON schema describes"""
+    json_object: builtins.bool
+    """any JSON object; false makes no sense"""
+    regex: builtins.str
+    """text that all of it matches, in the syntax of Rust's regex crate"""
+    lark: builtins.str
+    """text that this grammar describes, in llguidance's variant of Lark"""
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        lark: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["form", b"form", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["json_schema", "json_object", "regex", "lark"] | None: ...
+
+global___Grammar = Grammar
 
 @typing.final
 class ModelInfo(google.protobuf.message.Message):

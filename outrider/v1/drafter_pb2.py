@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x93\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12+\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.outrider.v1.CommittedH\x00\x12#\n\x05steer\x18\x03 \x01(\x0b\x32\x12.outrider.v1.SteerH\x00\x42\t\n\x07message\"\xcd\x01\n\tOpenDraft\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12!\n\x05steer\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Steer\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"V\n\tCommitted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\'\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Features\"h\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x42\t\n\x07message\"F\n\x0b\x44raftOpened\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\x08\x32\xd1\x01\n\x07\x44rafter\x12?\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfo\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x93\x01\n\x0c\x44raftRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12+\n\tcommitted\x18\x02 \x01(\x0b\x32\x16.outrider.v1.CommittedH\x00\x12#\n\x05steer\x18\x03 \x01(\x0b\x32\x12.outrider.v1.SteerH\x00\x42\t\n\x07message\"\xff\x01\n\tOpenDraft\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12+\n\x06params\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12!\n\x05steer\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Steer\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x19\n\x11vocabulary_digest\x18\t \x01(\t\x12\x15\n\reos_token_ids\x18\n \x03(\r\"V\n\tCommitted\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\'\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Features\"h\n\nDraftReply\x12*\n\x06opened\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12#\n\x05guess\x18\x02 \x01(\x0b\x32\x12.outrider.v1.GuessH\x00\x42\t\n\x07message\"F\n\x0b\x44raftOpened\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x10\n\x08\x66\x65\x61tures\x18\x02 \x01(\x08\x32\xd1\x01\n\x07\x44rafter\x12?\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x17.outrider.v1.DraftReply(\x01\x30\x01\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfo\x12;\n\x05Probe\x12\x19.outrider.v1.ProbeRequest\x1a\x17.outrider.v1.ProbeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,13 +35,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUEST']._serialized_start=69
   _globals['_DRAFTREQUEST']._serialized_end=216
   _globals['_OPENDRAFT']._serialized_start=219
-  _globals['_OPENDRAFT']._serialized_end=424
-  _globals['_COMMITTED']._serialized_start=426
-  _globals['_COMMITTED']._serialized_end=512
-  _globals['_DRAFTREPLY']._serialized_start=514
-  _globals['_DRAFTREPLY']._serialized_end=618
-  _globals['_DRAFTOPENED']._serialized_start=620
-  _globals['_DRAFTOPENED']._serialized_end=690
-  _globals['_DRAFTER']._serialized_start=693
-  _globals['_DRAFTER']._serialized_end=902
+  _globals['_OPENDRAFT']._serialized_end=474
+  _globals['_COMMITTED']._serialized_start=476
+  _globals['_COMMITTED']._serialized_end=562
+  _globals['_DRAFTREPLY']._serialized_start=564
+  _globals['_DRAFTREPLY']._serialized_end=668
+  _globals['_DRAFTOPENED']._serialized_start=670
+  _globals['_DRAFTOPENED']._serialized_end=740
+  _globals['_DRAFTER']._serialized_start=743
+  _globals['_DRAFTER']._serialized_end=952
 # @@protoc_insertion_point(module_scope)

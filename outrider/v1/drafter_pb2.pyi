@@ -51,6 +51,8 @@ class OpenDraft(google.protobuf.message.Message):
     STEER_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    VOCABULARY_DIGEST_FIELD_NUMBER: builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     prompt_length: builtins.int
@@ -59,6 +61,8 @@ class OpenDraft(google.protobuf.message.Message):
     """the target's; no id at or above it may be guessed"""
     cache_salt: builtins.str
     """cached prefixes are shared among sessions of equal salt only"""
+    vocabulary_digest: builtins.str
+    """the target's, to follow params.grammar by"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then what is committed already"""
@@ -69,6 +73,10 @@ class OpenDraft(google.protobuf.message.Message):
 
     @property
     def steer(self) -> outrider.v1.common_pb2.Steer: ...
+    @property
+    def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the target's"""
+
     def __init__(
         self,
         *,
@@ -80,9 +88,11 @@ class OpenDraft(google.protobuf.message.Message):
         steer: outrider.v1.common_pb2.Steer | None = ...,
         vocab_size: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        vocabulary_digest: builtins.str = ...,
+        eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___OpenDraft = OpenDraft
 

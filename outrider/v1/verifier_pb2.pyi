@@ -31,7 +31,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """not finished"""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """end token, stop id or stop string"""
+    """end token, stop id, stop string, or the end of what the grammar describes"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the context are used up"""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
@@ -41,7 +41,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """not finished"""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""end token, stop id or stop string"""
+"""end token, stop id, stop string, or the end of what the grammar describes"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context are used up"""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
@@ -358,7 +358,7 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOP_IDS_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     logprob: builtins.float
-    """natural logarithm, before temperature and cuts"""
+    """natural logarithm, before bias, penalties, grammar, temperature and cuts"""
     @property
     def top_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

@@ -207,7 +207,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 async def house(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[House]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, open_timeout_s=1.0)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, open_timeout_s=1.0)
     service = CoordinatorService(settings, redis_server.url)
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(in_process(service, settings))
@@ -225,7 +225,7 @@ async def house(
 
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
-    assert await soon(lambda: service.ready() and len(service._roster.links()) == workers, 20)
+    assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == workers, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,9 @@ class Home:
     service: CoordinatorService
 
     async def knows(self, drafters: int) -> None:
-        assert await soon(lambda: self.service.ready() and len(self.service._roster.links()) == 1 + drafters, 20)
+        assert await soon(
+            lambda: self.service.ready() and len(self.service.sessions.roster.links()) == 1 + drafters, 20
+        )
 
     async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:
         """To HOME_PROMPT."""
@@ -251,7 +253,7 @@ class Home:
 async def home(
     loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, drafters_per_session=2)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, drafters_per_session=2)
     service = CoordinatorService(settings, redis_server.url)
     folder = tmp_path_factory.mktemp("tokenizer")
     async with (

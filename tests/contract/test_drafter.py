@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -74,6 +74,9 @@ class Draft:
         gamma: int = 4,
         vocab_size: int = VOCAB,
         prompt_length: int | None = None,
+        branches: int = 1,
+        vocabulary_digest: str = "",
+        eos_token_ids: Sequence[int] = (),
         **more: Any,
     ) -> None:
         params = {"temperature": 0.0, "seed": 1, "max_tokens": 100} | more
@@ -83,8 +86,10 @@ class Draft:
             tokens=tokens,
             prompt_length=len(tokens) if prompt_length is None else prompt_length,
             params=common.SamplingParams(**{name: value for name, value in params.items() if value is not None}),
-            steer=common.Steer(gamma=gamma),
+            steer=common.Steer(gamma=gamma, branches=branches),
             vocab_size=vocab_size,
+            vocabulary_digest=vocabulary_digest,
+            eos_token_ids=eos_token_ids,
         )
         await self.call.write(pb.DraftRequest(open=open_draft))
 

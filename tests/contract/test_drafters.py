@@ -68,7 +68,9 @@ class Home:
         self._folder = folder
 
     async def knows(self, drafters: int) -> None:
-        assert await until(lambda: self._service.ready() and len(self._service._roster.links()) == 1 + drafters, 20)
+        assert await until(
+            lambda: self._service.ready() and len(self._service.sessions.roster.links()) == 1 + drafters, 20
+        )
 
     @asynccontextmanager
     async def drafted(self, way: str) -> AsyncIterator[None]:
@@ -94,7 +96,7 @@ class Home:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def home(folder: Path, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Home]:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5)
     service = CoordinatorService(settings, redis_server.url)
     loaded = load_model(str(folder / "target"), EngineOptions(device="cpu", threads=1))
     async with (
@@ -110,6 +112,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0},
     "coupled and cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    "of a given form": {"temperature": 1.0, "grammar": common.Grammar(regex=r"([a-z]{1,6} ){10,12}(and|or) so on\.")},
 }
 
 
@@ -150,4 +153,4 @@ async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home:
     async with drafter_serving(
         kind="model", model=str(folder / "respelt"), device="cpu", threads=1, coordinators=home._address
     ):
-        assert not await until(lambda: len(home._service._roster.links()) > 1, 1.0)
+        assert not await until(lambda: len(home._service.sessions.roster.links()) > 1, 1.0)

@@ -73,6 +73,11 @@ def test_missing_model(tmp_path: Path) -> None:
     assert_told(run("verifier", "--target", missing), 1, f"there is no model at {missing}")
 
 
+def test_a_drafters_model_says_what_kind_it_is(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    assert_told(run("drafter", "--target", "somebody/else", "--model", missing), 1, f"there is no model at {missing}")
+
+
 def test_unknown_kind_of_drafter() -> None:
     assert_told(run("drafter", "--kind", "oracle"), 1, "oracle")
 
@@ -94,7 +99,21 @@ def test_port_in_use() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert_told(run("coordinator", "--port", port, "--redis-url", "redis://127.0.0.1:1"), 1, port, "in use")
+        assert_told(
+            run("coordinator", "--port", port, "--http-port", "-1", "--redis-url", "redis://127.0.0.1:1"),
+            1,
+            port,
+            "in use",
+        )
+
+
+def test_http_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = ("--port", "0", "--http-port", port, "--redis-url", "redis://127.0.0.1:1")
+        assert_told(run("coordinator", *flags), 1, port, "--http-port")
 
 
 def test_drafter_with_another_vocabulary_is_left_out(cluster: Cluster, models: Models) -> None:

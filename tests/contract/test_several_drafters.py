@@ -129,7 +129,7 @@ async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models:
 async def test_one_drafter_each_when_that_is_the_setting(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    settings = CoordinatorSettings(heartbeat_ms=HEARTBEAT_MS, drafters_per_session=1)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, drafters_per_session=1)
     apart = redis_server.url.removesuffix("0") + "1"  # or it would hear of the other home's workers
     service = CoordinatorService(settings, apart)
     async with in_process(service, settings) as coordinator:
@@ -148,7 +148,7 @@ async def test_never_two_of_one_model(home: Home) -> None:
     ):
         await home.knows(2)
         running = asyncio.create_task(home.answer(gamma=4, temperature=0.0, max_tokens=400))
-        links = home.service._roster.links
+        links = home.service.sessions.roster.links
         most = 0
         while not running.done():
             most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
@@ -242,7 +242,7 @@ class Babbler(Listener):
 @asynccontextmanager
 async def listening(home: Home, listener: Listener) -> AsyncIterator[None]:
     settings = DrafterSettings(kind="listener", coordinators=home.coordinator)
-    links = home.service._roster.links
+    links = home.service.sessions.roster.links
     before = len(links())
     async with in_process(DrafterService(listener, settings), settings):
         assert await until(lambda: len(links()) == before + 1, 20)
@@ -314,7 +314,7 @@ async def test_hidden_states_are_asked_for_when_somebody_wants_them_and_not_long
     # The mute one holds the session up, so that the listener comes before the end.
     async with listening(home, Mute("mute", pause_s=0.01)), AsyncExitStack() as stack:
         async for _ in stream(home, prompt, output, max_tokens=500):
-            session = next(iter(home.service._sessions.values()), None)
+            session = next(iter(home.service.sessions.live), None)
             asked.append(session is not None and session._drafting._features_on)
             if len(output.token_ids) > 20 and not came:
                 assert not any(asked), "nobody wanted any"

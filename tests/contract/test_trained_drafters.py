@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,8 @@ def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -
 
 # Served.
 
+FORM = common.Grammar(regex="[a-z ]*")
+
 
 def flags(models: Models, made: Made) -> dict[str, Any]:
     kind, model = choose_drafter(str(made.folder), str(models.target))
@@ -222,12 +225,15 @@ async def test_text_is_the_targets_whoever_drafts(
     home: Home, models: Models, made: dict[str, Made], loaded: LoadedModel, greedy: Greedy, method: str
 ) -> None:
     plain = await home.answer(gamma=0, seed=5)
+    wanted = await home.answer(gamma=0, seed=5, grammar=FORM)
     async with drafter_serving(**flags(models, made[method]), coordinators=home.coordinator):
         await home.knows(1)
         outputs = await asyncio.gather(*(home.answer(temperature=0.0, gamma=gamma) for gamma in (1, 4, None)))
         trees = await asyncio.gather(*(home.answer(temperature=0.0, gamma=4, branches=3) for _ in range(2)))
         drawn = [await home.answer(seed=5, gamma=4, branches=branches) for branches in (1, 2)]
         block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK)
+        formed = [await home.answer(seed=5, gamma=4, branches=branches, grammar=FORM) for branches in (1, 3)]
+        formed_block = await home.answer(seed=5, gamma=4, verification=common.VERIFICATION_BLOCK, grammar=FORM)
     await home.knows(0)
     truth = greedy(loaded.tokenizer.encode(HOME_PROMPT), HOME_LENGTH)
     for output in (*outputs, *trees):
@@ -235,6 +241,10 @@ async def test_text_is_the_targets_whoever_drafts(
     for output in drawn:
         assert output.token_ids == plain.token_ids
     assert len(block.token_ids) == HOME_LENGTH
+    for output in formed:
+        assert output.token_ids == wanted.token_ids
+    assert re.fullmatch("[a-z ]*", formed_block.text)
+    assert all(output.stats.draft_tokens for output in (*formed, formed_block))
     guessed = [output.stats.draft_tokens for output in (*outputs[:2], *trees, *drawn, block)]
     assert min(guessed) > 0
     assert sum(output.stats.accepted_tokens for output in (*outputs, *trees)) > 0
@@ -255,7 +265,7 @@ async def test_a_drafter_for_another_target_is_refused(
     mine = replace(made["eagle"], folder=stranger)
     async with drafter_serving(**flags(models, mine), coordinators=home.coordinator):
         await asyncio.sleep(5 * HEARTBEAT_MS / 1000)
-        assert len(home.service._roster.links()) == 1, "the verifier alone"
+        assert len(home.service.sessions.roster.links()) == 1, "the verifier alone"
         output = await home.answer(temperature=0.0)
     assert output.stats.draft_tokens == 0
 

@@ -43,7 +43,7 @@ async def wired(
     loaded: LoadedModel, models: Models, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Wired]:
     # Heartbeats and probes take the same socket: rare enough here not to matter.
-    settings = CoordinatorSettings(heartbeat_ms=1000)
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=1000)
     service = CoordinatorService(settings, redis_server.url)
     port = free_port()
     async with AsyncExitStack() as stack:
@@ -53,7 +53,7 @@ async def wired(
         await stack.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
         flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}
         await stack.enter_async_context(drafter_serving(**flags, coordinators=coordinator, advertise=link.address))
-        assert await until(lambda: service.ready() and len(service._roster.links()) == 2, 20)
+        assert await until(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
         yield Wired(coordinator, link)
 
 

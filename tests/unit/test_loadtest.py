@@ -1,10 +1,11 @@
-"""The load test: its prompts, figures and exit codes, and the link over real sockets."""
+"""The load test: its prompts, what it refuses, whole runs and their exit codes; and the link over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,19 +16,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import msgpack
 import pytest
 import typer
 
-from loadtest.__main__ import main, table
+from loadtest.__main__ import main
+from loadtest.attempt import TEXT_DIFFERS
 from loadtest.prompts import KINDS, PROMPTS
-from loadtest.summary import NO_REQUESTS, TEXT_DIFFERS, Summary, summarise
-from loadtest.workload import Output, cases, difference
+from loadtest.settings import Load, Where
+from loadtest.summary import Summary
+from loadtest.workload import Output, cases, difference, pick
 from outrider import link as link_module
 from outrider.endpoint import allowed, is_loopback, split
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import Conflict, InvalidRequest, Overloaded
 from outrider.link import Link, Shape
 from outrider.messages import FinishReason, Verification
 from outrider.serving import ErrorInterceptor
+from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
@@ -68,21 +73,36 @@ def test_every_case_has_one_right_answer() -> None:
 
 def test_cases_of_chosen_kinds_are_the_same_cases() -> None:
     assert cases("code,chat", 8) == [case for case in cases("", 8) if case.prompt.kind in ("code", "chat")]
-    with pytest.raises(InvalidRequest, match=r"kinds is poems, must be of chat, "):
-        cases("chat,poems", 8)
+
+
+@pytest.mark.parametrize("kinds", ["chat,poems", "chat:0", "chat:nan", "chat:-1", "chat:many", "chat:1e9"])
+def test_kinds_that_are_none_are_refused(kinds: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"kinds is .*, must be "):
+        cases(kinds, 8)
+
+
+def test_kinds_are_asked_by_their_weights() -> None:
+    random.seed(1)
+    asked = cases("chat:3,code", 8)
+    picked = [pick(asked).prompt.kind for _ in range(4000)]
+    assert picked.count("chat") + picked.count("code") == 4000
+    assert 2900 < picked.count("chat") < 3100
 
 
 @pytest.mark.parametrize(
     ("got", "says"),
     [
-        (Output("one two", (1, 2)), ""),
-        (Output("one too", (1, 3)), "from character 5 on 'oo' instead of 'wo'"),
-        (Output("one", (1,)), "from character 3 on '' instead of ' two'"),
-        (Output("one two", (1, 2, 2)), "the same text from other tokens, from token 2 on"),
+        (Output.of("one two", (1, 2)), ""),
+        (Output.of("one too", (1, 3)), "from character 5 on 'oo' instead of 'wo'"),
+        (Output.of("one", (1,)), "from character 3 on '' instead of ' two'"),
+        (Output.of("one two", (1, 2, 2)), "the same text from other tokens, from token 2 on"),
+        (Output("one two", None, 2), ""),  # of a protocol that does not tell tokens
+        (Output("one two", None, 3), "the same text from 3 tokens instead of 2"),
+        (Output("one too", None, 2), "from character 5 on 'oo' instead of 'wo'"),
     ],
 )
 def test_difference_says_where(got: Output, says: str) -> None:
-    assert difference(Output("one two", (1, 2)), got) == says
+    assert difference(Output.of("one two", (1, 2)), got) == says
 
 
 # Where load may go.
@@ -120,50 +140,97 @@ def test_commands_refuse_other_machines(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="--allow-remote"):
         main(endpoint="10.0.0.1:50050", report=tmp_path)
     with pytest.raises(typer.BadParameter, match="--allow-remote"):
+        main(http_endpoint="10.0.0.1:8000", report=tmp_path)
+    with pytest.raises(typer.BadParameter, match="--max-users"):
+        main(users=20, shape="spike", times=3, max_users=50, report=tmp_path)
+    with pytest.raises(typer.BadParameter, match="--allow-remote"):
         link_module.main(to="10.0.0.1:50051")
     with pytest.raises(typer.BadParameter, match="--allow-remote"):
         link_module.main(to="127.0.0.1:50051", listen="0.0.0.0:0")
     assert not list(tmp_path.iterdir())
 
 
-# Figures.
+# What a run may be.
 
 
-def _times(requests: int, failures: int = 0, tokens: int = 0, ms: float = 0.0) -> Any:
-    return SimpleNamespace(
-        num_requests=requests,
-        num_failures=failures,
-        total_content_length=tokens,
-        get_response_time_percentile=lambda share: ms * share,
-    )
+def load(**changed: Any) -> Load:
+    given = {
+        "shape": "steady",
+        "users": 4,
+        "spawn_rate": 4.0,
+        "seconds": 10,
+        "times": 3.0,
+        "grpc_share": 1.0,
+        "http_share": 1.0,
+        "kinds": "",
+        "max_tokens": 8,
+        "gamma": None,
+    }
+    return Load(**(given | changed))
 
 
-def test_figures_come_from_both_events() -> None:
-    summary = summarise(_times(11, ms=100), _times(10, tokens=480, ms=1000), [], 4.0)
-    assert (summary.requests, summary.tokens, summary.tokens_per_second) == (10, 480, 120.0)
-    assert (summary.first_token_p50_ms, summary.first_token_p95_ms) == (50, 95)
-    assert (summary.total_p50_ms, summary.total_p95_ms) == (500, 950)
-    assert summary.verdict == ""
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": "wave"},
+        {"users": 0},
+        {"spawn_rate": 0},
+        {"seconds": 0},
+        {"seconds": 25 * 3600},
+        {"times": 0.5},
+        {"times": float("nan")},
+        {"times": 1000},
+        {"grpc_share": -1},
+        {"grpc_share": 0, "http_share": 0},
+        {"max_tokens": 0},
+        {"kinds": "poems"},
+    ],
+    ids=str,
+)
+def test_a_load_without_bounds_is_refused(changed: dict[str, Any]) -> None:
+    load().check()
+    with pytest.raises(InvalidRequest, match=next(iter(changed))):
+        load(**changed).check()
 
 
-def test_failures_are_named_and_fail_the_run() -> None:
-    troubles = [SimpleNamespace(error=TEXT_DIFFERS, occurrences=2), SimpleNamespace(error="overloaded", occurrences=3)]
-    summary = summarise(_times(10), _times(10, failures=5), troubles, 4.0)
-    assert summary.different_texts == 2
-    assert summary.verdict == "3 × overloaded, 2 × text differs"
+def typed(**changed: Any) -> SimpleNamespace:
+    """Options as locust has them, after its web page has changed some."""
+    given = {
+        "endpoint": "127.0.0.1:1",
+        "http_endpoint": "127.0.0.1:2",
+        "timeout_s": 5.0,
+        "max_users": 9,
+        "capacity": 0,
+        "allow_remote": False,
+        "shape": "steady",
+        "num_users": 4,
+        "spawn_rate": 4.0,
+        "run_time": 10,
+        "times": 3.0,
+        "grpc_share": 1.0,
+        "http_share": 1.0,
+        "kinds": "",
+        "max_tokens": 8,
+        "gamma": "",
+    }
+    return SimpleNamespace(**(given | changed))
 
 
-def test_a_run_in_which_nothing_completed_fails() -> None:
-    summary = summarise(_times(0), _times(0), [], 0.0)
-    assert summary.verdict == NO_REQUESTS
-    assert summary.tokens_per_second == 0.0
+def test_options_become_a_load() -> None:
+    assert Load.of(typed()) == load()
+    assert Load.of(typed(gamma=" 3 ")).gamma == 3
+    for gamma in ("-1", "65", "three", "1.5"):
+        with pytest.raises(InvalidRequest, match="gamma"):
+            Load.of(typed(gamma=gamma))
 
 
-def test_figures_survive_their_file(tmp_path: Path) -> None:
-    summary = Summary(1.5, 3, 1, 96, 1.0, 2.0, 3.0, 4.0, {"expired": 1})
-    summary.save(tmp_path / "summary.json")
-    assert Summary.load(tmp_path / "summary.json") == summary
-    assert table(summary).row_count == 7
+def test_where_load_goes_survives_the_way_to_workers() -> None:
+    where = Where.of(typed(endpoint="127.0.0.1:1,127.0.0.1:3"))
+    assert where.grpc == ("127.0.0.1:1", "127.0.0.1:3")
+    assert Where.unpacked(msgpack.loads(msgpack.dumps(where.packed()))) == where
+    for name in ("endpoint", "http_endpoint"):
+        with pytest.raises(InvalidRequest, match="--allow-remote"):
+            Where.of(typed(**{name: "10.0.0.1:1"}))
 
 
 # Whole runs, against a coordinator that is made up.
@@ -174,6 +241,12 @@ class MadeUp(rpc.OutriderServicer):
 
     def __init__(self, spoil: Callable[[str], str] = lambda asked: asked) -> None:
         self._spoil = spoil
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
+        return pb.ServerInfo(workers=[pb.Worker(role=pb.ROLE_VERIFIER, capacity=4)])
+
+    async def GetModelInfo(self, request: common.GetModelInfoRequest, context: Any) -> common.ModelInfo:
+        return common.ModelInfo(name="made up")
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateReply]:
         asked = request.prompt or request.chat.messages[-1].content
@@ -201,10 +274,18 @@ async def made_up(service: MadeUp) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def run(endpoint: str, report: Path) -> int:
+def test_keys_and_certificates_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
+    for given in ({"api_key": f"@{tmp_path}/none"}, {"tls_ca": f"{tmp_path}/none"}, {"tls_cert": "only-one"}):
+        with pytest.raises(typer.BadParameter, match=next(iter(given))):
+            main(report=tmp_path, **given)
+    assert not list(tmp_path.iterdir())
+
+
+async def run(endpoint: str, report: Path, **more: Any) -> int:
     """The exit code of a second under load."""
+    given = {"users": 4, "spawn_rate": 4, "seconds": 1, "kinds": "chat", "http_share": 0} | more
     try:
-        await asyncio.to_thread(main, users=4, spawn_rate=4, seconds=1, endpoint=endpoint, kinds="chat", report=report)
+        await asyncio.to_thread(main, endpoint=endpoint, report=report, **given)
     except typer.Exit as left:
         return left.exit_code
     return 0
@@ -213,13 +294,18 @@ async def run(endpoint: str, report: Path) -> int:
 async def test_a_run_of_right_texts_passes(tmp_path: Path) -> None:
     async with made_up(MadeUp()) as endpoint:
         assert await run(endpoint, tmp_path) == 0
-    summary = Summary.load(tmp_path / "summary.json")
-    assert summary.requests > 0
-    assert summary.failures == 0
+    summary = Summary.load_from(tmp_path / "summary.json")
+    counts = summary.all
+    assert counts.requests == counts.compared > 0
+    assert (counts.failures, counts.shed, summary.recovery) == (0, 0, None)
     lengths = [len(prompt.chat[-1][1].split()) for prompt in PROMPTS if prompt.kind == "chat"]
-    assert min(lengths) * summary.requests <= summary.tokens <= max(lengths) * summary.requests
-    assert 0 < summary.first_token_p50_ms <= summary.total_p50_ms
-    assert {"report.html", "locust_stats.csv", "locust.log"} <= set(os.listdir(tmp_path))
+    assert min(lengths) * counts.requests <= counts.tokens <= max(lengths) * counts.requests
+    assert counts.first_token_ms.p50 is not None
+    assert counts.total_ms.p50 is not None
+    assert 0 < counts.first_token_ms.p50 <= counts.total_ms.p50
+    assert [(part.name, part.users) for part in summary.parts] == [("steady", 4)]
+    assert summary.tokens_per_s > 0
+    assert {"report.html", "locust.html", "locust_stats.csv", "locust.log"} <= set(os.listdir(tmp_path))
 
 
 async def test_a_run_with_wrong_texts_or_errors_fails(tmp_path: Path) -> None:
@@ -227,27 +313,52 @@ async def test_a_run_with_wrong_texts_or_errors_fails(tmp_path: Path) -> None:
 
     def spoil(asked: str) -> str:
         if "tides" in asked and spoilt:  # an error makes a user pause: not before there was a wrong text
-            raise Overloaded("full")
+            raise Conflict("of no use")
         if "bakery" in asked:
             spoilt.append(asked)
         return asked.replace("bakery", "brewery")
 
     async with made_up(MadeUp(spoil)) as endpoint:
         assert await run(endpoint, tmp_path) == 1
-    summary = Summary.load(tmp_path / "summary.json")
-    assert set(summary.errors) == {TEXT_DIFFERS, "overloaded"}
-    assert summary.failures == sum(summary.errors.values()) < summary.requests
+    summary = Summary.load_from(tmp_path / "summary.json")
+    assert set(summary.errors) == {TEXT_DIFFERS, "conflict"}
+    assert summary.all.failures == sum(summary.errors.values()) < summary.all.requests
     log = (tmp_path / "locust.log").read_text()
     assert "chat/names coupled: text differs: from character 32 on 'rewery" in log
-    assert "chat/tides greedy: overloaded: " in log
+    assert "chat/tides greedy: conflict: " in log
+
+
+async def test_refusals_for_want_of_room_are_no_failures_and_tried_again(tmp_path: Path) -> None:
+    heard: list[str] = []
+    refused: list[int] = []  # of what was heard
+
+    def spoil(asked: str) -> str:
+        heard.append(asked)
+        if heard.count(asked) == 1:
+            refused.append(len(heard) - 1)
+            raise Overloaded("full", retry_after_ms=10)
+        return asked
+
+    given = {"users": 1, "json": tmp_path / "a" / "figures.json", "html": tmp_path / "b.html"}
+    async with made_up(MadeUp(spoil)) as endpoint:
+        assert await run(endpoint, tmp_path, **given) == 0
+    summary = Summary.load_from(tmp_path / "a" / "figures.json")
+    assert summary.all.shed == len(refused) > 0
+    assert (summary.all.failures, summary.verdict) == (0, "")
+    assert all(heard[at] == again for at in refused for again in heard[at + 1 : at + 2]), "it is the one tried again"
+    assert "Shed and failed per second" in (tmp_path / "b.html").read_text()
 
 
 async def test_a_run_against_nobody_fails(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and not listening
-        assert await run(f"127.0.0.1:{taken.getsockname()[1]}", tmp_path) == 1
-    assert not (tmp_path / "summary.json").exists()
-    assert "cannot start: " in (tmp_path / "locust.log").read_text()
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert await run(nobody, tmp_path) == 1
+        assert not (tmp_path / "summary.json").exists()
+        assert "cannot start: " in (tmp_path / "locust.log").read_text()
+        async with made_up(MadeUp()) as endpoint:
+            assert await run(endpoint, tmp_path, http_share=1, http_endpoint=nobody) == 1
+    assert "--http-share 0 leaves HTTP out" in (tmp_path / "locust.log").read_text()
 
 
 # The link.

@@ -60,11 +60,14 @@ def refused(thing: Any, *arguments: Any) -> InvalidRequest:
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 BAD_NUMBERS: dict[str, list[tuple[Any, str]]] = {
-    "temperature": [(v, "in [0, 10]") for v in (NAN, INF, -INF, -1, -1e-9, 10.5)],
+    "temperature": [
+        *((v, "in [0, 10]") for v in (NAN, INF, -INF, -1, -1e-9, 10.5)),
+        *((v, "0 or at least 1e-06") for v in (5e-324, 1e-40, 9e-7)),
+    ],
     "top_k": [(v, "2147483647") for v in (-1, 2**31, NAN, INF)],
     "top_p": [(v, "in (0, 1]") for v in (NAN, INF, 0, 0.0, -0.1, 1.5)],
     "min_p": [(v, "in [0, 1]") for v in (NAN, INF, -0.1, 1.5)],
-    "repetition_penalty": [(v, "in (0, 10]") for v in (NAN, INF, 0, -1, 10.5)],
+    "repetition_penalty": [(v, "in [0.01, 10]") for v in (NAN, INF, 0, 5e-324, -1, 10.5)],
     "presence_penalty": [(v, "in [-2, 2]") for v in (NAN, INF, -INF, -2.1, 2.1)],
     "frequency_penalty": [(v, "in [-2, 2]") for v in (NAN, INF, -INF, -2.1, 2.1)],
     "max_tokens": [(v, "in [1, 2147483647]") for v in (0, -1, 2**31, NAN)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ import coordinator.settings
 import drafter.settings
 import verifier.settings
 from drafter.drafters import kinds
+from loadtest.__main__ import app as loadtest
+from loadtest.arguments import add_arguments
 from outrider import models
 from outrider.cli.app import app
 from outrider.config import PREFIX, VARIABLES, Settings
@@ -41,8 +45,37 @@ def test_every_variable_that_is_read_is_known() -> None:
     """An unknown OUTRIDER_ variable is refused; one that some command reads must not be."""
     read = {PREFIX + name.upper() for settings in SETTINGS for name in settings.model_fields}
     read |= set(_variables(typer.main.get_command(app)))
+    read |= {variable for variable, _ in _locust_arguments().values()}
     assert read | {"OUTRIDER_HOME"} == VARIABLES
     assert all(issubclass(settings, Settings) for settings in SETTINGS)
+
+
+def test_the_load_test_and_locust_mean_the_same() -> None:
+    ours = {
+        parameter.opts[0]: (parameter.envvar, parameter.default)
+        for parameter in typer.main.get_command(loadtest).params
+        if parameter.envvar
+    }
+    theirs = _locust_arguments()
+    assert set(theirs) - set(ours) == {"--summary"}, "which `python -m loadtest` gives itself"
+    assert {flag: (variable, default or None) for flag, (variable, default) in ours.items()} == {
+        flag: (variable, default or None) for flag, (variable, default) in theirs.items() if flag != "--summary"
+    }
+
+
+def _locust_arguments() -> dict[str, tuple[str, Any]]:
+    """Variable and default of each flag."""
+    found: dict[str, tuple[str, Any]] = {}
+
+    class Parser:
+        def add_argument(self, flag: str, *, env_var: str, default: Any = None, **_: Any) -> None:
+            found[flag] = (env_var, default)
+
+        def set_defaults(self, **_: Any) -> None:
+            pass
+
+    add_arguments(Parser())
+    return found
 
 
 def _variables(command: Any) -> Iterator[str]:
@@ -56,3 +89,13 @@ def _variables(command: Any) -> Iterator[str]:
 def test_the_command_line_knows_every_kind_of_drafter() -> None:
     """It imports no service, so it has a list of its own."""
     assert sorted(models.KINDS) == kinds()
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """It is run beside a coordinator too, where there is none."""
+    script = "import sys; sys.modules['torch'] = None; from outrider.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout

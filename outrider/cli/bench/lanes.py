@@ -17,13 +17,13 @@ from pathlib import Path
 import grpc
 
 from outrider import wire
+from outrider.access import Access
 from outrider.cli.bench.comparison import PLAIN, Answer, Question
 from outrider.cli.stack import Plan, Stack
 from outrider.client import Client, Finished, Tokens
 from outrider.embedded_redis import embedded_redis
 from outrider.errors import InvalidRequest, PeerLost, Unavailable
 from outrider.messages import SamplingParams, Verification
-from outrider.serving import channel_options
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
@@ -114,7 +114,7 @@ class Lanes(Stack):
 
 
 @contextlib.contextmanager
-def introduced(worker: pb.Worker, address: str) -> Iterator[None]:
+def introduced(worker: pb.Worker, address: str, access: Access) -> Iterator[None]:
     """Keep a worker registered with a coordinator that it does not report to itself: it reports to one at a time."""
     leaving = threading.Event()
 
@@ -122,7 +122,7 @@ def introduced(worker: pb.Worker, address: str) -> Iterator[None]:
         yield pb.RegisterRequest(worker=worker)
         leaving.wait()  # it stays for as long as the stream does; how it fares, the coordinator asks it
 
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
+    with access.channel(address) as channel:
         call = rpc.RegistryStub(channel).Register(report())
         try:
             _accepted(call)
@@ -155,7 +155,7 @@ def open_lanes(
         running.wait_ready(running.children, lambda: tick(running))
         verifier = running.wait_verifier()
         for address in running.endpoints[1:]:
-            exits.enter_context(introduced(verifier, address))
+            exits.enter_context(introduced(verifier, address, running.fleet_access))
         running.wait_registered(lambda: tick(running))
         yield {
             lane.name: exits.enter_context(Client([address], timeout_s=_TIMEOUT_S))

@@ -22,10 +22,9 @@ from outrider.cli import options
 from outrider.cli.bench.far import Far, Paces, Pair, far, make_pair
 from outrider.cli.bench.report import Row, check_files, needs, write_json
 from outrider.client import Finished, Tokens
-from outrider.engine.paced import parse_pace
 from outrider.errors import InvalidRequest
 from outrider.link import Shape
-from outrider.messages import SamplingParams
+from outrider.messages import CostCurve, SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -185,7 +184,7 @@ def network(
     large pair can be studied on any machine; the link between coordinator and drafter is our own.
     """
     check_files(json_file, plot_file)
-    parse_pace(verify)
+    _pace(verify)
     to_cross = parse_links(rtts) if rtts else cells(quick=quick)
     to_try = parse_drafters(drafters or ("0.8:4" if quick else "0.8:4,0.5:4,0.8:16"))
     tokens = tokens or (96 if quick else 192)
@@ -433,8 +432,13 @@ def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def curve(paces: Paces) -> tuple[list[int], list[float]]:
     """A verifier's pace as the simulator takes it."""
-    pace = parse_pace(paces.verify)
+    pace = _pace(paces.verify)
     return list(pace.rows), list(pace.ms)
+
+
+def _pace(text: str) -> CostCurve:
+    pace: CostCurve = needs("torch", "models", "outrider.engine.paced").parse_pace(text)
+    return pace
 
 
 def summarise(

@@ -1,0 +1,168 @@
+"""One HTTP request's sessions: prepared, begun, and followed together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.http.bodies import ChatBody, CompletionBody, Generation, ResponseFormat
+from coordinator.intake import prepare
+from coordinator.record import SessionRequest
+from coordinator.session import Session, Token
+from coordinator.sessions import Sessions
+from coordinator.settings import CoordinatorSettings
+from coordinator.target import Target
+from outrider.errors import NotFound
+from outrider.messages import MAX_SEED
+from outrider.serving import background
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+
+CHAT_TOKENS = 1_024  # of an answer, where nothing is said and the context leaves as many
+_SEED_BITS = 53  # of a drawn one: what every reader of JSON can say again
+_ROLES = {"developer": "system"}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What one choice has to say; with no tokens: it is complete."""
+
+    choice: int
+    tokens: Sequence[Token]
+
+
+class Answer:
+    """All choices of a request while they are made."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = sessions
+        self._news: asyncio.Queue[News] = asyncio.Queue()
+
+    async def news(self) -> AsyncGenerator[News, None]:
+        """Until all choices are complete. Raises the error that ends one of them."""
+        followers = [self._follow(choice, session) for choice, session in enumerate(self.sessions)]
+        left = len(followers)
+        async with background(*followers):
+            while left:
+                news = await self._news.get()
+                if not news.tokens:
+                    left -= 1
+                    error = self.sessions[news.choice].error
+                    if error is not None:
+                        raise error
+                yield news
+
+    async def _follow(self, choice: int, session: Session) -> None:
+        async for _, tokens in session.follow(0):
+            self._news.put_nowait(News(choice, tokens))
+        self._news.put_nowait(News(choice, ()))
+
+
+@contextlib.asynccontextmanager
+async def begun(
+    sessions: Sessions, requests: Sequence[SessionRequest], target: Target, key: str
+) -> AsyncIterator[Answer]:
+    """Sessions for all requests; left off when nobody follows them any more."""
+    with contextlib.ExitStack() as stack:
+        running: list[Session] = []
+        for number, request in enumerate(requests):
+            with sessions.admission():
+                session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
+            stack.enter_context(sessions.followed(session))
+            running.append(session)
+        yield Answer(running)
+
+
+async def requests_of(
+    body: ChatBody | CompletionBody, target: Target, settings: CoordinatorSettings
+) -> list[SessionRequest]:
+    """One per choice, those of a prompt together; through the same checks as a request over gRPC."""
+    name = served_name(target, settings)
+    if body.model not in (None, "", name):
+        raise NotFound(f"there is no model {body.model!r} here", field="model", value=body.model, limit=name)
+    default = CHAT_TOKENS if isinstance(body, ChatBody) else None
+    found: list[SessionRequest] = []
+    for request in _inputs(body):
+        request.params.CopyFrom(_params(body))
+        request.speculation.CopyFrom(_speculation(body))
+        request.cache_salt = body.cache_salt or ""
+        prepared = await prepare(request, target, settings, default_tokens=default)
+        found += _choices(prepared, body.choices)
+    return found
+
+
+def served_name(target: Target, settings: CoordinatorSettings) -> str:
+    return settings.served_model_name or target.info.name
+
+
+def _choices(request: SessionRequest, count: int) -> list[SessionRequest]:
+    seed = request.params.seed
+    assert seed is not None
+    return [
+        replace(request, params=request.params.with_seed((seed + number) % (MAX_SEED + 1))) for number in range(count)
+    ]
+
+
+def _inputs(body: ChatBody | CompletionBody) -> list[pb.GenerateRequest]:
+    if isinstance(body, CompletionBody):
+        return [
+            pb.GenerateRequest(prompt=prompt)
+            if isinstance(prompt, str)
+            else pb.GenerateRequest(tokens=pb.TokenIds(ids=prompt))
+            for prompt in body.prompts
+        ]
+    messages = [
+        pb.ChatMessage(role=_ROLES.get(message.role, message.role), content=message.text) for message in body.messages
+    ]
+    return [pb.GenerateRequest(chat=pb.Chat(messages=messages))]
+
+
+def _params(body: ChatBody | CompletionBody) -> common.SamplingParams:
+    params = common.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        seed=(secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
+        stop=body.stops,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        max_tokens=body.limit,
+        logprobs=body.num_logprobs,
+    )
+    if body.speculation is not None and body.speculation.verification is not None:
+        params.verification = common.Verification.Value(f"VERIFICATION_{body.speculation.verification.upper()}")
+    _constrain(params, body.response_format)
+    return params
+
+
+def _constrain(params: common.SamplingParams, wanted: ResponseFormat | None) -> None:
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.regex is not None:
+        params.grammar.regex = wanted.regex
+    elif wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        params.grammar.json_schema = json.dumps(wanted.json_schema.schema_)
+    else:
+        params.grammar.json_object = True
+
+
+def _speculation(body: Generation) -> pb.Speculation:
+    wish = body.speculation
+    if wish is None:
+        return pb.Speculation()
+    return pb.Speculation(
+        gamma=wish.gamma,
+        branches=wish.branches,
+        ahead=wish.ahead,
+        patience_us=wish.patience_us,
+        drafter=wish.drafter or "",
+    )

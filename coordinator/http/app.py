@@ -1,0 +1,290 @@
+"""The routes, and what answers them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from coordinator.http import pages, replies
+from coordinator.http.answer import Answer, begun, requests_of, served_name
+from coordinator.http.bodies import Body, ChatBody, CompletionBody
+from coordinator.http.failures import (
+    of_validation,
+    on_http_error,
+    on_outrider_error,
+    respond,
+)
+from coordinator.http.limits import KeyHolders, RequestIds, WholeBodies
+from coordinator.http.openapi import document
+from coordinator.http.replies import Head, Json
+from coordinator.http.streams import EventStream
+from coordinator.record import SessionRequest
+from coordinator.session import Session, Token
+from coordinator.sessions import MAX_KEY_CHARACTERS, Sessions
+from coordinator.settings import CoordinatorSettings
+from coordinator.target import Target
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
+from outrider.keys import Keys
+
+BodyT = TypeVar("BodyT", bound=Body)
+_UNSUPPORTED_MEDIA = 415
+_JSON_ROOM = 3  # how much longer a text may be as JSON
+_KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
+
+
+class Api:
+    def __init__(self, sessions: Sessions, settings: CoordinatorSettings, keys: Keys) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._keys = keys
+        self._document = document()
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/fleet", self.fleet),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/openapi.json", self.openapi),
+            *pages.routes(),
+        ]
+        origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
+        limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
+        app = Starlette(
+            routes=routes,
+            middleware=[
+                *([_cors(origins)] if origins else []),
+                Middleware(RequestIds),
+                Middleware(KeyHolders, keys=self._keys, open_to_all=_OPEN),
+                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s),
+            ],
+            exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
+        )
+        app.router.redirect_slashes = False  # to a host that the request names
+        return app
+
+    # Generation.
+
+    async def chat(self, request: Request) -> Response:
+        body = await _read(request, ChatBody)
+        target, requests = await self._prepared(body)
+        if body.stream:
+            return await EventStream.start(self._chat_chunks(body, target, requests, _key(request)))
+        async with begun(self._sessions, requests, target, _key(request)) as answer:
+            tokens = await _all_of(answer)
+            head = self._head("chat.completion", "chatcmpl", answer, target)
+            choices = [
+                replies.chat_choice(number, session, tokens[number], target)
+                for number, session in enumerate(answer.sessions)
+            ]
+            return JSONResponse(head.whole(choices, answer, body.choices))
+
+    async def complete(self, request: Request) -> Response:
+        body = await _read(request, CompletionBody)
+        target, requests = await self._prepared(body)
+        if body.stream:
+            return await EventStream.start(self._completion_chunks(body, target, requests, _key(request)))
+        async with begun(self._sessions, requests, target, _key(request)) as answer:
+            tokens = await _all_of(answer)
+            head = self._head("text_completion", "cmpl", answer, target)
+            choices = [
+                replies.completion_choice(
+                    number,
+                    _echoed(body, session, target) + replies.text(tokens[number]) + session.rest.text,
+                    replies.reason(session),
+                    replies.completion_logprobs(tokens[number], target, 0),
+                )
+                for number, session in enumerate(answer.sessions)
+            ]
+            return JSONResponse(head.whole(choices, answer, body.choices))
+
+    async def _chat_chunks(
+        self, body: ChatBody, target: Target, requests: Sequence[SessionRequest], key: str
+    ) -> AsyncGenerator[Json, None]:
+        async with begun(self._sessions, requests, target, key) as answer:
+            head = self._head("chat.completion", "chatcmpl", answer, target)
+            more = {"usage": None} if body.include_usage else {}
+            told: set[int] = set()
+            async with contextlib.aclosing(answer.news()) as incoming:
+                async for news in incoming:
+                    session = answer.sessions[news.choice]
+                    if news.choice not in told:
+                        told.add(news.choice)
+                        delta = {"role": "assistant", "content": "", "refusal": None}
+                        yield head.chunk([replies.chat_delta(news.choice, delta)], **more)
+                    written = replies.text(news.tokens) if news.tokens else session.rest.text
+                    logprobs = replies.chat_logprobs(news.tokens, target)
+                    if written or logprobs or (body.show and news.tokens):
+                        choice = replies.chat_delta(news.choice, {"content": written}, logprobs)
+                        yield head.chunk([choice | _shown(body, session, news.tokens)], **more)
+                    if not news.tokens:
+                        last = replies.chat_delta(news.choice, {}, finish_reason=replies.reason(session))
+                        yield head.chunk(
+                            [last], **more, **({} if body.include_usage else replies.metrics(answer.sessions))
+                        )
+            if body.include_usage:
+                yield _usage_chunk(head, answer, body)
+
+    async def _completion_chunks(
+        self, body: CompletionBody, target: Target, requests: Sequence[SessionRequest], key: str
+    ) -> AsyncGenerator[Json, None]:
+        async with begun(self._sessions, requests, target, key) as answer:
+            head = self._head("text_completion", "cmpl", answer, target)
+            more = {"usage": None} if body.include_usage else {}
+            written = [0] * len(answer.sessions)
+            echoed: set[int] = set()
+            async with contextlib.aclosing(answer.news()) as incoming:
+                async for news in incoming:
+                    session = answer.sessions[news.choice]
+                    if body.echo and news.choice not in echoed:
+                        echoed.add(news.choice)
+                        echo = _echoed(body, session, target)
+                        yield head.chunk([replies.completion_choice(news.choice, echo, None)], **more)
+                    text = replies.text(news.tokens) if news.tokens else session.rest.text
+                    logprobs = replies.completion_logprobs(news.tokens, target, written[news.choice])
+                    written[news.choice] += len(text)
+                    reason = None if news.tokens else replies.reason(session)
+                    if text or logprobs or reason or body.show:
+                        choice = replies.completion_choice(news.choice, text, reason, logprobs)
+                        ends = {} if body.include_usage or news.tokens else replies.metrics(answer.sessions)
+                        yield head.chunk([choice | _shown(body, session, news.tokens)], **more, **ends)
+            if body.include_usage:
+                yield _usage_chunk(head, answer, body)
+
+    async def _prepared(self, body: ChatBody | CompletionBody) -> tuple[Target, list[SessionRequest]]:
+        with self._sessions.admission():
+            target = self._sessions.target
+            return target, await requests_of(body, target, self._settings)
+
+    def _head(self, kind: str, prefix: str, answer: Answer, target: Target) -> Head:
+        return Head.of(kind, prefix, answer.sessions[0], served_name(target, self._settings))
+
+    # What there is.
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        model, wanted = self._model(), request.path_params["model"]
+        if wanted != model["id"]:
+            raise NotFound(f"there is no model {shorten(repr(wanted))} here", field="model", value=wanted)
+        return JSONResponse(model)
+
+    def _model(self) -> Json:
+        target = self._sessions.target
+        return {
+            "id": served_name(target, self._settings),
+            "object": "model",
+            "created": int(_STARTED),
+            "owned_by": "outrider",
+            "max_model_len": target.info.context_length,
+            "fingerprint": target.info.fingerprint,
+        }
+
+    async def fleet(self, request: Request) -> Response:
+        """What the coordinator knows of itself and its workers."""
+        workers = [asdict(worker) for worker in self._sessions.workers]
+        for worker in workers:
+            worker["role"] = worker["role"].name.lower()
+        return JSONResponse(
+            {
+                "version": version("outrider"),
+                "coordinator_id": self._sessions.coordinator_id,
+                "sessions": len(self._sessions),
+                "durable": await self._sessions.durable(),
+                "workers": workers,
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        body, media = self._sessions.metrics.render()
+        return Response(body, headers={"Content-Type": media})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if not self._sessions.ready:
+            return respond(Unavailable("no verifier is ready", retry_after_ms=2000))
+        return JSONResponse({"status": "ready"})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+
+_STARTED = time.time()
+_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for whoever has yet to type a key
+
+
+def _cors(origins: list[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def _read(request: Request, kind: type[BodyT]) -> BodyT:
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise HTTPException(
+            _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
+        )
+    try:
+        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is no JSON: {shorten(str(error))}", field="body") from error
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise of_validation(error) from error
+
+
+def _key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if not _KEY.fullmatch(key):
+        raise InvalidRequest.of(
+            "Idempotency-Key", ascii(key), f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
+        )
+    return key
+
+
+async def _all_of(answer: Answer) -> list[list[Token]]:
+    tokens: list[list[Token]] = [[] for _ in answer.sessions]
+    async with contextlib.aclosing(answer.news()) as incoming:
+        async for news in incoming:
+            tokens[news.choice] += news.tokens
+    return tokens
+
+
+def _usage_chunk(head: Head, answer: Answer, body: ChatBody | CompletionBody) -> Json:
+    return head.chunk([], usage=replies.usage(answer.sessions, body.choices), **replies.metrics(answer.sessions))
+
+
+def _shown(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> dict[str, Any]:
+    return replies.shown(session, tokens) if body.show else {}
+
+
+def _echoed(body: CompletionBody, session: Session, target: Target) -> str:
+    return target.decode(session.record.request.prompt) if body.echo else ""

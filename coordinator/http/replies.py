@@ -1,0 +1,193 @@
+"""Answers in OpenAI's shapes, whole and in chunks; what speculation did for them in vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from coordinator.http.answer import Answer
+from coordinator.session import Session, Token
+from coordinator.target import Target
+from outrider.messages import FinishReason, TokenLogprobs
+
+Json = dict[str, Any]
+_REASONS = {FinishReason.LENGTH: "length"}  # all others have stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every part of one answer begins with."""
+
+    kind: str  # chat.completion or text_completion
+    answer_id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, kind: str, prefix: str, session: Session, model: str) -> Head:
+        return cls(
+            kind, f"{prefix}-{session.record.session_id}", int(time.time()), model, session.target.info.fingerprint
+        )
+
+    def whole(self, choices: list[Json], answer: Answer, per_prompt: int) -> Json:
+        reply = self._reply(self.kind, choices)
+        return reply | {"usage": usage(answer.sessions, per_prompt)} | metrics(answer.sessions)
+
+    def chunk(self, choices: list[Json], **more: Any) -> Json:
+        kind = f"{self.kind}.chunk" if self.kind == "chat.completion" else self.kind
+        return self._reply(kind, choices) | more
+
+    def _reply(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+
+def reason(session: Session) -> str:
+    return _REASONS.get(session.record.finish_reason, "stop")
+
+
+def text(tokens: Sequence[Token]) -> str:
+    return "".join(token.text for token in tokens)
+
+
+def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
+    """Choices of the same prompt count it once."""
+    first = sessions[::per_prompt]
+    prompted = sum(len(session.record.request.prompt) for session in first)
+    cached = sum(session.stats.to_proto().cached_tokens for session in first)
+    completed = sum(len(session.record.tokens) for session in sessions)
+    return {
+        "prompt_tokens": prompted,
+        "completion_tokens": completed,
+        "total_tokens": prompted + completed,
+        "prompt_tokens_details": {"cached_tokens": min(prompted, cached)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def metrics(sessions: Sequence[Session]) -> Json:
+    """Of a single choice."""
+    if len(sessions) != 1:
+        return {}
+    stats = sessions[0].stats.to_proto()
+    held = [stats.drafts, *stats.accepted_per_position, 0]
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1.0 + stats.accepted_tokens / stats.drafts if stats.drafts else 1.0,
+                "draft_acceptance_rate": stats.acceptance_rate,
+                "acceptance_histogram": [more - fewer for more, fewer in pairwise(held)],
+                "num_spec_steps": stats.drafts,
+                "num_accepted_draft_tokens": stats.accepted_tokens,
+                "num_draft_tokens": stats.draft_tokens,
+                "num_spec_tokens": len(stats.offered_per_position),
+            },
+            "outrider": {
+                "tokens_per_second": stats.tokens_per_second,
+                "time_to_first_token_ms": stats.time_to_first_token_ms,
+                "steps": stats.steps,
+                "mean_gamma": stats.mean_gamma,
+                "drafter": stats.drafter,
+                "plans": [{"plan": share.plan, "steps": share.steps} for share in stats.plans if share.steps],
+                "bytes_per_accepted_token": stats.bytes_per_accepted_token,
+                "failovers": stats.failovers,
+                "drafter_losses": stats.drafter_losses,
+                "seed": sessions[0].record.request.params.seed,
+                "session_id": sessions[0].record.session_id,
+            },
+        }
+    }
+
+
+def shown(session: Session, tokens: Sequence[Token]) -> Json:
+    """Which tokens were guessed, and how the session is drafted now."""
+    return {
+        "speculation": {
+            "kinds": [token.kind.name.lower() for token in tokens],
+            "characters": [len(token.text) for token in tokens],
+            "token_ids": [token.token for token in tokens],
+            "plan": session.plan.label,
+            "gamma": session.plan.gamma,
+        }
+    }
+
+
+# --- chat ------------------------------------------------------------------------------------------------------------
+
+
+def chat_choice(number: int, session: Session, tokens: Sequence[Token], target: Target) -> Json:
+    return {
+        "index": number,
+        "message": {"role": "assistant", "content": text(tokens) + session.rest.text, "refusal": None},
+        "logprobs": chat_logprobs(tokens, target),
+        "finish_reason": reason(session),
+    }
+
+
+def chat_delta(number: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def chat_logprobs(tokens: Sequence[Token], target: Target) -> Json | None:
+    found = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
+    return {"content": [_logprob(target, *each) for each in found], "refusal": None} if found else None
+
+
+def _logprob(target: Target, token: int, known: TokenLogprobs) -> Json:
+    best = zip(known.top_ids, known.top_logprobs, strict=True)
+    return {
+        **_named(target, token, known.logprob),
+        "top_logprobs": [_named(target, other, logprob) for other, logprob in best],
+    }
+
+
+def _named(target: Target, token: int, logprob: float) -> Json:
+    data = target.token_bytes(token)
+    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; this is what OpenAI writes for what is all but impossible."""
+    return max(logprob, -9999.0)
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
+
+
+def completion_choice(number: int, written: str, finish_reason: str | None, logprobs: Json | None = None) -> Json:
+    return {"index": number, "text": written, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def completion_logprobs(tokens: Sequence[Token], target: Target, offset: int) -> Json | None:
+    """`offset`: characters of the answer before these tokens."""
+    found = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+    if not found:
+        return None
+    reply: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, known in found:
+        best = zip(known.top_ids, known.top_logprobs, strict=True)
+        reply["tokens"].append(_readable(target, token.token))
+        reply["token_logprobs"].append(_finite(known.logprob))
+        reply["top_logprobs"].append({_readable(target, other): _finite(logprob) for other, logprob in best})
+        reply["text_offset"].append(offset)
+        offset += len(token.text)
+    return reply
+
+
+def _readable(target: Target, token: int) -> str:
+    """Bytes that are no text by themselves are told apart."""
+    data = target.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

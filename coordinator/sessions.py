@@ -1,0 +1,318 @@
+"""The sessions of a coordinator: begun, found again by key or id, taken over, followed, retired.
+
+Both edges for clients, gRPC and HTTP, stand on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import structlog
+
+from coordinator.drafting import Means
+from coordinator.journal import Journal
+from coordinator.pairs import PairMemory
+from coordinator.plans import Way
+from coordinator.readings import show
+from coordinator.record import SessionRecord, SessionRequest
+from coordinator.roster import Roster
+from coordinator.session import Deps, Session
+from coordinator.settings import CoordinatorSettings
+from coordinator.store import Store, StoreDown
+from coordinator.target import Target
+from outrider.access import Access
+from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.messages import TokenKind as Kind
+from outrider.messages import WorkerInfo, check_tokens
+from outrider.metrics import CoordinatorMetrics
+from outrider.serving import vital
+from outrider.tracing import tracing_to
+
+log = structlog.get_logger(__name__)
+
+MAX_KEY_CHARACTERS = 256
+_REMEMBERED_KEYS = 16_384
+_REMEMBERED_SESSIONS = 1_024
+_FLUSH_S = 3.0
+_RESERVE_S = 0.25
+_TRACE_TRIES = 10
+_TRACE_WAIT_S = 0.1
+
+
+class Sessions:
+    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
+        self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
+        self._settings = settings
+        self._store = Store(redis_url, self.coordinator_id, settings.session_ttl_s)
+        self._journal = Journal(self._store)
+        self._pairs = PairMemory(self._store)
+        self.roster = Roster(self._store, settings.heartbeat_ms, Access.of(settings))
+        means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
+        self.metrics = CoordinatorMetrics(Way)
+        self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
+        self._deps = Deps(self.roster, self._journal, means, self.metrics, self._tracing, settings.worker_wait_s)
+        self._sessions: dict[str, Session] = {}
+        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
+        self._keys: OrderedDict[str, str] = OrderedDict()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        show(self.metrics, self._sessions, self.roster, self._store, self._journal)
+
+    # Life.
+
+    def start(self) -> None:
+        self._tasks = [
+            vital(self._journal.run(), "journal"),
+            vital(self._pairs.run(), "pairs"),
+            vital(self.roster.run(), "roster"),
+        ]
+
+    def drain(self) -> None:
+        self._draining = True
+
+    async def stop(self) -> None:
+        """Sessions that have not finished are handed over through Redis: their clients resume elsewhere."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            session.stop(Unavailable("this coordinator is leaving; resume on another", retry_after_ms=500))
+        await asyncio.gather(*(session.closed() for session in sessions))
+        if not await self._journal.flush(_FLUSH_S):
+            log.warning("redis did not take the last writes")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.roster.close()
+        await self._store.close()
+        await self._tracing.close()
+
+    # What there is.
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def live(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be answered."""
+        return self.roster.ready and not self._draining
+
+    @property
+    def target(self) -> Target:
+        target = self.roster.target
+        if target is None:
+            raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
+        return target
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return [replace(link.info, round_trip_ms=link.round_trip_ms) for link in self.roster.links()]
+
+    async def durable(self) -> bool:
+        """Whether sessions survive this coordinator."""
+        try:
+            await self._store.ping()
+        except StoreDown as error:
+            log.debug("not durable now", error=error.message)
+        return self._store.up
+
+    # Beginning, following, ending.
+
+    @contextlib.contextmanager
+    def admission(self) -> Iterator[None]:
+        """Around everything that may refuse a request before there is a session to follow."""
+        try:
+            with self.metrics.refusals():
+                yield
+        except OutriderError as error:
+            log.info("request refused", code=error.code, error=error.message)
+            raise
+
+    async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
+        """A new session, or the one that this idempotency key stands for."""
+        if self._draining:
+            raise Unavailable("this coordinator is leaving", retry_after_ms=500)
+        if len(key) > MAX_KEY_CHARACTERS:
+            raise InvalidRequest.of(
+                "idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters"
+            )
+        if len(self._sessions) >= self._settings.max_sessions:
+            raise Overloaded(
+                f"{len(self._sessions)} sessions are going on",
+                field="sessions",
+                value=len(self._sessions),
+                limit=self._settings.max_sessions,
+                retry_after_ms=1000,
+            )
+        record = SessionRecord(secrets.token_hex(12), request, model=target.info.fingerprint)
+        session = Session(record, target, self._deps)
+        # Known before anything is awaited, so that a second request with the same key finds it.
+        self._sessions[record.session_id] = session
+        try:
+            held = await self._reserve(key, record.session_id, request) if key else record.session_id
+        except BaseException:
+            del self._sessions[record.session_id]
+            raise
+        if held == record.session_id:
+            session.start()
+            return session
+        del self._sessions[record.session_id]
+        return await self._again(replace(record, session_id=held), target)
+
+    async def _again(self, record: SessionRecord, target: Target) -> Session:
+        """The session that an idempotency key stands for; begun anew only if it left no trace."""
+        for _ in range(_TRACE_TRIES):
+            try:
+                return await self.take_over(record.session_id, 0, ())
+            except NotFound:
+                await asyncio.sleep(_TRACE_WAIT_S)  # its coordinator may be about to write it
+        return self._run(Session(record, target, self._deps))
+
+    async def _reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
+        """The session that a key stands for: the new one, or the one that it was used for before."""
+        digest = hashlib.sha256(_sameness(request).encode()).hexdigest()[:16]
+        name = hashlib.sha256(key.encode()).hexdigest()
+        mine = f"{session_id} {digest}"
+        held = self._keys.get(name)
+        if held is None:
+            try:
+                async with asyncio.timeout(_RESERVE_S):
+                    held = await self._store.reserve(name, mine)
+            except (StoreDown, TimeoutError) as error:
+                log.warning("idempotency holds on this coordinator only", error=str(error))
+        held = self._keys.setdefault(name, held or mine)
+        while len(self._keys) > _REMEMBERED_KEYS:
+            self._keys.popitem(last=False)
+        known_id, known_digest = held.split()
+        if known_digest != digest:
+            raise Conflict(
+                "this idempotency_key was used for another request",
+                field="idempotency_key",
+                value=key,
+                limit="a new key",
+            )
+        return known_id
+
+    async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
+        """The session to follow: the live one here, or one grown from its record."""
+        live = self._sessions.get(session_id)
+        if live is not None and not live.ended:
+            _check_position(position, len(live.record.tokens), live.record)
+            return live
+        target = self.target
+        record = await self._load(session_id)
+        if record.model != target.info.fingerprint:
+            raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
+        if not record.finished:
+            if self._draining:
+                raise Unavailable("this coordinator is leaving", retry_after_ms=500)
+            _append_tail(record, position, tail, target)
+        _check_position(position, len(record.tokens), record)
+        again = self._sessions.get(session_id)
+        if again is not None and not again.ended:
+            return again  # somebody else was faster while the record was read
+        session = Session(record, target, self._deps)
+        return session if record.finished else self._run(session)
+
+    async def _load(self, session_id: str) -> SessionRecord:
+        here = self._recent.get(session_id)
+        try:
+            record = await self._store.claim(session_id)
+        except StoreDown:
+            if here is None:
+                raise
+            record = here
+        if record is None:
+            if here is None:
+                raise _unknown(session_id)
+            record = here
+        if here is not None and len(here.tokens) > len(record.tokens):
+            record = replace(here, epoch=max(here.epoch, record.epoch))
+        return record
+
+    def _run(self, session: Session) -> Session:
+        self._sessions[session.record.session_id] = session
+        session.start()
+        return session
+
+    @contextlib.contextmanager
+    def followed(self, session: Session) -> Iterator[None]:
+        """Somebody reads it; once nobody does, it is left off."""
+        session.followers += 1
+        try:
+            yield
+        finally:
+            session.followers -= 1
+            if session.followers == 0:
+                if not session.ended:
+                    session.stop()
+                self._retire(session)
+
+    async def cancel(self, session_id: str) -> bool:
+        """False: it had ended already."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            going = not session.ended
+            session.cancel()
+            return going
+        ended = self._recent.get(session_id)
+        if ended is not None and ended.finished:
+            return False
+        cancelled = await self._store.cancel(session_id)
+        if cancelled is None:
+            raise _unknown(session_id)
+        return cancelled
+
+    def _retire(self, session: Session) -> None:
+        session_id = session.record.session_id
+        if self._sessions.get(session_id) is session:
+            del self._sessions[session_id]
+        self._recent[session_id] = session.record
+        self._recent.move_to_end(session_id)
+        while len(self._recent) > _REMEMBERED_SESSIONS:
+            self._recent.popitem(last=False)
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(
+        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
+    )
+
+
+def _sameness(request: SessionRequest) -> str:
+    """What must be equal for two requests to be the same; a seed that was drawn is not part of it."""
+    return replace(request, params=replace(request.params, seed=None)).to_json()
+
+
+def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
+    """Tokens that the client has and the record has not: in rejection and block mode they cannot be made again."""
+    check_tokens("tail", tail, target.info.vocab_size)
+    known = len(record.tokens)
+    missing = position - known
+    if missing <= 0:
+        return
+    if len(tail) >= missing:
+        record.tokens.extend(tail[len(tail) - missing :])
+        record.kinds.extend([Kind.PLAIN] * missing)
+    elif record.request.params.mode.needs_draft_probs:
+        raise Conflict(
+            f"{missing} tokens before from_position were lost with a coordinator and cannot be drawn again in "
+            f"{record.request.params.mode.name.lower()} mode; send them as tail",
+            field="tail",
+            value=len(tail),
+            limit=f"at least {missing} tokens",
+        )
+
+
+def _check_position(position: int, known: int, record: SessionRecord) -> None:
+    limit = known if record.finished else record.request.params.max_tokens
+    if position > limit:
+        raise InvalidRequest.of("from_position", position, f"at most {limit}")

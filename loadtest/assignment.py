@@ -1,0 +1,99 @@
+"""What the users of a run are told: where to ask, what, and which answers are right.
+
+Made by the process that leads, and sent to its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.asking import GRPC, HTTP, Asker, OverGrpc, OverHttp
+from loadtest.attempt import fetch
+from loadtest.credentials import Credentials
+from loadtest.settings import Load, Where
+from loadtest.workload import Output, cases
+from outrider.errors import OutriderError, Unavailable
+from outrider.v1 import coordinator_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What it says of itself."""
+
+    target: str
+    model: str  # the same, as /v1/models calls it
+    capacity: int  # sessions it takes at once
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    where: Where
+    load: Load
+    model: str
+    answers: dict[str, Output]
+
+    def asker(self, protocol: str, shown: Credentials) -> Asker:
+        return _asker(protocol, self.where, shown, self.model)
+
+    def packed(self) -> dict[str, Any]:
+        answers = {name: [output.text, output.token_ids, output.num_tokens] for name, output in self.answers.items()}
+        return {"where": self.where.packed(), "load": self.load.packed(), "model": self.model, "answers": answers}
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Assignment:
+        answers = {
+            name: Output(text, None if ids is None else tuple(ids), num_tokens)
+            for name, (text, ids, num_tokens) in data["answers"].items()
+        }
+        return cls(Where.unpacked(data["where"]), Load(**data["load"]), data["model"], answers)
+
+
+def look(where: Where, shown: Credentials, load: Load) -> Fleet:
+    """Asks the fleet what it is, over all that the load will use. Raises when that does not work."""
+    model, capacity = _over_http_told(where, shown, load) if load.http_share else ("", 0)
+    if not load.grpc_share:
+        return Fleet(model, model, where.capacity or capacity)
+    with _over_grpc(where, shown).client as client:
+        verifiers = [worker for worker in client.server().workers if worker.role == pb.ROLE_VERIFIER]
+        if not verifiers:
+            raise Unavailable("the fleet has no verifier yet")
+        return Fleet(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))
+
+
+def assign(where: Where, shown: Credentials, load: Load, fleet: Fleet) -> Assignment:
+    """Asks for the answers. Raises when one does not come."""
+    asked = cases(load.kinds, load.max_tokens)
+    log.info("asking %d prompts one after the other, without guessing", len(asked))
+    asker = _asker(GRPC if load.grpc_share else HTTP, where, shown, fleet.model)
+    try:
+        answers = {case.name: fetch(asker, case) for case in asked}
+    finally:
+        asker.close()
+    log.info("%d answers known", len(answers))
+    return Assignment(where, load, fleet.model, answers)
+
+
+def _asker(protocol: str, where: Where, shown: Credentials, model: str) -> Asker:
+    if protocol == GRPC:
+        return _over_grpc(where, shown)
+    return OverHttp(random.choice(where.http), where.timeout_s, shown, model)
+
+
+def _over_grpc(where: Where, shown: Credentials) -> OverGrpc:
+    return OverGrpc(where.grpc, where.timeout_s, shown)
+
+
+def _over_http_told(where: Where, shown: Credentials, load: Load) -> tuple[str, int]:
+    over_http = OverHttp(where.http[0], where.timeout_s, shown)
+    try:
+        return over_http.served_model(), over_http.capacity()
+    except OutriderError as error:
+        hint = "; --http-share 0 leaves HTTP out" if load.grpc_share else ""
+        raise Unavailable(f"HTTP at {where.http[0]}: {error.message}{hint}") from error
+    finally:
+        over_http.close()

@@ -1,0 +1,30 @@
+"""What this process shows and whom it trusts: read once from its own flags, never sent to another process."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from outrider.keys import Keys
+from outrider.tls import SYSTEM, Tls
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    api_key: str = field(default="", repr=False)
+    tls: Tls | None = None  # None: in plain text
+    context: ssl.SSLContext | None = None  # the same for HTTP
+
+    @classmethod
+    def load(cls, *, api_key: str = "", tls_ca: str = "", tls_cert: str = "", tls_key: str = "") -> Self:
+        """Raises StartupError for what can never work."""
+        key = Keys.parse(api_key, "api_key").first
+        tls = Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca)
+        if tls is None:
+            return cls(key)
+        context = ssl.create_default_context(cafile=None if tls_ca in ("", SYSTEM) else Path(tls_ca).expanduser())
+        if tls_cert:
+            context.load_cert_chain(Path(tls_cert).expanduser(), Path(tls_key).expanduser())
+        return cls(key, tls, context)

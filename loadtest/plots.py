@@ -1,0 +1,145 @@
+"""The curves of a run, as SVG that takes its colours from the page around it."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from loadtest.summary import Percentiles, Summary
+
+# Matplotlib draws with these, the page knows them as variables: so that one drawing suits light and dark.
+_COLOURS = {
+    "#010101": "ink",
+    "#020202": "soft",
+    "#030303": "line",
+    "#040404": "band",
+    "#050505": "one",
+    "#060606": "two",
+    "#070707": "three",
+    "#080808": "warn",
+    "#090909": "bad",
+}
+_BY_NAME = {name: colour for colour, name in _COLOURS.items()}
+_SIZE = (5.2, 2.3)  # inches; small, so that text stays readable where the page is narrow
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "font.size": 9.0,
+    "axes.edgecolor": _BY_NAME["line"],
+    "axes.labelcolor": _BY_NAME["soft"],
+    "xtick.color": _BY_NAME["line"],
+    "ytick.color": _BY_NAME["line"],
+    "xtick.labelcolor": _BY_NAME["soft"],
+    "ytick.labelcolor": _BY_NAME["soft"],
+    "text.color": _BY_NAME["soft"],
+}
+_MINUTES_FROM_S = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    title: str
+    legend: dict[str, str]  # what each colour means
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    name: str
+    colour: str
+    values: Sequence[float | None]
+
+
+def pictures(summary: Summary) -> list[Picture]:
+    series = summary.series
+    drawn = [
+        _picture(summary, "Tokens per second", [_Curve("tokens/s", "one", series.tokens_per_s)], filled=True),
+        _picture(summary, "Users", [_Curve("users", "one", series.users)], filled=True),
+        _picture(summary, "First token, milliseconds", _percentiles(series.first_token_ms)),
+        _picture(summary, "Inter-token, milliseconds", _percentiles(series.inter_token_ms)),
+    ]
+    if summary.all.shed or summary.all.failures:
+        trouble = [_Curve("shed", "warn", series.shed_per_s), _Curve("failed", "bad", series.failures_per_s)]
+        drawn.append(_picture(summary, "Shed and failed per second", trouble))
+    return drawn
+
+
+def _percentiles(values: Sequence[Percentiles]) -> list[_Curve]:
+    return [
+        _Curve("p99", "three", [value.p99 for value in values]),
+        _Curve("p95", "two", [value.p95 for value in values]),
+        _Curve("p50", "one", [value.p50 for value in values]),
+    ]
+
+
+def _picture(summary: Summary, title: str, curves: Sequence[_Curve], *, filled: bool = False) -> Picture:
+    unit = 60 if summary.series.at_s and summary.series.at_s[-1] >= _MINUTES_FROM_S else 1
+    at = [(since + summary.series.step_s / 2) / unit for since in summary.series.at_s]
+    with matplotlib.rc_context(_SETTINGS | {"svg.hashsalt": title}):
+        # A figure of its own, without pyplot: no display is looked for.
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.subplots()
+        _bands(axes, summary, unit)
+        for curve in curves:
+            values = [math.nan if value is None else value for value in curve.values]
+            # A percentile that is that of few is often that of fewer too: the upper one shows behind the lower.
+            width = 3.0 if curve.name == "p99" else 1.5
+            axes.plot(at, values, color=_BY_NAME[curve.colour], linewidth=width, marker=".", markersize=2 * width)
+            if filled:
+                axes.fill_between(at, values, color=_BY_NAME[curve.colour], alpha=0.18, linewidth=0)
+        _plainly(axes, "minutes" if unit > 1 else "seconds")
+        axes.set_xlim(0, (at[-1] if at else 0) + summary.series.step_s / 2 / unit)
+        svg = _svg(figure)
+    legend = {curve.name: curve.colour for curve in curves} if len(curves) > 1 else {}
+    return Picture(title, legend, svg)
+
+
+def _bands(axes: Axes, summary: Summary, unit: int) -> None:
+    """Which part of the run it was; in between, users come and go."""
+    for number, part in enumerate(summary.parts):
+        began, ended = part.began_s / unit, (part.began_s + part.seconds) / unit
+        if number % 2 == 0:
+            axes.axvspan(began, ended, color=_BY_NAME["band"], linewidth=0)
+        if len(summary.parts) > 1:
+            axes.text(
+                (began + ended) / 2,
+                1.02,
+                part.name,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
+
+
+def _plainly(axes: Axes, x: str) -> None:
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(axis="y", color=_BY_NAME["line"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _svg(figure: Figure) -> str:
+    """The element alone, as wide as its place is."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for colour, name in _COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return svg

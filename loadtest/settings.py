@@ -1,0 +1,141 @@
+"""What a run is made of: where load may go, said when the program starts, and what the load is, said for each run.
+
+The two are apart because locust's web page may be shown to others: what is
+typed there must never send load elsewhere, or more of it than was agreed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from loadtest.shapes import SHAPES
+from loadtest.workload import cases
+from outrider.endpoint import allowed
+from outrider.errors import InvalidRequest
+
+DEFAULT_HTTP_ENDPOINT = "127.0.0.1:8000"
+DEFAULT_USERS = 16
+DEFAULT_SPAWN_RATE = 8.0
+DEFAULT_SECONDS = 60
+DEFAULT_TIMES = 3.0
+DEFAULT_MAX_TOKENS = 48
+DEFAULT_MAX_USERS = 1000
+DEFAULT_TIMEOUT_S = 120.0
+LONGEST_S = 24 * 3600
+MOST_TIMES = 20.0
+MAX_GAMMA = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Addresses, and the bounds of every run."""
+
+    grpc: tuple[str, ...]
+    http: tuple[str, ...]
+    timeout_s: float
+    max_users: int
+    capacity: int  # sessions the fleet takes at once; 0: ask it
+
+    @classmethod
+    def at(
+        cls,
+        endpoint: str,
+        http_endpoint: str,
+        timeout_s: float,
+        max_users: int,
+        capacity: int,
+        *,
+        allow_remote: bool,
+    ) -> Self:
+        """Raises when an endpoint is another machine's and nobody has allowed that."""
+        _between("timeout_s", timeout_s, 0.1, LONGEST_S)
+        _between("max_users", max_users, 1, math.inf)
+        _between("capacity", capacity, 0, math.inf)
+        grpc, http = (tuple(allowed(given, allow_remote=allow_remote)) for given in (endpoint, http_endpoint))
+        return cls(grpc, http, timeout_s, max_users, capacity)
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """From locust's options."""
+        return cls.at(
+            options.endpoint,
+            options.http_endpoint,
+            options.timeout_s,
+            options.max_users,
+            options.capacity,
+            allow_remote=options.allow_remote,
+        )
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def unpacked(cls, data: dict[str, Any]) -> Self:
+        return cls(**(data | {"grpc": tuple(data["grpc"]), "http": tuple(data["http"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run."""
+
+    shape: str
+    users: int
+    spawn_rate: float
+    seconds: int
+    times: float
+    grpc_share: float
+    http_share: float
+    kinds: str
+    max_tokens: int
+    gamma: int | None
+
+    @classmethod
+    def of(cls, options: Any) -> Self:
+        """From locust's options, which the web page may have changed. Raises what is wrong with them."""
+        load = cls(
+            shape=options.shape,
+            users=options.num_users or DEFAULT_USERS,
+            spawn_rate=float(options.spawn_rate or DEFAULT_SPAWN_RATE),
+            seconds=int(options.run_time or DEFAULT_SECONDS),
+            times=options.times,
+            grpc_share=options.grpc_share,
+            http_share=options.http_share,
+            kinds=options.kinds,
+            max_tokens=options.max_tokens,
+            gamma=_gamma(options.gamma),
+        )
+        load.check()
+        return load
+
+    def check(self) -> None:
+        if self.shape not in SHAPES:
+            raise InvalidRequest.of("shape", self.shape, f"of {', '.join(SHAPES)}")
+        _between("users", self.users, 1, math.inf)
+        _between("spawn_rate", self.spawn_rate, 0.01, 1000)
+        _between("seconds", self.seconds, 1, LONGEST_S)
+        _between("times", self.times, 1, MOST_TIMES)
+        _between("grpc_share", self.grpc_share, 0, 1000)
+        _between("http_share", self.http_share, 0, 1000)
+        if not self.grpc_share and not self.http_share:
+            raise InvalidRequest.of("grpc_share", self.grpc_share, "above 0 where http_share is 0")
+        _between("max_tokens", self.max_tokens, 1, math.inf)
+        cases(self.kinds, self.max_tokens)
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _gamma(given: str) -> int | None:
+    """The web page knows text only; empty: adaptive."""
+    if not given.strip():
+        return None
+    if not given.strip().isdecimal() or int(given) > MAX_GAMMA:
+        raise InvalidRequest.of("gamma", given, f"empty, or 0 to {MAX_GAMMA}")
+    return int(given)
+
+
+def _between(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest.of(name, value, f"{least:g} to {most:g}" if most < math.inf else f"at least {least:g}")

@@ -1,0 +1,73 @@
+"""Certificates made on the spot: an authority, and what it signs."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+_DAY = timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """PEM files."""
+
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Signs for a fleet. `path` is what others trust."""
+
+    path: Path
+    _name: x509.Name
+    _key: ec.EllipticCurvePrivateKey
+
+    @classmethod
+    def make(cls, folder: Path, name: str = "authority") -> Self:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = _named(name)
+        usage = x509.BasicConstraints(ca=True, path_length=None)
+        path = folder / f"{name}.pem"
+        path.write_bytes(_signed(subject, subject, key, key, usage, critical=True))
+        return cls(path, subject, key)
+
+    def issue(self, name: str, *, address: str = "127.0.0.1", password: bytes = b"") -> Certificate:
+        """For a service at this address, to be used when it is called and when it calls."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+        made = Certificate(self.path.with_name(f"{name}.pem"), self.path.with_name(f"{name}.key"))
+        made.cert.write_bytes(_signed(_named(name), self._name, key, self._key, names, critical=False))
+        hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+        made.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, hidden))
+        return made
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _signed(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    by: ec.EllipticCurvePrivateKey,
+    extension: x509.ExtensionType,
+    *,
+    critical: bool,
+) -> bytes:
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - _DAY)
+    builder = builder.not_valid_after(now + _DAY).add_extension(extension, critical=critical)
+    return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,112 @@
+"""The Helm chart as tests see it: rendered by Helm's own library, without a cluster, as objects of Kubernetes."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster import ROOT
+
+helm = pytest.importorskip("helm_python", reason="Helm's library comes as a wheel for Linux on x86-64 alone")
+
+CHART = ROOT / "deploy" / "helm" / "outrider"
+RELEASE = "outrider"
+NAMESPACE = "llm"
+ROLES = ("coordinator", "verifier", "drafter")
+
+Object = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that comes twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key comes twice: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """All objects of a release, and what the user is told."""
+
+    objects: list[Object]
+    notes: str
+
+    def of(self, *kinds: str) -> list[Object]:
+        return [thing for thing in self.objects if thing["kind"] in kinds]
+
+    def get(self, kind: str, name: str) -> Object:
+        (found,) = [thing for thing in self.of(kind) if thing["metadata"]["name"] == name]
+        return found
+
+    def workloads(self) -> dict[str, Object]:
+        """What makes pods, by component."""
+        return {component_of(thing): thing for thing in self.of("Deployment", "StatefulSet")}
+
+    def pods(self) -> dict[str, Object]:
+        """Pods or their templates, by component."""
+        made = {name: thing["spec"]["template"] for name, thing in self.workloads().items()}
+        return made | {component_of(pod): pod for pod in self.of("Pod")}
+
+    def container(self, component: str) -> Object:
+        (found,) = self.pods()[component]["spec"]["containers"]
+        return found
+
+    def secrets(self) -> dict[str, dict[str, str]]:
+        """Their values, in the clear."""
+        return {
+            secret["metadata"]["name"]: {
+                key: base64.b64decode(value, validate=True).decode() for key, value in secret["data"].items()
+            }
+            for secret in self.of("Secret")
+        }
+
+
+@functools.cache
+def chart() -> Any:
+    return helm.Chart.load(CHART)
+
+
+def render(values: Object | None = None, *, release: str = RELEASE, cluster: Any = None) -> Rendered:
+    """As `helm install` does it. `cluster`: a connection that `lookup` asks."""
+    by = {"name": release, "namespace": NAMESPACE}
+    chart().validate_schema(values or {})
+    files = cluster.render(chart(), values or {}, **by) if cluster else chart().render(values or {}, **by)
+    (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
+    manifests = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
+    return Rendered([thing for text in manifests for thing in yaml.load_all(text, _Loader) if thing], notes)
+
+
+def component_of(thing: Object) -> str:
+    return str(thing["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def command_line(container: Object, **env: str) -> tuple[list[str], dict[str, str]]:
+    """What a container runs, and its environment; `env` stands in for what Kubernetes fills in."""
+    variables = {entry["name"]: entry.get("value", env.get(entry["name"], "")) for entry in container.get("env", [])}
+    line = [_expanded(argument, variables) for argument in container.get("command", []) + container.get("args", [])]
+    return line, variables
+
+
+def _expanded(argument: str, variables: dict[str, str]) -> str:
+    for name, value in variables.items():
+        argument = argument.replace(f"$({name})", value)
+    return argument
+
+
+def walk(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Every key of an object, however deep, with what it holds."""
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            yield key, value
+            yield from walk(value)
+    elif isinstance(thing, list):
+        for value in thing:
+            yield from walk(value)

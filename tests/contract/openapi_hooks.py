@@ -1,0 +1,53 @@
+"""Loaded by Schemathesis: keeps its requests small, and holds refusals of what the document allows to known rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import schemathesis
+from schemathesis.generation.modes import GenerationMode
+
+FEW = 2
+CONTEXT = 2048  # tokens, of the tiny target
+# What no JSON schema of a field can say: rules between fields, and limits that the target sets.
+RULES = re.compile(
+    "|".join(
+        (
+            r"needs logprobs|stream_options needs|best_of must equal n|echo and logprobs|name the same thing",
+            r"belongs to type|response_format|verification is|must be 0 when verification is greedy",
+            r"must be 0 or at least|must be a token id in|chat template|is no tokens",
+            r"under the context of|the context is \d+ tokens|to leave room for",
+        )
+    )
+)
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    """The same mistakes, less work."""
+    if not isinstance(body, dict):
+        return body
+    for name in ("max_tokens", "max_completion_tokens", "n"):
+        value = body.get(name)
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and FEW < value <= CONTEXT
+            and (name != "n" or value <= 16)
+        ):
+            body[name] = FEW
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = FEW
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and FEW < len(prompts) <= 16:
+        body["prompt"] = prompts[:FEW]
+    return body
+
+
+@schemathesis.check
+def refused_for_a_reason(context: Any, response: Any, case: Any) -> None:
+    positive = case.meta is not None and case.meta.generation.mode is GenerationMode.POSITIVE
+    if positive and response.status_code == 400:
+        message = response.json()["error"]["message"]
+        assert RULES.search(message), f"the document allows it, the server does not, by no known rule: {message}"

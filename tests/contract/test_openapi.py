@@ -1,0 +1,72 @@
+"""Schemathesis against a real server: what the document allows works, what it forbids is refused, as it is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from coordinator.http.openapi import document
+from tests.cluster import ROOT, Cluster, environment
+
+SECONDS = 45
+
+
+def examine(cluster: Cluster, folder: Path, *options: str, seconds: float) -> int:
+    """How many requests were sent; fails with what Schemathesis says."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{cluster.coordinators[0].web}/openapi.json"]
+    command += [
+        "--checks",
+        "all",
+        "--exclude-checks",
+        "positive_data_acceptance",
+        "--no-color",
+        "--request-timeout",
+        "30",
+    ]
+    command += ["--report", "json", "--report-json-path", str(report), *options]
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(PYTHONPATH=str(ROOT), SCHEMATHESIS_HOOKS="tests.contract.openapi_hooks"),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    found = json.loads(report.read_text())
+    assert found["operations"]["tested"] == found["operations"]["selected"] > 0
+    return int(found["test_cases"]["generated"])
+
+
+ALL = ("--phases", "examples,coverage,fuzzing")
+
+
+def test_what_is_asked_for_is_as_the_document_says(cluster: Cluster, tmp_path: Path) -> None:
+    assert examine(cluster, tmp_path, "--include-method", "GET", *ALL, "-n", "20", seconds=100) > 50
+
+
+def test_what_is_generated_is_as_the_document_says(cluster: Cluster, tmp_path: Path) -> None:
+    """A thousand cases on two idle cores, fewer on busy ones."""
+    options = ("--include-method", "POST", *ALL, "--max-time", str(SECONDS))
+    assert examine(cluster, tmp_path, *options, seconds=SECONDS + 60) > 100
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(3600)
+def test_the_server_keeps_its_document_for_long(cluster: Cluster, tmp_path: Path) -> None:
+    assert examine(cluster, tmp_path, *ALL, "-n", "1000", seconds=3500) > 3000
+
+
+def test_the_document_names_every_route_and_no_other(cluster: Cluster) -> None:
+    with httpx.Client(base_url=cluster.coordinators[0].web) as web:
+        for path, operations in document()["paths"].items():
+            for method in operations:
+                reply = web.request(method, path.replace("{model}", "target"))
+                assert reply.status_code not in (404, 405), path

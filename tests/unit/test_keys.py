@@ -1,0 +1,135 @@
+"""Keys: how they are given, what they open, and that nobody gets to see them."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+import pytest
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from drafter.settings import DrafterSettings
+from outrider import config
+from outrider.access import Access
+from outrider.config import has_secrets
+from outrider.errors import KINDS, STATUS, StartupError, Unauthenticated
+from outrider.keys import Keys, bearer
+
+NOWHERE = "redis://127.0.0.1:1"
+
+
+def test_a_key_opens_and_others_do_not() -> None:
+    keys = Keys.parse("alpha, beta", "api_keys")
+    for right in ("Bearer alpha", "Bearer beta", "bearer beta", b"Bearer alpha"):
+        assert keys.allows(right), right
+    for wrong in (
+        None,
+        "",
+        b"",
+        "alpha",
+        "Bearer",
+        "Bearer ",
+        "Bearer alph",
+        "Bearer alphaa",
+        "Bearer ALPHA",
+        "Bearer alpha, beta",
+        "Bearer alpha beta",
+        "Basic alpha",
+        "Bearer gammà",
+        b"Bearer \xff\xfe",
+    ):
+        assert not keys.allows(wrong), wrong
+
+
+def test_without_keys_the_door_stands_open() -> None:
+    for text in ("", "  "):
+        keys = Keys.parse(text, "api_keys")
+        assert not keys
+        assert keys.allows(None)
+        assert keys.allows("Bearer whatever")
+
+
+def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the web page\nalpha\n\n  beta#2  \r\n# alpha's successor\n")
+    keys = Keys.parse(f"@{file}", "api_keys")
+    assert keys.first == "alpha"
+    assert keys.allows("Bearer beta#2")
+    assert not keys.allows("Bearer # of the web page")
+    assert repr(keys) == "Keys(2)"
+
+
+@pytest.mark.parametrize("content", [None, "", "# nothing yet\n", b"\xff\xfe\x00"])
+def test_a_file_that_gives_no_keys_is_refused(tmp_path: Path, content: str | bytes | None) -> None:
+    """Otherwise a mistake would open the door to all."""
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(f"@{file}", "api_keys")
+    assert "api_keys" in caught.value.message
+    assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("text", [",", "s3cret,,other", "s3cret,", "s3cret with spaces", "s3crét", "s3cret\tx"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(text: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(text, "api_keys")
+    error = caught.value
+    assert "api_keys: key " in error.message
+    assert "s3cr" not in f"{error.message} {error.value} {error.limit}"
+
+
+def test_both_of_two_sets() -> None:
+    either = Keys(["a"]) | Keys(["b"]) | Keys()
+    assert [either.allows(bearer(key)) for key in "abc"] == [True, True, False]
+    assert either.first == "a"
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time must not tell which of them it was, nor how much of it was right."""
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def counting(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    keys = Keys(["first", "second", "a third one that is longer"])
+    for header in ("Bearer first", "Bearer second", "Bearer no", None):
+        compared.clear()
+        keys.allows(header)
+        assert len(compared) == 3
+        assert len({len(digest) for pair in compared for digest in pair}) == 1
+
+
+def test_settings_never_show_them() -> None:
+    settings = CoordinatorSettings(api_keys="s3cret", fleet_key="f1eet", max_sessions=3)
+    assert has_secrets(settings)
+    for shown in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
+        assert "s3cret" not in shown
+        assert "f1eet" not in shown
+    assert config.flags(settings) == ["--max-sessions", "3"], "a command line is read by everybody on the machine"
+    assert "f1eet" not in repr(Access.of(settings))
+    assert Access.of(settings).key == "f1eet"
+    assert not has_secrets(CoordinatorSettings(tls_client_auth=True))
+
+
+def test_of_several_fleet_keys_the_first_is_shown() -> None:
+    assert Access.of(DrafterSettings(fleet_key="new,old")).key == "new"
+
+
+def test_api_keys_need_a_fleet_key() -> None:
+    with pytest.raises(StartupError) as caught:
+        CoordinatorService(CoordinatorSettings(api_keys="s3cret"), NOWHERE)
+    assert "fleet_key" in caught.value.message
+    assert "worker" in caught.value.message, "it says why"
+    assert "s3cret" not in caught.value.message
+
+
+def test_the_error_has_its_statuses() -> None:
+    assert KINDS["unauthenticated"] is Unauthenticated
+    status, http = STATUS[Unauthenticated]
+    assert (status.name, http) == ("UNAUTHENTICATED", 401)
