@@ -74,7 +74,7 @@ class Lanes(Stack):
 
     def start_coordinators(self) -> None:
         for i, (lane, url) in enumerate(zip(self.lanes, self._redis_of, strict=True)):
-            flags = ["--host", self.plan.host, "--port", "0", "--redis-url", url]
+            flags = ["--host", self.plan.host, "--port", "0", "--http-port", "-1", "--redis-url", url]
             flags += ["--drafters-per-session", str(max(1, len(lane.drafters)))]
             self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
 
