@@ -74,7 +74,7 @@ def _change(axes: Axes, pair: Pair, paces: Paces) -> None:
     for number, ((rtt, acceptance), ends) in enumerate(zip(_STEPS, found["ends_ms"], strict=True)):
         axes.axvspan(began, ends / 1000, alpha=0.12, color=("#6baed6", "#fd8d3c")[number % 2])
         axes.text(
-            (began + ends / 1000) / 2, 22.5, f"{rtt:g} ms\nholds {acceptance:g}", ha="center", va="top", fontsize=8
+            (began + ends / 1000) / 2, 11.6, f"{rtt:g} ms\nholds {acceptance:g}", ha="center", va="top", fontsize=8
         )
         began = ends / 1000
     times, lengths = zip(*found["offered"], strict=True)
@@ -84,7 +84,7 @@ def _change(axes: Axes, pair: Pair, paces: Paces) -> None:
     for start, end, (_, _, label) in zip(starts, [*starts[1:], found["ends_ms"][-1]], found["plans"], strict=True):
         colour = next(colour for name, colour, _ in _WAYS if name == _kind(label))
         axes.axvspan(start / 1000, end / 1000, ymax=0.06, color=colour)
-    axes.set_ylim(-1.5, 23)
+    axes.set_ylim(-0.8, 12)
     _plainly(axes, "How far ahead while the link changes (virtual time)", "seconds; below: the plan", "γ in use")
 
 
