@@ -305,7 +305,12 @@ async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, 
         paths.append([*paths[guess.parents[i] if guess.parents else i], token])
     assert all(guide.fitting(path) == len(path) for path in paths)
     longest = loaded.tokenizer.decode(max(paths, key=len))
-    assert longest == "cda" if kind in ("suffix", "ngram") else re.fullmatch("cda[xy]{3}", longest)
+    if kind in ("suffix", "ngram"):
+        assert longest == "cda"
+    else:
+        # A tree of two drafters spends some of its guesses beside each other.
+        least = 1 if kind == "suffix+model" and branches > 1 else 3
+        assert re.fullmatch(f"cda[xy]{{{least},3}}", longest), longest
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
