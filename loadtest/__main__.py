@@ -110,7 +110,15 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     figures = json or folder / "summary.json"
     console.print(f"{shape}: {users} users, {seconds} s, {', '.join((*where.grpc, *where.http))}; reports in {folder}")
-    line = [*_options(load, where, allow_remote), "--tls-ca", tls_ca, "--tls-cert", tls_cert, "--tls-key", tls_key]
+    line = [
+        *_options(load, where, allow_remote),
+        "--tls-ca",
+        tls_ca,
+        "--client-cert",
+        tls_cert,
+        "--client-key",
+        tls_key,
+    ]
     summary = run(line, folder, figures, api_key, FETCH_S + longest + SPARE_S)
     if summary is None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")

@@ -75,8 +75,12 @@ def _add_where(parser: Any) -> None:
     )
     add("--api-key", default="", help="Key that the coordinator asks for, or @FILE.")
     add("--tls-ca", default="", help="PEM file: who signed the coordinator's certificate; system: a public authority.")
-    add("--tls-cert", default="", help="PEM file: our own certificate, where the coordinator asks for one.")
-    add("--tls-key", default="", help="PEM file: the key to --tls-cert.")
+    # Locust has --tls-cert and --tls-key already, for its own page.
+    for flag, twin, text in (
+        ("--client-cert", "OUTRIDER_TLS_CERT", "PEM file: our own certificate, where the coordinator asks for one."),
+        ("--client-key", "OUTRIDER_TLS_KEY", "PEM file: the key to --client-cert."),
+    ):
+        parser.add_argument(flag, env_var=twin, default="", include_in_web_ui=False, help=text)
     add("--allow-remote", action="store_true", help="Permit endpoints on other machines.")
     add("--timeout-s", type=float, default=DEFAULT_TIMEOUT_S, help="Deadline of one request, seconds.")
     add("--max-users", type=int, default=DEFAULT_MAX_USERS, help="Never more users at once, whatever the shape.")

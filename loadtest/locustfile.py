@@ -175,7 +175,7 @@ def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
         where = Where.of(options)
         Load.of(options)
         credentials = Credentials.load(
-            api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.tls_cert, tls_key=options.tls_key
+            api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.client_cert, tls_key=options.client_key
         )
     except OutriderError as error:
         log.error("cannot start: %s: %s", error.code, error.message)
