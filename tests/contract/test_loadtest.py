@@ -70,6 +70,7 @@ def test_a_spike_over_both_protocols_changes_no_text(cluster: Cluster, tmp_path:
     assert ">both<" in report
 
 
+@pytest.mark.prove
 def test_the_shares_are_kept(cluster: Cluster, tmp_path: Path) -> None:
     code, summary = loadtest(cluster, tmp_path, "--users", "3", "--seconds", "1", "--grpc-share", "0")
     assert (code, summary.errors) == (0, {})
@@ -152,6 +153,7 @@ def locust(*flags: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(10)
 
 
+@pytest.mark.prove
 def test_workers_records_become_one_report(cluster: Cluster, tmp_path: Path) -> None:
     """Workers are told where to go, and what the right answers are, by their master alone."""
     port = str(free_port())
