@@ -31,7 +31,7 @@ from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, O
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
 from outrider.metrics import CoordinatorMetrics
-from outrider.serving import vital
+from outrider.serving import cancel_all, vital
 from outrider.tracing import tracing_to
 
 log = structlog.get_logger(__name__)
@@ -84,9 +84,7 @@ class Sessions:
         await asyncio.gather(*(session.closed() for session in sessions))
         if not await self._journal.flush(_FLUSH_S):
             log.warning("redis did not take the last writes")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await self.roster.close()
         await self._store.close()
         await self._tracing.close()

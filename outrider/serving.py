@@ -12,7 +12,7 @@ import inspect
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -198,6 +198,16 @@ def vital(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return task
 
 
+async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks until all of them have heard it."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @contextlib.asynccontextmanager
 async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Run tasks beside a block and end them with it.
@@ -210,12 +220,7 @@ async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[as
     try:
         yield running
     finally:
-        pending = set(running)
-        while pending:
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(running)
 
 
 async def _set_health(status: health.aio.HealthServicer, names: Iterable[str], *, serving: bool) -> None:

@@ -42,7 +42,7 @@ def run(*arguments: str) -> str:
 def test_network_measures_every_mode(tmp_path: Path) -> None:
     report = tmp_path / "network.json"
     output = run(
-        *("network", "--quick", "--tokens", "32", "--verify-pace", "1:20,17:20,33:40", "--drafters", "0.8:1,0.4:1"),
+        *("network", "--quick", "--tokens", "16", "--verify-pace", "1:12,17:12,33:24", "--drafters", "0.8:1,0.4:1"),
         *("--rtts", "0,80", "--json", str(report)),
     )
     assert "paced engines" in output, "nobody takes these for the speed of a model"
