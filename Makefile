@@ -69,7 +69,7 @@ gpu: dev  ## Tests that need a CUDA device.
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
 prove: dev setup  ## Slow proofs with the real model.
-	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract
+	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e
 
 proto: dev  ## Make the stubs from proto/.
 	@$(call PROTOC,.)

@@ -32,7 +32,7 @@ from tests.chart import NAMESPACE, ROLES, Object, Rendered, command_line, render
 from tests.cluster import ROOT, Process, environment, free_port, known_workers, server_info, until, wait_serving
 from tests.conftest import Models
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.prove]
 
 API_KEY = "sk-of-a-client-0123456789"
 RELEASES: dict[str, Object] = {
