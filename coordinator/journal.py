@@ -1,8 +1,9 @@
 """Write-behind of sessions: batched, retried, off the token path.
 
-Sessions say that they changed; the journal brings Redis up to date. While
-Redis is away changes pile up as nothing more than names, and what Redis lost
-is written again whole.
+Sessions say that they changed; the journal brings Redis up to date, one write
+a session and batch, so that a session that grows without end keeps no other
+waiting. While Redis is away changes pile up as nothing more than names, and
+what Redis lost is written again whole.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 BATCH_S = 0.01
 RETRY_S = 0.25
+OPEN_S = 0.25
 
 
 class Entry:
@@ -55,14 +57,21 @@ class Journal:
         self._dirty[entry.record.session_id] = entry
         self._news.set()
 
+    async def opened(self, entry: Entry) -> None:
+        """Redis has the request, or does not take it just now: whoever hears of a session may ask for it again."""
+        if self._store.up and not entry.known:
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    await self._write(entry)
+            except (StoreDown, TimeoutError) as error:
+                log.warning("a session begins that redis does not know", error=str(error))
+
     async def run(self) -> None:
         while True:
             await self._news.wait()
             await asyncio.sleep(BATCH_S)
             self._news.clear()
-            batch = list(self._dirty.values())
-            self._dirty.clear()
-            await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+            await self._write_batch()
             if self._dirty and not self._store.up:
                 await asyncio.sleep(RETRY_S)
 
@@ -71,21 +80,24 @@ class Journal:
         try:
             async with asyncio.timeout(seconds):
                 while self._dirty:
-                    batch = list(self._dirty.values())
-                    self._dirty.clear()
-                    await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+                    await self._write_batch()
                     if self._dirty:
                         await asyncio.sleep(BATCH_S)
         except TimeoutError:
             return False
         return True
 
+    async def _write_batch(self) -> None:
+        batch = list(self._dirty.values())
+        self._dirty.clear()
+        await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+
     async def _bring_up_to_date(self, entry: Entry) -> None:
         try:
-            while not entry.current:
-                if not await self._write(entry):
-                    return
+            fenced = not await self._write(entry)
         except StoreDown:
+            fenced = False
+        if not fenced and not entry.current:
             self.changed(entry)
 
     async def _write(self, entry: Entry) -> bool:

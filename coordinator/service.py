@@ -122,6 +122,7 @@ class CoordinatorService(rpc.OutriderServicer):
         record = session.record
         with self.sessions.followed(session):
             assert record.request.params.seed is not None
+            await session.opened()
             yield pb.GenerateReply(
                 started=pb.Started(
                     session_id=record.session_id,

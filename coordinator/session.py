@@ -114,6 +114,11 @@ class Session:
         self._task = asyncio.create_task(self.run())
         self._task.add_done_callback(lambda _: self.stats.ended(self.record, self.error))
 
+    async def opened(self) -> None:
+        """To be awaited before anybody hears of it: another coordinator could take it over now."""
+        if self._task is not None:
+            await self._deps.journal.opened(self._entry)
+
     def cancel(self) -> None:
         """Somebody asked for the end: it is final."""
         if not self.ended:

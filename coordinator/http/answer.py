@@ -74,6 +74,7 @@ async def begun(
                 session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
             stack.enter_context(sessions.followed(session))
             running.append(session)
+        await asyncio.gather(*(session.opened() for session in running))
         yield Answer(running)
 
 

@@ -345,6 +345,28 @@ async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: Ho
     await until_async(gone, 6, "forgotten once silent")
 
 
+async def test_whoever_hears_of_a_session_can_ask_for_it_elsewhere(house: House) -> None:
+    """Its coordinator may die right after the first word. Others that grow all the time keep it waiting no more."""
+    other = Store(house.redis.url, "another-coordinator", 60)
+    endless = [ask(PROMPT, seed=seed, max_tokens=400, ignore_eos=True) for seed in range(2)]
+    try:
+        async with client(house.coordinator) as stub:
+            going = [stub.Generate(request) for request in endless]
+            for call in going:
+                assert (await call.read()).HasField("started")
+            for seed in range(20):
+                call = stub.Generate(ask(PROMPT, seed=seed, max_tokens=400, ignore_eos=True))
+                session_id = (await call.read()).started.session_id
+                record = await other.claim(session_id)
+                assert record is not None
+                assert record.request.params.seed == seed
+                call.cancel()
+            for call in going:
+                call.cancel()
+    finally:
+        await other.close()
+
+
 def tokens_of(vocabulary: Vocabulary) -> list[bytes]:
     return [token.encode("utf-8", "surrogatepass") for token in vocabulary.tokens]
 

@@ -37,10 +37,11 @@ ENDLESS = BODY | {"max_tokens": 1500}
 
 @pytest.fixture(scope="module")
 def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two coordinators, one of them small; two verifiers, a drafter of each kind. Tests bring back what they end."""
+    """One coordinator is small and one is slow to leave; a drafter of each kind. Tests bring back what they end."""
     fleet = Cluster(tmp_path_factory.mktemp("fleet"))
     fleet.add_coordinator()
     fleet.add_coordinator("--max-sessions", "2")
+    fleet.add_coordinator("--drain-s", "20")
     for _ in range(2):
         fleet.add_verifier(models.target)
     fleet.add_drafter("model", models.draft)
@@ -177,7 +178,7 @@ async def test_a_coordinator_that_leaves_says_so(whole: Cluster) -> None:
 
 async def test_a_coordinator_that_drains_is_not_ready(whole: Cluster) -> None:
     """Between SIGTERM and its end: balancers are to look elsewhere, and so are clients."""
-    leaving = whole.coordinators[1]
+    leaving = whole.coordinators[2]
     ready: set[int] = set()
     asked: set[int] = set()
     async with speaking(leaving) as web, speaking(leaving) as other:
