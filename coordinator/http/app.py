@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -20,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coordinator.http import pages, replies
+from coordinator.http import pages
 from coordinator.http.answer import Answer, begun, requests_of, served_name
-from coordinator.http.bodies import Body, ChatBody, CompletionBody
+from coordinator.http.bodies import ChatBody, CompletionBody, Generation
 from coordinator.http.failures import (
     of_validation,
     on_http_error,
@@ -31,17 +32,16 @@ from coordinator.http.failures import (
 )
 from coordinator.http.limits import KeyHolders, RequestIds, WholeBodies
 from coordinator.http.openapi import document
-from coordinator.http.replies import Head, Json
+from coordinator.http.replies import ChatReplies, CompletionReplies, Head, Json, Replies, metrics, usage
 from coordinator.http.streams import EventStream
-from coordinator.record import SessionRequest
-from coordinator.session import Session, Token
+from coordinator.session import Token
 from coordinator.sessions import MAX_KEY_CHARACTERS, Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.keys import Keys
 
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 _UNSUPPORTED_MEDIA = 415
 _JSON_ROOM = 3  # how much longer a text may be as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
@@ -85,98 +85,41 @@ class Api:
     # Generation.
 
     async def chat(self, request: Request) -> Response:
-        body = await _read(request, ChatBody)
-        target, requests = await self._prepared(body)
-        if body.stream:
-            return await EventStream.start(self._chat_chunks(body, target, requests, _key(request)))
-        async with begun(self._sessions, requests, target, _key(request)) as answer:
-            tokens = await _all_of(answer)
-            head = self._head("chat.completion", "chatcmpl", answer, target)
-            choices = [
-                replies.chat_choice(number, session, tokens[number], target)
-                for number, session in enumerate(answer.sessions)
-            ]
-            return JSONResponse(head.whole(choices, answer, body.choices))
+        return await self._generate(request, await _read(request, ChatBody), ChatReplies)
 
     async def complete(self, request: Request) -> Response:
-        body = await _read(request, CompletionBody)
-        target, requests = await self._prepared(body)
-        if body.stream:
-            return await EventStream.start(self._completion_chunks(body, target, requests, _key(request)))
-        async with begun(self._sessions, requests, target, _key(request)) as answer:
-            tokens = await _all_of(answer)
-            head = self._head("text_completion", "cmpl", answer, target)
-            choices = [
-                replies.completion_choice(
-                    number,
-                    _echoed(body, session, target) + replies.text(tokens[number]) + session.rest.text,
-                    replies.reason(session),
-                    replies.completion_logprobs(tokens[number], target, 0),
-                )
-                for number, session in enumerate(answer.sessions)
-            ]
-            return JSONResponse(head.whole(choices, answer, body.choices))
+        return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
 
-    async def _chat_chunks(
-        self, body: ChatBody, target: Target, requests: Sequence[SessionRequest], key: str
-    ) -> AsyncGenerator[Json, None]:
-        async with begun(self._sessions, requests, target, key) as answer:
-            head = self._head("chat.completion", "chatcmpl", answer, target)
-            more = {"usage": None} if body.include_usage else {}
-            told: set[int] = set()
-            async with contextlib.aclosing(answer.news()) as incoming:
-                async for news in incoming:
-                    session = answer.sessions[news.choice]
-                    if news.choice not in told:
-                        told.add(news.choice)
-                        delta = {"role": "assistant", "content": "", "refusal": None}
-                        yield head.chunk([replies.chat_delta(news.choice, delta)], **more)
-                    written = replies.text(news.tokens) if news.tokens else session.rest.text
-                    logprobs = replies.chat_logprobs(news.tokens, target)
-                    if written or logprobs or (body.show and news.tokens):
-                        choice = replies.chat_delta(news.choice, {"content": written}, logprobs)
-                        yield head.chunk([choice | _shown(body, session, news.tokens)], **more)
-                    if not news.tokens:
-                        last = replies.chat_delta(news.choice, {}, finish_reason=replies.reason(session))
-                        yield head.chunk(
-                            [last], **more, **({} if body.include_usage else replies.metrics(answer.sessions))
-                        )
-            if body.include_usage:
-                yield _usage_chunk(head, answer, body)
-
-    async def _completion_chunks(
-        self, body: CompletionBody, target: Target, requests: Sequence[SessionRequest], key: str
-    ) -> AsyncGenerator[Json, None]:
-        async with begun(self._sessions, requests, target, key) as answer:
-            head = self._head("text_completion", "cmpl", answer, target)
-            more = {"usage": None} if body.include_usage else {}
-            written = [0] * len(answer.sessions)
-            echoed: set[int] = set()
-            async with contextlib.aclosing(answer.news()) as incoming:
-                async for news in incoming:
-                    session = answer.sessions[news.choice]
-                    if body.echo and news.choice not in echoed:
-                        echoed.add(news.choice)
-                        echo = _echoed(body, session, target)
-                        yield head.chunk([replies.completion_choice(news.choice, echo, None)], **more)
-                    text = replies.text(news.tokens) if news.tokens else session.rest.text
-                    logprobs = replies.completion_logprobs(news.tokens, target, written[news.choice])
-                    written[news.choice] += len(text)
-                    reason = None if news.tokens else replies.reason(session)
-                    if text or logprobs or reason or body.show:
-                        choice = replies.completion_choice(news.choice, text, reason, logprobs)
-                        ends = {} if body.include_usage or news.tokens else replies.metrics(answer.sessions)
-                        yield head.chunk([choice | _shown(body, session, news.tokens)], **more, **ends)
-            if body.include_usage:
-                yield _usage_chunk(head, answer, body)
-
-    async def _prepared(self, body: ChatBody | CompletionBody) -> tuple[Target, list[SessionRequest]]:
+    async def _generate(self, request: Request, body: BodyT, told_as: Callable[[BodyT, Target], Replies]) -> Response:
         with self._sessions.admission():
             target = self._sessions.target
-            return target, await requests_of(body, target, self._settings)
+            requests = await requests_of(body, target, self._settings)
+        told = told_as(body, target)
+        answering = begun(self._sessions, requests, target, _key(request))
+        if body.stream:
+            return await EventStream.start(self._chunks(body, answering, told, target))
+        async with answering as answer:
+            tokens = await _all_of(answer)
+            choices = [told.choice(number, session, tokens[number]) for number, session in enumerate(answer.sessions)]
+            return JSONResponse(self._head(told, answer, target).whole(choices, answer, body.choices))
 
-    def _head(self, kind: str, prefix: str, answer: Answer, target: Target) -> Head:
-        return Head.of(kind, prefix, answer.sessions[0], served_name(target, self._settings))
+    async def _chunks(
+        self, body: Generation, answering: AbstractAsyncContextManager[Answer], told: Replies, target: Target
+    ) -> AsyncGenerator[Json, None]:
+        async with answering as answer:
+            head = self._head(told, answer, target)
+            more = {"usage": None} if body.include_usage else {}
+            async with contextlib.aclosing(answer.news()) as incoming:
+                async for news in incoming:
+                    parts = told.parts(news, answer.sessions[news.choice])
+                    for part in parts:
+                        last = part is parts[-1] and not news.tokens and not body.include_usage
+                        yield head.chunk([part], **more, **(metrics(answer.sessions) if last else {}))
+            if body.include_usage:
+                yield head.chunk([], usage=usage(answer.sessions, body.choices), **metrics(answer.sessions))
+
+    def _head(self, told: Replies, answer: Answer, target: Target) -> Head:
+        return Head.of(told, answer.sessions[0], served_name(target, self._settings))
 
     # What there is.
 
@@ -276,15 +219,3 @@ async def _all_of(answer: Answer) -> list[list[Token]]:
         async for news in incoming:
             tokens[news.choice] += news.tokens
     return tokens
-
-
-def _usage_chunk(head: Head, answer: Answer, body: ChatBody | CompletionBody) -> Json:
-    return head.chunk([], usage=replies.usage(answer.sessions, body.choices), **replies.metrics(answer.sessions))
-
-
-def _shown(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> dict[str, Any]:
-    return replies.shown(session, tokens) if body.show else {}
-
-
-def _echoed(body: CompletionBody, session: Session, target: Target) -> str:
-    return target.decode(session.record.request.prompt) if body.echo else ""

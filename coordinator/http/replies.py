@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
-from coordinator.http.answer import Answer
+from coordinator.http.answer import Answer, News
+from coordinator.http.bodies import ChatBody, CompletionBody
 from coordinator.session import Session, Token
 from coordinator.target import Target
 from outrider.messages import FinishReason, TokenLogprobs
@@ -28,10 +30,9 @@ class Head:
     fingerprint: str
 
     @classmethod
-    def of(cls, kind: str, prefix: str, session: Session, model: str) -> Head:
-        return cls(
-            kind, f"{prefix}-{session.record.session_id}", int(time.time()), model, session.target.info.fingerprint
-        )
+    def of(cls, replies: Replies, session: Session, model: str) -> Head:
+        answer_id = f"{replies.prefix}-{session.record.session_id}"
+        return cls(replies.kind, answer_id, int(time.time()), model, session.target.info.fingerprint)
 
     def whole(self, choices: list[Json], answer: Answer, per_prompt: int) -> Json:
         reply = self._reply(self.kind, choices)
@@ -50,14 +51,6 @@ class Head:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-
-
-def reason(session: Session) -> str:
-    return _REASONS.get(session.record.finish_reason, "stop")
-
-
-def text(tokens: Sequence[Token]) -> str:
-    return "".join(token.text for token in tokens)
 
 
 def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
@@ -109,38 +102,59 @@ def metrics(sessions: Sequence[Session]) -> Json:
     }
 
 
-def shown(session: Session, tokens: Sequence[Token]) -> Json:
-    """Which tokens were guessed, and how the session is drafted now."""
-    return {
-        "speculation": {
-            "kinds": [token.kind.name.lower() for token in tokens],
-            "characters": [len(token.text) for token in tokens],
-            "token_ids": [token.token for token in tokens],
-            "plan": session.plan.label,
-            "gamma": session.plan.gamma,
+class Replies(Protocol):
+    """How the answers to one kind of request are told. Made for each answer: streams remember what they have said."""
+
+    kind: str
+    prefix: str
+
+    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
+        """A whole one."""
+        ...
+
+    def parts(self, news: News, session: Session) -> list[Json]:
+        """What a stream says of this choice now; after its last tokens, the last of them gives the reason."""
+        ...
+
+
+class ChatReplies:
+    kind = "chat.completion"
+    prefix = "chatcmpl"
+
+    def __init__(self, body: ChatBody, target: Target) -> None:
+        self._body = body
+        self._target = target
+        self._greeted: set[int] = set()
+
+    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
+        return {
+            "index": number,
+            "message": {"role": "assistant", "content": _text(tokens) + session.rest.text, "refusal": None},
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": _reason(session),
         }
-    }
+
+    def parts(self, news: News, session: Session) -> list[Json]:
+        parts = []
+        if news.choice not in self._greeted:
+            self._greeted.add(news.choice)
+            parts.append(_delta(news.choice, {"role": "assistant", "content": "", "refusal": None}))
+        written = _text(news.tokens) if news.tokens else session.rest.text
+        logprobs = self._logprobs(news.tokens)
+        if written or logprobs or (self._body.show and news.tokens):
+            part = _delta(news.choice, {"content": written}, logprobs)
+            parts.append(part | _shown(self._body, session, news.tokens))
+        if not news.tokens:
+            parts.append(_delta(news.choice, {}, finish_reason=_reason(session)))
+        return parts
+
+    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
+        found = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
+        return {"content": [_logprob(self._target, *each) for each in found], "refusal": None} if found else None
 
 
-# --- chat ------------------------------------------------------------------------------------------------------------
-
-
-def chat_choice(number: int, session: Session, tokens: Sequence[Token], target: Target) -> Json:
-    return {
-        "index": number,
-        "message": {"role": "assistant", "content": text(tokens) + session.rest.text, "refusal": None},
-        "logprobs": chat_logprobs(tokens, target),
-        "finish_reason": reason(session),
-    }
-
-
-def chat_delta(number: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+def _delta(number: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
     return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def chat_logprobs(tokens: Sequence[Token], target: Target) -> Json | None:
-    found = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
-    return {"content": [_logprob(target, *each) for each in found], "refusal": None} if found else None
 
 
 def _logprob(target: Target, token: int, known: TokenLogprobs) -> Json:
@@ -156,32 +170,54 @@ def _named(target: Target, token: int, logprob: float) -> Json:
     return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; this is what OpenAI writes for what is all but impossible."""
-    return max(logprob, -9999.0)
+class CompletionReplies:
+    kind = "text_completion"
+    prefix = "cmpl"
 
+    def __init__(self, body: CompletionBody, target: Target) -> None:
+        self._body = body
+        self._target = target
+        self._echoed: set[int] = set()
+        self._written: Counter[int] = Counter()  # characters
 
-# --- completions -----------------------------------------------------------------------------------------------------
+    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
+        text = self._echo(session) + _text(tokens) + session.rest.text
+        return self._choice(number, text, _reason(session), self._logprobs(tokens, 0))
 
+    def parts(self, news: News, session: Session) -> list[Json]:
+        parts = []
+        if self._body.echo and news.choice not in self._echoed:
+            self._echoed.add(news.choice)
+            parts.append(self._choice(news.choice, self._echo(session), None))
+        text = _text(news.tokens) if news.tokens else session.rest.text
+        logprobs = self._logprobs(news.tokens, self._written[news.choice])
+        self._written[news.choice] += len(text)
+        reason = None if news.tokens else _reason(session)
+        if text or logprobs or reason or self._body.show:
+            part = self._choice(news.choice, text, reason, logprobs)
+            parts.append(part | _shown(self._body, session, news.tokens))
+        return parts
 
-def completion_choice(number: int, written: str, finish_reason: str | None, logprobs: Json | None = None) -> Json:
-    return {"index": number, "text": written, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _choice(self, number: int, text: str, finish_reason: str | None, logprobs: Json | None = None) -> Json:
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
+    def _echo(self, session: Session) -> str:
+        return self._target.decode(session.record.request.prompt) if self._body.echo else ""
 
-def completion_logprobs(tokens: Sequence[Token], target: Target, offset: int) -> Json | None:
-    """`offset`: characters of the answer before these tokens."""
-    found = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
-    if not found:
-        return None
-    reply: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token, known in found:
-        best = zip(known.top_ids, known.top_logprobs, strict=True)
-        reply["tokens"].append(_readable(target, token.token))
-        reply["token_logprobs"].append(_finite(known.logprob))
-        reply["top_logprobs"].append({_readable(target, other): _finite(logprob) for other, logprob in best})
-        reply["text_offset"].append(offset)
-        offset += len(token.text)
-    return reply
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> Json | None:
+        """`offset`: characters of the answer before these tokens."""
+        found = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+        if not found:
+            return None
+        reply: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, known in found:
+            best = zip(known.top_ids, known.top_logprobs, strict=True)
+            reply["tokens"].append(_readable(self._target, token.token))
+            reply["token_logprobs"].append(_finite(known.logprob))
+            reply["top_logprobs"].append({_readable(self._target, other): _finite(logprob) for other, logprob in best})
+            reply["text_offset"].append(offset)
+            offset += len(token.text)
+        return reply
 
 
 def _readable(target: Target, token: int) -> str:
@@ -191,3 +227,31 @@ def _readable(target: Target, token: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _reason(session: Session) -> str:
+    return _REASONS.get(session.record.finish_reason, "stop")
+
+
+def _text(tokens: Sequence[Token]) -> str:
+    return "".join(token.text for token in tokens)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; this is what OpenAI writes for what is all but impossible."""
+    return max(logprob, -9999.0)
+
+
+def _shown(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> Json:
+    """Which tokens were guessed, and how the session is drafted now."""
+    if not body.show:
+        return {}
+    return {
+        "speculation": {
+            "kinds": [token.kind.name.lower() for token in tokens],
+            "characters": [len(token.text) for token in tokens],
+            "token_ids": [token.token for token in tokens],
+            "plan": session.plan.label,
+            "gamma": session.plan.gamma,
+        }
+    }

@@ -26,6 +26,8 @@ from tests.conftest import Models
 pytestmark = pytest.mark.timeout(180)
 
 LENGTH = 120
+LONG = 300
+ROUNDS = 7
 PACE = "1:15,64:15"
 FLOOD_S = 0.0001
 
@@ -107,15 +109,15 @@ async def hostile(fleet: Cluster, manner: str) -> AsyncIterator[Hostile]:
     await until_async(gone, 20, "the hostile drafter to be forgotten")
 
 
-def request(seed: int, **wishes: Any) -> pb.GenerateRequest:
-    return ask("Once upon a time there were two sessions, ", seed=seed, max_tokens=LENGTH, ignore_eos=True, **wishes)
+def request(seed: int, length: int, **wishes: Any) -> pb.GenerateRequest:
+    return ask("Once upon a time there were two sessions, ", seed=seed, max_tokens=length, ignore_eos=True, **wishes)
 
 
-async def side_by_side(fleet: Cluster, other: dict[str, Any]) -> tuple[Output, Output]:
+async def side_by_side(fleet: Cluster, other: dict[str, Any], length: int = LENGTH) -> tuple[Output, Output]:
     """One session that is drafted well, and another beside it."""
     async with client(fleet.address) as stub:
         mine, others = await asyncio.gather(
-            generate(stub, request(1, drafter="model", gamma=4)), generate(stub, request(2, **other))
+            generate(stub, request(1, length, drafter="model", gamma=4)), generate(stub, request(2, length, **other))
         )
     return mine, others
 
@@ -140,3 +142,20 @@ async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing
     assert neighbour > 0.8, f"{manner}: a neighbour came down to {neighbour:.2f}"
     if manner == "floods":
         assert service.sent < 20_000, "it was hung up on"
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("manner", ["lies", "floods", "stalls", "mute"])
+async def test_neighbours_of_a_hostile_drafter_lose_three_percent_at_most(fleet: Cluster, manner: str) -> None:
+    """Taking turns, so that whatever else this machine does is done to both."""
+    ratios = []
+    async with hostile(fleet, manner):
+        for _ in range(ROUNDS):
+            with_plain, _ = await side_by_side(fleet, {"gamma": 0}, LONG)
+            with_hostile, _ = await side_by_side(fleet, {"drafter": "hostile"}, LONG)
+            assert with_hostile.token_ids == with_plain.token_ids
+            ratios.append(with_hostile.stats.tokens_per_second / with_plain.stats.tokens_per_second)
+    neighbour = statistics.median(ratios)
+    print(f"{manner}: a neighbour keeps {neighbour:.3f} of its speed ({min(ratios):.3f} to {max(ratios):.3f})")
+    assert neighbour >= 0.97
