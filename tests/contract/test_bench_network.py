@@ -90,7 +90,7 @@ def test_sessions_at_a_time_per_token(token_ms: float, sessions: float) -> None:
 
 
 def test_a_pair_accepts_about_what_was_asked_for(tmp_path: Path) -> None:
-    pair = far.make_pair(tmp_path, 0.8)
+    pair = far.make_pair(tmp_path, 0.8, far.Answers((5, 6, 7, 8), count=3, tokens=100))
     assert pair.acceptance == pytest.approx(0.8, abs=0.05)
     assert 0.3 < pair.gain < 0.95
 

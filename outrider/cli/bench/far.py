@@ -45,9 +45,19 @@ class Paces:
     blur: str = ""  # of the drafter, as --blur takes it
 
 
-def make_pair(folder: Path, acceptance: float) -> Pair:
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Texts in which a pair is to guess as well as asked: what the target says to this prompt with the first seeds."""
+
+    prompt: tuple[int, ...] = (1, 2, 3)
+    count: int = 2
+    tokens: int = 200
+
+
+def make_pair(folder: Path, acceptance: float, answers: Answers | None = None) -> Pair:
     """Blur a copy of the target until its first guesses hold about so often."""
-    pair: Pair = needs("torch", "models", "outrider.cli.bench.pairing").make_pair(folder, acceptance)
+    pairing = needs("torch", "models", "outrider.cli.bench.pairing")
+    pair: Pair = pairing.make_pair(folder, acceptance, answers or Answers())
     return pair
 
 

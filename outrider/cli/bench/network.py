@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from outrider.cli import options
-from outrider.cli.bench.far import Far, Paces, Pair, far, make_pair
+from outrider.cli.bench.far import Answers, Far, Paces, Pair, far, make_pair
 from outrider.cli.bench.report import Row, check_files, needs, write_json
 from outrider.client import Finished, Tokens
 from outrider.errors import InvalidRequest
@@ -33,6 +33,7 @@ GAMMA = 16
 _BRANCHES = 3
 _WARM_TOKENS = 64
 _TOLERANCE = 0.1
+_PREDICTED_TOKENS = 1024
 _PROBE_BYTES = 240  # both ways
 _FIRST = 64  # tokens in which a session finds its way
 _FEW_RTTS = (15.0, 80.0)  # of all drafters but the first
@@ -124,6 +125,15 @@ class Runs:
         return statistics.median(run.stats.tokens_per_second for run in self.runs)
 
     @property
+    def step_ms(self) -> float:
+        """From step to step."""
+        return 1000.0 * self.tokens_per_step / self.tokens_per_s
+
+    @property
+    def tokens_per_step(self) -> float:
+        return sum(len(run.tokens) for run in self.runs) / sum(run.stats.steps for run in self.runs)
+
+    @property
     def first_tokens_per_s(self) -> float:
         """Of the first tokens after the very first."""
         return statistics.median(1000 * _FIRST / max(1e-6, sum(run.gaps_ms[:_FIRST])) for run in self.runs)
@@ -138,7 +148,7 @@ class Runs:
             "first_tokens_per_s": self.first_tokens_per_s,
             "itl_p50_ms": statistics.median(gaps),
             "itl_p99_ms": gaps[int(0.99 * (len(gaps) - 1))],
-            "tokens_per_step": sum(len(run.tokens) for run in self.runs) / sum(each.steps for each in stats),
+            "tokens_per_step": self.tokens_per_step,
             "acceptance_first": _ratio(
                 sum(each.accepted_per_position[0] for each in stats if each.accepted_per_position),
                 sum(each.offered_per_position[0] for each in stats if each.offered_per_position),
@@ -201,7 +211,7 @@ def network(
 
         for number, drafter in enumerate(to_try):
             say(f"making a pair of tiny models, first guesses {drafter.acceptance:g}")
-            pair = make_pair(Path(folder) / str(number), drafter.acceptance)
+            pair = make_pair(Path(folder) / str(number), drafter.acceptance, Answers(_PROMPT, rounds, tokens))
             paces = Paces(verify, drafter.draft_ms)
             worlds[drafter.label] = {"acceptance": pair.acceptance, "gain": pair.gain, "draft_ms": paces.draft_ms}
             if number == 0:
@@ -301,14 +311,14 @@ class Found:
         self.texts_equal &= self.texts.setdefault(seed, tokens) == tokens
 
     def cases(self) -> dict[tuple[Cell, Mode], dict[str, Any]]:
-        """What the simulator is to predict: all but narrow links. The overhead of the services is read off the shortest
-        link."""
+        """What the simulator is to predict: all but narrow links. What the services add to a step and to a round is
+        read off the shortest link."""
         overhead = self._overhead_ms()
         return {
             (cell, mode): {
-                "world": {**self.worlds[cell], "overhead_ms": overhead},
+                "world": {**self.worlds[cell], "cost": self._cost(), "overhead_ms": overhead},
                 "wishes": mode.wishes,
-                "tokens": 512,
+                "tokens": _PREDICTED_TOKENS,
                 "warm": _WARM_TOKENS,
                 "gamma_max": GAMMA,
             }
@@ -317,12 +327,25 @@ class Found:
             for mode in found
         }
 
+    def _shortest(self) -> Cell:
+        return min(self.measured, key=lambda cell: cell.rtt_ms)
+
+    def _cost(self) -> tuple[list[int], list[float]]:
+        """The verifier's pace, and what a plain step took beyond it."""
+        rows, paced = self.worlds[self._shortest()]["cost"]
+        more = max(0.0, self._plain_ms() - paced[0])
+        return rows, [ms + more for ms in paced]
+
     def _overhead_ms(self) -> float:
-        shortest = min(self.measured, key=lambda cell: cell.rtt_ms)
+        """What a round in turns took beyond a plain step, the drafter's pace and the link."""
+        shortest = self._shortest()
         mode, runs = next((m, r) for m, r in self.measured[shortest].items() if m.gamma and m.ahead is False)
-        waited = statistics.median(run.stats.mean_wait_ms for run in runs.runs)
         assert mode.gamma is not None
-        return max(0.0, waited - mode.gamma * float(self.worlds[shortest]["draft_ms"]) - shortest.rtt_ms)
+        known = self._plain_ms() + mode.gamma * float(self.worlds[shortest]["draft_ms"]) + shortest.rtt_ms
+        return max(0.0, runs.step_ms - known)
+
+    def _plain_ms(self) -> float:
+        return next(runs.step_ms for mode, runs in self.measured[self._shortest()].items() if mode.name == PLAIN)
 
 
 class Bench:
