@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import outrider.torchless  # noqa: F401
+
+# isort: split
+
 import asyncio
 import contextlib
 

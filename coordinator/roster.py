@@ -32,6 +32,7 @@ MAX_COOLDOWN_S = 5.0
 LOOK_EVERY_S = 0.1
 _SMOOTHING = 0.3
 _LEAP = 1.4  # a round trip that differs so much is news, not noise: half of it is believed at once
+_FALL = 1.25
 LOST_AFTER_HEARTBEATS = 5
 
 
@@ -125,7 +126,8 @@ def worker_error(address: str, error: grpc.RpcError) -> OutriderError:
 
 
 def _trust(known: float, taken: float) -> float:
-    return _SMOOTHING if known / _LEAP <= taken <= known * _LEAP else 0.5
+    """How much of a difference is believed: what is quicker by much was no accident, what is slower may have been."""
+    return _SMOOTHING if known / _FALL <= taken <= known * _LEAP else 0.5
 
 
 def _anybody(_: Link) -> bool:

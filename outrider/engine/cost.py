@@ -15,7 +15,7 @@ _BUDGET_S = 6.0
 
 def measure_cost(engine: Engine) -> CostCurve:
     """Best of a few rounds; of one round where the model is so large that more would keep users waiting."""
-    context = min(_CONTEXT, (engine.info.context_length - max(ROWS)) // 2)
+    context = min(_CONTEXT, (min(engine.info.context_length, engine.capacity_tokens) - max(ROWS)) // 2)
     if context < 1:
         return UNKNOWN_COST
     session = "cost"

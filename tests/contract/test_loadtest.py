@@ -53,6 +53,7 @@ def loadtest(fleet: Cluster, folder: Path, *flags: str) -> tuple[int, Summary]:
     return done.returncode, Summary.load_from(folder / "summary.json")
 
 
+@pytest.mark.prove
 def test_a_spike_over_both_protocols_changes_no_text(cluster: Cluster, tmp_path: Path) -> None:
     code, summary = loadtest(cluster, tmp_path, "--shape", "spike", "--users", "4", "--times", "2", "--seconds", "9")
     assert (code, summary.verdict, summary.errors) == (0, "", {}), (tmp_path / "locust.log").read_text()

@@ -13,7 +13,7 @@ import pytest
 from coordinator.http.openapi import document
 from tests.cluster import ROOT, Cluster, environment
 
-SECONDS = 25
+SECONDS = 12
 
 
 def examine(cluster: Cluster, folder: Path, *options: str, seconds: float) -> int:

@@ -364,7 +364,7 @@ async def test_features_of_a_branch_that_is_not_the_first(
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
         await stream.send_open(
-            prompt, max_tokens=6, gamma=4, branches=2, patience_us=LONG_PATIENCE_US, features=True, cache_salt="tree"
+            prompt, max_tokens=6, gamma=4, branches=2, patience_us=1_000_000, features=True, cache_salt="tree"
         )
         await stream.guess(at, [truth[0], wrong(truth[1]), 7, 8])
         await stream.guess(at + 1, truth[1:4], first_id=5, parent=1)

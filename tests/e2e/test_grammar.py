@@ -60,7 +60,14 @@ def requests(gamma: int) -> list[pb.GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize("victim", ["verifier", "drafter", "coordinator"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "verifier",
+        pytest.param("drafter", marks=pytest.mark.prove),
+        pytest.param("coordinator", marks=pytest.mark.prove),
+    ],
+)
 async def test_a_crash_in_the_middle_of_json_never_shows(fleet: Cluster, victim: str) -> None:
     wanted = await generate_all(fleet.address, requests(gamma=0))
     for output in wanted:

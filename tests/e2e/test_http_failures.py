@@ -132,7 +132,10 @@ def with_a_session(verifiers: list[Process]) -> Process:
 # --- somebody dies ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["verifier", "drafters", "both"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("verifier", marks=pytest.mark.prove), pytest.param("drafters", marks=pytest.mark.prove), "both"],
+)
 async def test_an_answer_outlives_its_workers(whole: Cluster, victim: str) -> None:
     def disaster() -> None:
         if victim != "drafters":

@@ -212,11 +212,13 @@ def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: P
     """Were they counted still, OpenMP would put the others to sleep between any two parts of a step."""
     folder = make_model(tmp_path / "model", seed=1)
     code = f"""
-import os, torch
+import os, time, torch
 from outrider.engine.load import load_model
 from outrider.threads import let_go
 torch.set_num_threads(3)
-count = lambda: len(os.listdir("/proc/self/task"))
+def count():
+    time.sleep(0.5)  # the kernel takes its time to bury a thread
+    return len(os.listdir("/proc/self/task"))
 before = count()
 torch.ones(2_000_000).sum()
 spread = count()

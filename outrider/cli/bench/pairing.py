@@ -18,6 +18,7 @@ from outrider.tiny import make_model
 _SHARPNESS = 1.8  # of the target: how peaked what it says is
 _CONTEXT = 4096
 _RUNNERS_UP = 2
+_OPTIONS = EngineOptions(device="cpu", kv_tokens=2 * _CONTEXT)
 
 
 def make_pair(folder: Path, acceptance: float, answers: Answers) -> Pair:
@@ -38,8 +39,7 @@ def make_pair(folder: Path, acceptance: float, answers: Answers) -> Pair:
 
 def _say(target: Path, answers: Answers) -> dict[int, list[int]]:
     """What the target says on its own, by seed, to compare with."""
-    room = 2 * (len(answers.prompt) + answers.tokens)
-    engine = load_model(str(target), EngineOptions(device="cpu", kv_tokens=room)).engine
+    engine = load_model(str(target), _OPTIONS).engine
     said = {}
     for seed in range(answers.count):
         tokens = list(answers.prompt)
@@ -54,8 +54,7 @@ def _say(target: Path, answers: Answers) -> dict[int, list[int]]:
 
 def _compare(draft: Path, said: Mapping[int, list[int]], start: int) -> tuple[float, float]:
     """How often a drafter's first guess would have held, and how often of the others a runner-up."""
-    room = 2 * max(map(len, said.values()))
-    engine = load_model(str(draft), EngineOptions(device="cpu", kv_tokens=room)).engine
+    engine = load_model(str(draft), _OPTIONS).engine
     ranks: list[int | None] = []
     for seed, tokens in said.items():
         engine.extend([Rows("see", tokens[: start - 1], logits_from=start - 1)])
