@@ -34,6 +34,7 @@ _SMOOTHING = 0.3
 _LEAP = 1.4  # a round trip that differs so much is news, not noise: half of it is believed at once
 _FALL = 1.25
 LOST_AFTER_HEARTBEATS = 5
+FULL_S = 0.05
 
 
 class Link:
@@ -85,6 +86,10 @@ class Link:
         """Leave it alone for a moment, longer each time."""
         self._failures += 1
         self._not_before = time.monotonic() + min(MAX_COOLDOWN_S, COOLDOWN_S * 2 ** (self._failures - 1))
+
+    def full(self) -> None:
+        """It lives and has no room now, which may change with every session that ends."""
+        self._not_before = max(self._not_before, time.monotonic() + FULL_S)
 
     def worked(self) -> None:
         self._failures = 0

@@ -182,7 +182,7 @@ class Session:
                 if not self.record.finished:
                     raise PeerLost(f"{link.info.address} ended the stream before the output was complete")
         except Overloaded:
-            link.failed()
+            link.full()
             if self._deps.roster.choose(Role.VERIFIER) is None and not self.record.tokens:
                 raise
         except (PeerLost, Unavailable, Expired):

@@ -254,6 +254,22 @@ async def test_a_full_verifier_says_when_to_come_again(narrow: Cluster) -> None:
         await until_async(answered, 10, "an answer again")
 
 
+async def test_a_seat_that_becomes_free_is_taken_at_once(narrow: Cluster) -> None:
+    """However many were refused before: who is full is not broken."""
+    (verifier,) = narrow.verifiers
+    short = BODY | {"max_tokens": 3}
+    async with speaking(narrow.coordinators[0]) as web:
+        assert (await web.post(PATH, json=short)).status_code == 200
+        going = asyncio.create_task(listen(web, ENDLESS))
+        await asyncio.to_thread(with_a_session, narrow.verifiers)
+        for _ in range(6):
+            assert (await web.post(PATH, json=short)).status_code == 429
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        await until_async(lambda: asyncio.to_thread(lambda: not verifier_load(verifier.address).sessions), 5, "room")
+        assert (await web.post(PATH, json=short)).status_code == 200
+
+
 async def test_without_a_verifier_there_is_no_hurry_but_an_answer(narrow: Cluster) -> None:
     (verifier,) = narrow.verifiers
     async with speaking(narrow.coordinators[0]) as web:
