@@ -68,7 +68,7 @@ stubs: dev
 gpu: dev  ## Tests that need a CUDA device.
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
-prove: dev setup  ## Slow proofs with the real model.
+prove: dev setup  ## Slow proofs, some with the real model.
 	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e
 
 proto: dev  ## Make the stubs from proto/.

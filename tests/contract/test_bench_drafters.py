@@ -34,6 +34,7 @@ def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.prove
 def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> None:
     written, drawn, prompts = tmp_path / "drafters.json", tmp_path / "drafters.png", tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, PROMPTS)))

@@ -21,6 +21,8 @@ from outrider.v1 import coordinator_pb2 as pb
 pytestmark = pytest.mark.timeout(240)
 
 SUMMARY = (
+    "adaptive_vs_colocated_rtt80",
+    "adaptive_vs_plain_rtt80",
     "worst_vs_plain",
     "worst_vs_plain_first64",
     "worst_regret",
@@ -37,33 +39,26 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("drafters", "rtts"), [("0.8:1", "0"), pytest.param("0.8:1,0.4:1", "0,80", marks=pytest.mark.prove)]
-)
-def test_network_measures_every_mode(tmp_path: Path, drafters: str, rtts: str) -> None:
+@pytest.mark.prove
+def test_network_measures_every_mode(tmp_path: Path) -> None:
     report = tmp_path / "network.json"
     output = run(
-        *("network", "--quick", "--tokens", "16", "--verify-pace", "1:12,17:12,33:24", "--drafters", drafters),
-        *("--rtts", rtts, "--json", str(report)),
+        *("network", "--quick", "--tokens", "16", "--verify-pace", "1:12,17:12,33:24", "--drafters", "0.8:1,0.4:1"),
+        *("--rtts", "0,80", "--json", str(report)),
     )
     assert "paced engines" in output, "nobody takes these for the speed of a model"
     found = json.loads(report.read_text())
     summary = found["summary"]
-    links = [float(rtt) for rtt in rtts.split(",")]
-    keys = [*SUMMARY, *(f"adaptive_vs_{against}_rtt{rtt:g}" for rtt in links for against in ("plain", "colocated"))]
-    assert all(isinstance(summary[key], float) for key in keys)
+    assert all(isinstance(summary[key], float) for key in SUMMARY)
     assert summary["texts_equal"] is True
     assert 0 < summary["bytes_per_guess"] <= 4
     drift = summary["drift"]
     assert len(drift["parts"]) == 4
     assert all(len(seconds) == 4 for seconds in drift["seconds"].values())
-    cells = {(row["rtt_ms"], row["drafter"]) for row in found["rows"]}
-    assert cells == {(rtt, "") for rtt in links} | ({(80.0, "0.4, 1 ms")} if "," in drafters else set())
+    assert {(row["rtt_ms"], row["drafter"]) for row in found["rows"]} == {(0.0, ""), (80.0, ""), (80.0, "0.4, 1 ms")}
     rows = {(row["rtt_ms"], row["mode"]): row for row in found["rows"] if not row["drafter"]}
+    assert rows[80.0, "in turns, γ 6"]["tokens_per_s"] < rows[0.0, "in turns, γ 6"]["tokens_per_s"], "the link is felt"
     assert rows[0.0, "in turns, γ 6"]["acceptance_first"] > 0.5
-    if 80.0 in links:
-        far_off, near = rows[80.0, "in turns, γ 6"], rows[0.0, "in turns, γ 6"]
-        assert far_off["tokens_per_s"] < near["tokens_per_s"], "the link is felt"
 
 
 def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
