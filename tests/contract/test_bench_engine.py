@@ -40,6 +40,7 @@ def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.prove
 def test_measures_everything_and_writes_it_down(models: Models, tmp_path: Path) -> None:
     written, drawn = tmp_path / "engine.json", tmp_path / "engine.png"
     flags = ("--target", str(models.target), "--quick", "--rounds", "7", "--threads", "1")

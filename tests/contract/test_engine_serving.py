@@ -156,6 +156,7 @@ async def test_four_times_what_fits_waits_then_is_refused_and_all_that_was_taken
     assert loaded.engine.cached_tokens == 0
 
 
+@pytest.mark.prove
 async def test_memory_after_two_thousand_sessions_is_that_after_two_hundred(models: Models, tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     verifier = cluster.add_verifier(models.target, "--prefix-tokens", "2048")

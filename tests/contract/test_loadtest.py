@@ -175,6 +175,7 @@ def test_workers_records_become_one_report(cluster: Cluster, tmp_path: Path) -> 
     assert summary.tokens_per_s > 0
 
 
+@pytest.mark.prove
 def test_the_web_page_changes_the_load_but_not_where_it_goes(cluster: Cluster, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "locust.log"
     web = f"http://127.0.0.1:{port}"
