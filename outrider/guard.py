@@ -15,6 +15,7 @@ from grpc_health.v1 import health
 from outrider.errors import Unauthenticated
 from outrider.keys import HEADER, Keys
 from outrider.serving import abort
+from outrider.tenants import act_for
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +47,9 @@ class Guard(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         keys = self._doors.get(method.strip("/").partition("/")[0], self._others)
         shown = dict(handler_call_details.invocation_metadata or ())
-        if keys.allows(shown.get(HEADER)):
+        holder = keys.holder(shown.get(HEADER))
+        if holder is not None:
+            act_for(holder)
             return await continuation(handler_call_details)
         return self._refused
 

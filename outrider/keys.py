@@ -8,42 +8,59 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from outrider.errors import StartupError
+from outrider.tenants import ANYBODY, Limits, Tenant
 
 HEADER = "authorization"
 _SCHEME = "bearer"
+_NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
+_ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N]"
 
 
 class Keys:
     """Any of them opens. Without any the door stands open."""
 
-    __slots__ = ("_digests", "_first")
+    __slots__ = ("_digests", "_first", "_holders")
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        given = list(dict.fromkeys(keys))
+    def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
+        """`holders`: one per key; absent: a tenant of its own for each."""
+        given = list(keys)
+        held = dict(zip(given, holders or [Tenant.of_key(key) for key in given], strict=True))
         self._first = given[0] if given else ""
-        self._digests = tuple(_digest(key) for key in given)
+        self._digests = tuple(_digest(key) for key in held)
+        self._holders = tuple(held.values())
 
     @classmethod
     def parse(cls, text: str, field: str) -> Keys:
-        """`KEY,KEY`, or `@FILE` with one key a line. Raises StartupError, which never quotes a key."""
+        """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raises StartupError, which never quotes a key.
+
+        An entry is a key, perhaps with a name before it and limits behind:
+        `web: KEY requests_per_minute=60 max_sessions=8`. Keys of one name
+        belong to one tenant.
+        """
         if not text.strip():
             return cls()
-        keys = _lines(text[1:], field) if text.startswith("@") else [key.strip() for key in text.split(",")]
-        if not keys:
+        entries = _lines(text[1:], field) if text.startswith("@") else [entry.strip() for entry in text.split(",")]
+        if not entries:
             # Not the same as no setting: somebody wanted a locked door.
             raise StartupError(f"{field}: {text[1:]} holds no key", field=field, value=text, limit="a key a line")
-        for number, key in enumerate(keys, start=1):
-            if not key or " " in key or not (key.isascii() and key.isprintable()):
+        keys: dict[str, Tenant] = {}
+        holders: dict[str, Tenant] = {}
+        for number, entry in enumerate(entries, start=1):
+            key, holder = _entry(entry, f"{field}: key {number} of {len(entries)}", field)
+            if holders.setdefault(holder.id, holder) != holder:
                 raise StartupError(
-                    f"{field}: key {number} of {len(keys)} is empty or has other characters than visible ASCII",
+                    f"{field}: the keys named {holder.id} have different limits",
                     field=field,
-                    limit="visible ASCII",
+                    value=holder.id,
+                    limit="the same limits for keys of one name",
                 )
-        return cls(keys)
+            keys[key] = holder
+        return cls(keys, list(keys.values()))
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -52,6 +69,7 @@ class Keys:
         either = Keys()
         either._first = self._first or other._first
         either._digests = self._digests + other._digests
+        either._holders = self._holders + other._holders
         return either
 
     def __repr__(self) -> str:
@@ -63,16 +81,24 @@ class Keys:
         return self._first
 
     def allows(self, header: str | bytes | None) -> bool:
-        """Whether what a caller sent as `authorization` opens. The time it takes tells nothing of any key."""
+        """Whether what a caller sent as `authorization` opens."""
+        return self.holder(header) is not None
+
+    def holder(self, header: str | bytes | None) -> Tenant | None:
+        """Return whose key a caller sent as `authorization`; None: it does not open.
+
+        The time it takes tells nothing of any key.
+        """
         if not self._digests:
-            return True
+            return ANYBODY
         text = header.decode("latin-1") if isinstance(header, bytes) else header or ""
         scheme, _, key = text.partition(" ")
         shown = _digest(key.strip())
-        opens = False
-        for digest in self._digests:
-            opens |= hmac.compare_digest(digest, shown)
-        return opens and scheme.lower() == _SCHEME
+        found: Tenant | None = None
+        for digest, holder in zip(self._digests, self._holders, strict=True):
+            if hmac.compare_digest(digest, shown):
+                found = holder
+        return found if scheme.lower() == _SCHEME else None
 
 
 def bearer(key: str) -> str:
@@ -92,3 +118,30 @@ def _lines(path: str, field: str) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise StartupError(f"{field}: cannot read {path}: {reason}", field=field, value=path) from error
     return [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+
+
+def _entry(entry: str, where: str, field: str) -> tuple[str, Tenant]:
+    """Read one key with its name and its limits."""
+    name, separator, rest = entry.partition(": ")
+    if separator and not _NAME.fullmatch(name):
+        raise StartupError(
+            f"{where} has a name that is no name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-",
+            field=field,
+            limit=_ENTRY,
+        )
+    key, *more = (rest if separator else entry).split(" ")
+    if not key or not (entry.isascii() and entry.isprintable()):
+        raise StartupError(
+            f"{where} is empty or has other characters than visible ASCII", field=field, limit="visible ASCII"
+        )
+    return key, Tenant.of_key(key, name if separator else "", _limits([word for word in more if word], where, field))
+
+
+def _limits(words: Sequence[str], where: str, field: str) -> Limits:
+    given: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in Limits.__dataclass_fields__ or name in given or not (number.isascii() and number.isdigit()):
+            raise StartupError(f"{where} is followed by something that is no limit", field=field, limit=_ENTRY)
+        given[name] = int(number)
+    return Limits(**given)

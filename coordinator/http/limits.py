@@ -14,6 +14,7 @@ from outrider.errors import Expired, InvalidRequest, OutriderError, Unauthentica
 from outrider.keys import HEADER, Keys
 from outrider.origin import REQUEST_ID, take_up
 from outrider.serving import background
+from outrider.tenants import act_for
 
 log = structlog.get_logger(__name__)
 
@@ -64,11 +65,13 @@ class KeyHolders:
         self._open = open_to_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and scope["path"] not in self._open
-        if asked and not self._keys.allows(Headers(scope=scope).get(HEADER)):
-            error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
-            await respond(error)(scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["path"] not in self._open:
+            holder = self._keys.holder(Headers(scope=scope).get(HEADER))
+            if holder is None:
+                error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
+                await respond(error)(scope, receive, send)
+                return
+            act_for(holder)
         await self._app(scope, receive, send)
 
 

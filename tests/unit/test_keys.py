@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from outrider.access import Access
 from outrider.config import has_secrets
 from outrider.errors import KINDS, STATUS, StartupError, Unauthenticated
 from outrider.keys import Keys, bearer
+from outrider.tenants import ANYBODY, Limits, Tenant
 
 NOWHERE = "redis://127.0.0.1:1"
 
@@ -133,3 +135,49 @@ def test_the_error_has_its_statuses() -> None:
     assert KINDS["unauthenticated"] is Unauthenticated
     status, http = STATUS[Unauthenticated]
     assert (status.name, http) == ("UNAUTHENTICATED", 401)
+
+
+def test_a_key_has_a_holder(tmp_path: Path) -> None:
+    """By name, else by a part of the key's digest; a bare key of an older file reads as before."""
+    file = tmp_path / "keys"
+    file.write_text(
+        "# named, with limits\nweb: s3cret requests_per_minute=60 max_sessions=8\nweb: n3wer requests_per_minute=60 "
+        "max_sessions=8\nbare:with=signs==\nbatch: other tokens_per_minute=1000\n"
+    )
+    keys = Keys.parse(f"@{file}", "api_keys")
+    web = keys.holder("Bearer s3cret")
+    assert web is not None
+    assert (web.id, web.limits) == ("web", Limits(requests_per_minute=60, max_sessions=8))
+    assert keys.holder("Bearer n3wer") == web, "a key can be changed without becoming somebody else"
+    bare = keys.holder("Bearer bare:with=signs==")
+    assert bare is not None
+    assert bare.id == "key-" + hashlib.sha256(b"bare:with=signs==").hexdigest()[:12]
+    assert keys.holder("Bearer web: s3cret") is None
+    assert keys.holder("Bearer nobody's") is None
+    assert keys.first == "s3cret"
+    assert Keys().holder(None) == ANYBODY
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "web: s3cret requests=5",
+        "web: s3cret max_sessions=-1",
+        "web: s3cret max_sessions=1 max_sessions=2",
+        "web: s3cret max_sessions=²",
+        "a name: s3cret",
+        "key-0123456789ab: s3cret",
+        "web: s3cret max_sessions=1,web: s3cret-2",
+    ],
+)
+def test_an_entry_that_does_not_read_is_refused_unseen(entry: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(entry, "api_keys")
+    assert "s3cr" not in f"{caught.value.message} {caught.value.value} {caught.value.limit}"
+
+
+def test_what_belongs_to_a_tenant_has_other_names_than_another_s() -> None:
+    one, other = Tenant("one"), Tenant("other")
+    assert len({one.salt(""), one.salt("x"), other.salt(""), other.salt("x"), "", "x"}) == 6
+    assert one.idempotency_key("k") != other.idempotency_key("k")
+    assert (ANYBODY.salt("x"), ANYBODY.idempotency_key("k")) == ("x", "k"), "without keys nothing changes"
