@@ -35,6 +35,9 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 HEALTH_S = 0.1
 CANCEL_AGAIN_S = 1.0
 _MIB = 1024 * 1024
+# Of the compression algorithms only "none", bit 0. gRPC inflates a message before it looks at its size, and a megabyte
+# becomes a gigabyte. A peer that names another algorithm is refused by its headers.
+_UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
 
 
 def server_options(settings: Settings) -> list[tuple[str, Any]]:
@@ -49,6 +52,7 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+        _UNCOMPRESSED,
     ]
 
 
@@ -67,6 +71,7 @@ def channel_options(max_message_mib: int = 32) -> list[tuple[str, Any]]:
         ("grpc.enable_http_proxy", 0),
         # Every channel its own connection: one peer's trouble stays its own.
         ("grpc.use_local_subchannel_pool", 1),
+        _UNCOMPRESSED,
     ]
 
 

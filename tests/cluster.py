@@ -129,10 +129,14 @@ class Process:
         assert self._running is not None
         self._running.send_signal(number)
 
+    @property
+    def pid(self) -> int:
+        assert self._running is not None
+        return self._running.pid
+
     def memory_mb(self) -> float:
         """What it has in memory now."""
-        assert self._running is not None
-        pages = int(Path(f"/proc/{self._running.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def kill(self) -> None:

@@ -30,7 +30,6 @@ from outrider.cli.stack import Plan, Stack
 from outrider.client import Client
 from outrider.engine.load import LoadedModel
 from outrider.errors import PeerLost, Unauthenticated, Unavailable
-from outrider.guard import HEAR_S, MAX_HEARD
 from outrider.messages import SamplingParams
 from outrider.serving import until as soon
 from outrider.tls import Tls
@@ -200,10 +199,9 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
 
 
 async def test_strangers_that_say_nothing_are_not_waited_for(guarded: Guarded) -> None:
-    """However many: a few are given time to say what they came for, none holds a stream."""
     async with PLAIN.aio_channel(guarded.addresses["outrider.v1.Verifier"]) as channel:
-        calls = [verifier_pb2_grpc.VerifierStub(channel).Verify(timeout=20) for _ in range(3 * MAX_HEARD)]
-        async with asyncio.timeout(5 * HEAR_S):
+        calls = [verifier_pb2_grpc.VerifierStub(channel).Verify(timeout=20) for _ in range(48)]
+        async with asyncio.timeout(2):
             assert [await call.code() for call in calls] == [UNAUTHENTICATED] * len(calls)
 
 
