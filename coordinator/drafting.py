@@ -7,6 +7,7 @@ nothing else: another is attached when there is one.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.stats import RequestStats
 from coordinator.target import Target
 from outrider import wire
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
 from outrider.messages import Role, Steering, Verdict, WorkerInfo
 from outrider.serving import background
 from outrider.v1 import common_pb2 as common
@@ -119,8 +120,9 @@ class Drafting:
         """Pass on what is final, and let γ follow."""
         if verdict.features is not None and self._features_on:
             self._window.add(verdict.features)
+        now = time.monotonic()
         for drafter in self._attached.values():
-            self._stats.feature_bytes += drafter.committed(verdict.position, verdict.tokens, verdict.features)
+            self._stats.feature_bytes += drafter.committed(verdict.position, verdict.tokens, verdict.features, now)
         self._steer()
 
     def refused(self, refusal: Refusal) -> None:
@@ -128,9 +130,8 @@ class Drafting:
         drafter = self._attached.get(refusal.source)
         if drafter is not None:
             worker_id = drafter.link.info.worker_id
-            log.warning("drafter sends nonsense", worker=worker_id, error=refusal.error.message)
             self._shunned.add(worker_id)
-            drafter.hang_up()
+            drafter.hang_up(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
 
     # One drafter's time.
 
@@ -147,8 +148,10 @@ class Drafting:
                 await self._with_one_drafter(verifier, link)
             except OutriderError as error:
                 log.info("drafter lost", error=error.message)
-                if isinstance(error, InvalidRequest):
+                if isinstance(error, InvalidRequest | ProtocolViolation):
                     self._shunned.add(link.info.worker_id)
+                if isinstance(error, ProtocolViolation):
+                    self._means.roster.shunning.report(link.info, error.message)
                 self._stats.lost_drafter(error)
                 link.failed()
             finally:
@@ -162,13 +165,15 @@ class Drafting:
         source = self._sources
         span = self._stats.span.child("draft", link.attributes)
         async with DrafterHop(link, self._opening(), source, span) as hop:
-            drafter = Attached(hop, source, Pair(self._positions), self._control.plan)
+            drafter = Attached(hop, source, Pair(self._positions), self._control.plan, time.monotonic())
             self._attached[source] = drafter
             try:
                 opened = await hop.opened()
                 self._join(drafter, opened.opened.features, history)
                 async for guess in hop.guesses():
                     self._relay(verifier, drafter, guess)
+                if not link.info.draining:
+                    raise PeerLost(f"{link.info.address} ended the stream while there was something to guess")
             finally:
                 self._leave(drafter)
 
@@ -182,7 +187,7 @@ class Drafting:
         self._ask_for_features()
         held = self._window.held()
         if wants_features and held is not None:
-            self._stats.feature_bytes += drafter.committed(self._record.position, (), held)
+            self._stats.feature_bytes += drafter.committed(self._record.position, (), held, time.monotonic())
         self._steer()
 
     def _begin_from(self, drafter: Attached, history: PairHistory | None) -> None:
@@ -196,7 +201,7 @@ class Drafting:
             together.start_from(history)
 
     def _relay(self, verifier: VerifierHop, drafter: Attached, guess: common.Guess) -> None:
-        drafter.guessed(guess)
+        drafter.guessed(guess, time.monotonic())
         self._stats.guessed(guess)
         self._see_whether_late(drafter, guess)
         if guess.tokens:
@@ -254,8 +259,9 @@ class Drafting:
         if steering is not None:
             self._tell_of_plan()
             verifier.steer(steering)
+        now = time.monotonic()
         for source, gamma in self._budget.shares(plan.gamma).items():
-            self._attached[source].steer(plan if gamma else PLAIN)
+            self._attached[source].steer(plan if gamma else PLAIN, now)
         self._pass_on()
 
     def _tell_of_plan(self) -> None:

@@ -7,6 +7,7 @@ session. Losing the peer raises PeerLost, whatever gRPC calls it.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,7 +17,7 @@ import grpc
 
 from coordinator.roster import Link, worker_error
 from outrider import wire
-from outrider.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.messages import Features, Steering, Verdict
 from outrider.origin import current
 from outrider.tracing import Span
@@ -28,6 +29,8 @@ Out = TypeVar("Out")
 In = TypeVar("In")
 
 OPEN_TIMEOUT_S = 30.0
+_MESSAGE_S = 0.004  # between two messages of a drafter, on average: 250 a second
+_BURST = 128  # messages that may come at once
 
 
 class Hop(Generic[Out, In]):
@@ -41,6 +44,7 @@ class Hop(Generic[Out, In]):
         self._outbox.put_nowait(opening)
         self._call: Any = None
         self._writing: asyncio.Task[None] | None = None
+        self._why: OutriderError | None = None  # this side has hung up
 
     async def __aenter__(self) -> Self:
         self._call = self._start(metadata=current().metadata(self._span))
@@ -60,8 +64,9 @@ class Hop(Generic[Out, In]):
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    def hang_up(self) -> None:
-        """End the stream from this side; whoever reads it gets PeerLost."""
+    def hang_up(self, why: OutriderError) -> None:
+        """End the stream from this side; whoever reads it gets the error."""
+        self._why = self._why or why
         self._call.cancel()
 
     def send(self, message: Out) -> None:
@@ -72,14 +77,18 @@ class Hop(Generic[Out, In]):
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise worker_error(self.link.info.address, error) from error
+            raise self._why or worker_error(self.link.info.address, error) from error
         except asyncio.CancelledError:
             raise self._lost() from None
         if message is grpc.aio.EOF:
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
-                raise worker_error(self.link.info.address, cast(grpc.RpcError, await _as_error(self._call)))
+                raise self._why or worker_error(
+                    self.link.info.address, cast(grpc.RpcError, await _as_error(self._call))
+                )
             return None
+        if message is None:  # gRPC's word for bytes that it cannot decode
+            raise ProtocolViolation(f"{self.link.info.address} sent bytes that are no message")
         return cast(In, message)
 
     async def opened(self) -> In:
@@ -89,8 +98,11 @@ class Hop(Generic[Out, In]):
                 reply: Any = await self.receive()
         except TimeoutError as error:
             raise PeerLost(f"{self.link.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
-        if reply is None or reply.WhichOneof("message") != "opened":
+        if reply is None:
             raise PeerLost(f"{self.link.info.address} did not open the session")
+        if reply.WhichOneof("message") != "opened":
+            kind = reply.WhichOneof("message") or "empty"
+            raise ProtocolViolation(f"{self.link.info.address} sent a message that is {kind}, not opened")
         return cast(In, reply)
 
     def _lost(self) -> BaseException:
@@ -98,7 +110,7 @@ class Hop(Generic[Out, In]):
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             return asyncio.CancelledError()
-        return PeerLost(f"the connection to {self.link.info.address} was closed")
+        return self._why or PeerLost(f"the connection to {self.link.info.address} was closed")
 
     async def _write(self) -> None:
         while True:
@@ -151,10 +163,19 @@ class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
         self.send(draft.DraftRequest(steer=wire.steering_to_proto(steering)))
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
-        """Guesses as they came, marked with whose they are: relayed without being rebuilt."""
+        """Guesses as they came, marked with whose they are: relayed without being rebuilt.
+
+        They are read at a pace that no honest drafter reaches for long: what a flood costs is the flood's own time.
+        """
+        ready_at = time.monotonic()
         while (reply := await self.receive()) is not None:
+            now = time.monotonic()
+            ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
+            if ready_at > now:
+                await asyncio.sleep(ready_at - now)
             if reply.WhichOneof("message") != "guess":
-                raise InvalidRequest.of("message", reply.WhichOneof("message") or "empty", "guess")
+                kind = reply.WhichOneof("message") or "empty"
+                raise ProtocolViolation(f"{self.link.info.address} sent a message that is {kind}, not a guess")
             guess = reply.guess
             guess.source = self._source
             yield guess

@@ -12,7 +12,7 @@ from coordinator.store import Store
 from outrider.messages import Role
 from outrider.metrics import CoordinatorMetrics, Readings
 
-_STATES = ("usable", "draining", "resting")
+_STATES = ("usable", "draining", "resting", "shunned")
 
 
 def show(
@@ -21,6 +21,7 @@ def show(
     metrics.running.source = lambda: _sessions(sessions, roster, waiting=False)
     metrics.waiting.source = lambda: _sessions(sessions, roster, waiting=True)
     metrics.workers.source = lambda: _workers(roster)
+    metrics.violations.source = lambda: [((_role(role),), roster.shunning.violations[role]) for role in Role]
     metrics.round_trips.source = lambda: [(_name(link), link.round_trip_ms / 1000) for link in roster.links()]
     metrics.worker_sessions.source = lambda: [(_name(link), link.sessions) for link in roster.links()]
     metrics.redis_up.source = lambda: [((), float(store.up))]
@@ -39,7 +40,7 @@ def _sessions(sessions: Mapping[str, Session], roster: Roster, *, waiting: bool)
 
 
 def _workers(roster: Roster) -> Readings:
-    counts = Counter((link.info.role, link.state) for link in roster.links())
+    counts = Counter((link.info.role, roster.state(link)) for link in roster.links())
     return [((_role(role), state), counts[role, state]) for role in Role for state in _STATES]
 
 

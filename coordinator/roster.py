@@ -14,12 +14,21 @@ from dataclasses import replace
 import grpc
 import structlog
 
+from coordinator.shunning import Shunning
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target, fetch_target
 from outrider import wire
 from outrider.access import Access
-from outrider.errors import InvalidRequest, ModelMismatch, OutriderError, Unauthenticated, Unavailable
+from outrider.errors import (
+    InvalidRequest,
+    ModelMismatch,
+    OutriderError,
+    ProtocolViolation,
+    Unauthenticated,
+    Unavailable,
+)
 from outrider.messages import Role, WorkerInfo, WorkerLoad
+from outrider.sizes import MAX_DRAFTER_MESSAGE_BYTES
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 
@@ -35,6 +44,7 @@ _LEAP = 1.4  # a round trip that differs so much is news, not noise: half of it 
 _FALL = 1.25
 LOST_AFTER_HEARTBEATS = 5
 FULL_S = 0.05
+_TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's own words, on this side
 
 
 class Link:
@@ -47,7 +57,9 @@ class Link:
         self.registrations = 0  # streams over which it reports to this coordinator
         self._failures = 0
         self._not_before = 0.0
-        self._channel = access.aio_channel(info.address)
+        # A drafter has little to say, and is not believed: gRPC drops what is larger before it is read.
+        drafter = info.role is Role.DRAFTER
+        self._channel = access.aio_channel(info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
         self._probing = asyncio.create_task(self._probe())
 
     @property
@@ -104,10 +116,11 @@ class Link:
         while True:
             started = time.perf_counter()
             try:
-                reply: common.ProbeReply = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
+                reply: common.ProbeReply | None = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 self._probe_failed(error)
-            else:
+                reply = None
+            if reply is not None:  # None is also gRPC's word for bytes that it cannot decode
                 taken = 1000 * (time.perf_counter() - started)
                 known = self.round_trip_ms
                 self.round_trip_ms = taken if known == 0.0 else known + _trust(known, taken) * (taken - known)
@@ -124,6 +137,9 @@ class Link:
 
 def worker_error(address: str, error: grpc.RpcError) -> OutriderError:
     """What a failed call to a worker means to others: its asking us for another key is no fault of a client's."""
+    details = str(error.details() or "")
+    if details.startswith(_TOO_LARGE):
+        return ProtocolViolation(f"{address} sent too large a message: {details}")
     meant = wire.error_from_rpc(error)
     if isinstance(meant, Unauthenticated):
         return Unavailable(f"{address} does not take this coordinator's fleet key; all services need the same one")
@@ -144,6 +160,7 @@ class Roster:
         self._store = store
         self._heartbeat_ms = heartbeat_ms
         self._access = access
+        self.shunning = Shunning()
         self._links: dict[str, Link] = {}
         self._seen: dict[str, float] = {}
         self._target: Target | None = None
@@ -156,7 +173,14 @@ class Roster:
 
     @property
     def ready(self) -> bool:
-        return self._target is not None and any(link.usable() for link in self._of(Role.VERIFIER))
+        return self._target is not None and any(self.usable(link) for link in self._of(Role.VERIFIER))
+
+    def usable(self, link: Link) -> bool:
+        return link.usable() and not self.shunning.shuns(link.info)
+
+    def state(self, link: Link) -> str:
+        """For a person."""
+        return "shunned" if self.shunning.shuns(link.info) else link.state
 
     def links(self) -> list[Link]:
         return list(self._links.values())
@@ -201,7 +225,7 @@ class Roster:
 
     def choose(self, role: Role, fits: Callable[[Link], bool] = _anybody, *, prefer: str = "") -> Link | None:
         """Of those that fit the preferred worker if it can be had, else the least loaded."""
-        able = [link for link in self._of(role) if link.usable() and fits(link)]
+        able = [link for link in self._of(role) if self.usable(link) and fits(link)]
         chosen = next((link for link in able if link.info.worker_id == prefer), None)
         if chosen is not None or not able:
             return chosen

@@ -14,7 +14,7 @@ from drafter.grammar import Rails, TargetGrammars
 from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
-from outrider import wire
+from outrider import sizes, wire
 from outrider.access import Access, fleet_keys
 from outrider.account import Account
 from outrider.enlist import Enlistment
@@ -129,6 +129,7 @@ class DrafterService(rpc.DrafterServicer):
         """Commits and steers, while the stream brings them. A wrong one ends the session: its state is lost."""
         try:
             async for request in requests:
+                sizes.check_draft_request(request)
                 _apply(session, request)
                 self._loop.wake()
         except OutriderError as error:
@@ -154,6 +155,8 @@ def _opening(request: pb.DraftRequest) -> Opening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
+    sizes.check_count("open.tokens", len(given.tokens), "tokens", sizes.MAX_OPEN_TOKENS)
+    sizes.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", sizes.MAX_EOS_IDS)
     return Opening(
         session_id=given.session_id,
         epoch=given.epoch,

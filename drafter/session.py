@@ -11,6 +11,7 @@ from drafter.drafters import Ask, Draft
 from drafter.grammar import Rails
 from outrider.errors import InvalidRequest
 from outrider.messages import (
+    MAX_FEATURE_ROWS,
     MAX_GAMMA,
     NO_STEERING,
     Distribution,
@@ -172,10 +173,16 @@ class Session:
         new = tokens[known - position :]
         check_tokens("committed.tokens", new, self._vocab_size)
         if features is not None:
-            self._features.append(features)
+            self._keep(features)
         for token in new:
             self._advance(token)
             self._exhausted = False
+
+    def _keep(self, features: Features) -> None:
+        """For the next ask; of what comes while nothing is asked only the newest."""
+        self._features.append(features)
+        while sum(len(kept.rows) // (2 * kept.width) for kept in self._features) > MAX_FEATURE_ROWS:
+            self._features.pop(0)
 
     def steer(self, steering: Steering) -> None:
         steering.check()

@@ -34,12 +34,13 @@ class Access:
             channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=channel_options())
         return cast("grpc.Channel", _Keyed(channel, self.key)) if self.key else channel
 
-    def aio_channel(self, address: str) -> grpc.aio.Channel:
-        """For asynchronous stubs; only inside the event loop that will use it."""
+    def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
+        """For asynchronous stubs; only inside the event loop that will use it. `receive_bytes`: of one message."""
+        options = channel_options(receive_bytes=receive_bytes)
         if self.tls is None:
-            channel = grpc.aio.insecure_channel(address, options=channel_options())
+            channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=channel_options())
+            channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
         return cast("grpc.aio.Channel", _Keyed(channel, self.key)) if self.key else channel
 
 

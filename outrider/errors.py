@@ -77,6 +77,13 @@ class PeerLost(OutriderError):
     code = "peer_lost"
 
 
+class ProtocolViolation(PeerLost):
+    """The other end sent what no honest peer sends: it is as good as gone, and is to be left alone for a while.
+
+    Raised about a peer, never sent to one: on the wire it is a lost peer.
+    """
+
+
 class Fenced(OutriderError):
     """Somebody with a higher epoch owns this session now."""
 

@@ -46,6 +46,8 @@ Readings = Iterable[tuple[Sequence[str], float]]
 class Reading:
     """A gauge that is read when somebody looks: `source` gives label values and a number for each."""
 
+    _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._family = (PREFIX + name, text, labels)
         self.source: Callable[[], Readings] = tuple
@@ -53,14 +55,20 @@ class Reading:
 
     def describe(self) -> Iterable[Metric]:
         name, text, labels = self._family
-        return [GaugeMetricFamily(name, text, labels=labels)]
+        return [self._kind(name, text, labels=labels)]
 
     def collect(self) -> Iterable[Metric]:
         name, text, labels = self._family
-        family = GaugeMetricFamily(name, text, labels=labels)
+        family = self._kind(name, text, labels=labels)
         for values, number in self.source():
             family.add_metric(values, number)
         return [family]
+
+
+class CountedElsewhere(Reading):
+    """The same for a counter that somebody keeps already."""
+
+    _kind = CounterMetricFamily
 
 
 class PerPosition:
@@ -203,7 +211,16 @@ class CoordinatorMetrics(Metrics):
         self.failovers = self._counter("failovers", "Verifiers lost in the middle of a request.", model)
         self.drafter_losses = self._counter("drafter_losses", "Drafters lost in the middle of a request.", model)
         self.workers = self._reading(
-            "workers", "Workers known: usable, draining, or resting after a failure.", "role", "state"
+            "workers",
+            "Workers known: usable, draining, resting after a failure, or shunned after breaking the protocol.",
+            "role",
+            "state",
+        )
+        self.violations = CountedElsewhere(
+            "protocol_violations",
+            "Times that a worker sent what no honest one sends.",
+            ("role",),
+            self.registry,
         )
         self.round_trips = self._reading(
             "worker_round_trip_seconds", "Round trip to a worker, smoothed.", "role", "kind", "worker"

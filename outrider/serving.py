@@ -56,9 +56,10 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
     ]
 
 
-def channel_options(max_message_mib: int = 32) -> list[tuple[str, Any]]:
+def channel_options(max_message_mib: int = 32, receive_bytes: int | None = None) -> list[tuple[str, Any]]:
+    """`receive_bytes`: less than what is sent, where the other end has only little to say."""
     return [
-        ("grpc.max_receive_message_length", max_message_mib * _MIB),
+        ("grpc.max_receive_message_length", receive_bytes or max_message_mib * _MIB),
         ("grpc.max_send_message_length", max_message_mib * _MIB),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from itertools import accumulate, pairwise
 from typing import Any
 
 import grpc
 
+from outrider import sizes
 from outrider.errors import (
     KINDS,
     InvalidRequest,
@@ -46,6 +46,8 @@ from outrider.v1 import verifier_pb2 as verifier
 ERROR_KEY = "outrider-error-bin"
 # What HTTP/2 and gRPC add to a message: 9 bytes of frame header, 5 of message prefix.
 FRAMING_BYTES = 14
+_MAX_POINTS = 64  # of a cost curve
+_MAX_STEP_MS = 600_000.0
 
 _OPTIONAL = (
     "temperature",
@@ -145,6 +147,7 @@ def guess_to_proto(guess: Guess) -> common.Guess:
 
 
 def guess_from_proto(proto: common.Guess) -> Guess:
+    sizes.check_guess(proto)
     return Guess(
         position=proto.position,
         first_id=proto.first_id,
@@ -304,7 +307,7 @@ def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
         waiting=proto.waiting,
         kv_tokens_used=proto.kv_tokens_used,
         kv_tokens_total=proto.kv_tokens_total,
-        step_ms=proto.step_ms,
+        step_ms=proto.step_ms if 0.0 <= proto.step_ms <= _MAX_STEP_MS else 0.0,
         cost=_cost_from_proto(proto.cost),
         kv_tokens_idle=proto.kv_tokens_idle,
     )
@@ -312,9 +315,12 @@ def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
 
 def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
     """A curve that makes no sense counts as none."""
+    if not len(proto.rows) == len(proto.ms) <= _MAX_POINTS:
+        return UNKNOWN_COST
     rows, ms = tuple(proto.rows), tuple(proto.ms)
     ascending = all(a < b for a, b in pairwise((0, *rows)))
-    if len(rows) != len(ms) or not ascending or not all(0 < value < math.inf for value in ms):
+    rising = all(a <= b for a, b in pairwise(ms))
+    if not (ascending and rising and all(0 < value <= _MAX_STEP_MS for value in ms)):
         return UNKNOWN_COST
     return CostCurve(rows, ms)
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider import wire
+from outrider import sizes, wire
 from outrider.access import Access, fleet_keys
 from outrider.account import Account
 from outrider.engine import Engine
@@ -163,6 +163,7 @@ class VerifierService(rpc.VerifierServicer):
         """Guesses and steers, for as long as the stream brings them."""
         try:
             async for request in requests:
+                sizes.check_verify_request(request)
                 try:
                     _apply(session, request)
                 except InvalidRequest as error:
@@ -199,6 +200,7 @@ def _opening(request: pb.VerifyRequest) -> Opening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
+    sizes.check_count("open.tokens", len(given.tokens), "tokens", sizes.MAX_OPEN_TOKENS)
     return Opening(
         session_id=given.session_id,
         epoch=given.epoch,

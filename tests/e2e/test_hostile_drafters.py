@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,23 @@ LONG = 300
 ROUNDS = 7
 PACE = "1:15,64:15"
 FLOOD_S = 0.0001
+OTHERS = ("lies", "mute", "long", "deep", "wide", "busy", "full", "claims", "claims nothing", "teases")
+
+
+NONSENSE = [7, 7, 7, 7]
+_WIDEST = common.Distribution(id_deltas=[1] * 64, weights=[65536 - 63, *[1] * 63])
+# Messages with which a commit is answered: tokens, and what else they carry.
+ANSWERS: dict[str, Callable[[], list[tuple[list[int], dict[str, Any]]]]] = {
+    "large": lambda: [([7] * 2_000_000, {})],  # as much as fits into a message of gRPC's usual limit, and more
+    "long": lambda: [([7] * 20_000, {})],  # as much as a drafter's messages may be, not as a guess may
+    "deep": lambda: [(NONSENSE, {"parents": [0] * 20_000})],
+    "wide": lambda: [([7] * 64, {"draft_probs": [_WIDEST] * 64})],
+    "busy": lambda: [([token], {}) for token in range(100)],  # a little less than what counts as a flood
+    "full": lambda: [(list(range(start, start + 64)), {"parents": [0] * 64}) for start in (0, 64, 128, 192)],
+    "claims": lambda: [(NONSENSE, {"draft_us": 2**32 - 1})],
+    "claims nothing": lambda: [(NONSENSE, {"draft_us": 0})],
+    "teases": lambda: [([7], {"draft_us": 2**32 - 1})],  # where more were wanted
+}
 
 
 class Hostile(drafter_rpc.DrafterServicer):
@@ -38,31 +55,40 @@ class Hostile(drafter_rpc.DrafterServicer):
     def __init__(self, manner: str) -> None:
         self.manner = manner
         self.sent = 0
+        self.opened = 0
 
     async def Probe(self, request: common.ProbeRequest, context: Any) -> common.ProbeReply:
         return common.ProbeReply()
 
     async def Draft(self, requests: AsyncIterator[draft.DraftRequest], context: Any) -> AsyncIterator[draft.DraftReply]:
         opening = (await anext(requests)).open
+        self.opened += 1
         if self.manner == "mute":
             await asyncio.sleep(3600)
         yield draft.DraftReply(opened=draft.DraftOpened())
         position = len(opening.tokens)
         if self.manner == "stalls":
-            yield self._guess(position, [1])
+            yield self._reply(position, [1])
             await asyncio.sleep(3600)
         while self.manner == "floods":
-            yield self._guess(position, [self.sent % 200])
+            yield self._reply(position, [self.sent % 200])
             await asyncio.sleep(FLOOD_S)
-        async for request in requests:  # lies: a full chain of nonsense after every commit
+        async for request in requests:
             if request.HasField("committed"):
                 position = request.committed.position + len(request.committed.tokens)
-                yield self._guess(position, [7, 7, 7, 7])
+                for reply in self._after(position):
+                    yield reply
 
-    def _guess(self, position: int, tokens: list[int]) -> draft.DraftReply:
+    def _after(self, position: int) -> Iterator[draft.DraftReply]:
+        """Its answer to a commit."""
+        for tokens, fields in ANSWERS.get(self.manner, lambda: [(NONSENSE, {})])():
+            yield self._reply(position, tokens, **fields)
+
+    def _reply(self, position: int, tokens: list[int], **fields: Any) -> draft.DraftReply:
         self.sent += len(tokens)
         first = self.sent - len(tokens) + 1
-        return draft.DraftReply(guess=common.Guess(position=position, first_id=first, tokens=tokens, draft_us=100))
+        given = {"draft_us": 100} | fields
+        return draft.DraftReply(guess=common.Guess(position=position, first_id=first, tokens=tokens, **given))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +150,7 @@ async def side_by_side(fleet: Cluster, other: dict[str, Any], length: int = LENG
 
 @pytest.mark.parametrize(
     "manner",
-    ["floods", "stalls", *(pytest.param(manner, marks=pytest.mark.prove) for manner in ("lies", "mute"))],
+    ["floods", "stalls", "large", *(pytest.param(manner, marks=pytest.mark.prove) for manner in OTHERS)],
 )
 async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing(fleet: Cluster, manner: str) -> None:
     honest = [await side_by_side(fleet, {"gamma": 0}) for _ in range(2)]

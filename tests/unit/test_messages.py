@@ -300,7 +300,7 @@ models = st.builds(
     lineage=words,
     made_for=words,
 )
-loads = st.builds(WorkerLoad, uint32, uint32, uint64, uint64, finite)
+loads = st.builds(WorkerLoad, uint32, uint32, uint64, uint64, st.floats(0.0, 600_000.0))
 workers = st.builds(
     WorkerInfo,
     worker_id=words,
