@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
-from drafter.drafters import make
-from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.config import main
-from outrider.models import AUTO, choose_drafter
+from outrider.models import AUTO, MODEL_FREE, choose_drafter
 from outrider.serving import Service
+from outrider.threads import use_threads
 from outrider.tracing import tracing_to
-from outrider.worker import run_worker
 
 
 def run(settings: DrafterSettings) -> None:
     if settings.kind == AUTO:
         kind, model = choose_drafter(settings.model or AUTO, settings.target)
         settings = settings.model_copy(update={"kind": kind, "model": model})
+    if set(settings.kind.split("+")) <= MODEL_FREE:
+        importlib.import_module("outrider.torchless")
+    else:
+        use_threads(settings.threads)
+    serve(settings)
+
+
+def serve(settings: DrafterSettings) -> None:
+    # Imported here: what follows loads torch unless `run` has shut it out.
+    from drafter.drafters import make
+    from drafter.service import DrafterService
+    from outrider.worker import run_worker
 
     def build(progress: Callable[[str], None]) -> Service:
         tracing = tracing_to(settings.otlp_endpoint, "drafter")

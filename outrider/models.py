@@ -30,6 +30,7 @@ _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
 KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix", "translate")
+MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that only copy: their process loads no torch
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
 _SERVED_AS = {"distill": "model"}

@@ -22,6 +22,14 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
+def use_threads(count: int) -> None:
+    """Set how many threads a model's work is shared among; 0 leaves it to torch."""
+    if count:
+        import torch  # here: `wait_briefly` comes before
+
+        torch.set_num_threads(count)
+
+
 def let_go() -> None:
     """End the threads that helped the calling thread so far; they come back when it next needs them.
 

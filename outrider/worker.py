@@ -1,4 +1,4 @@
-"""What drafters and verifiers share in their start: who they are and how they set up the machine."""
+"""What drafters and verifiers share in their start. Imports no torch: not every drafter runs a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from outrider.access import Access
 from outrider.config import WorkerSettings
@@ -54,9 +52,6 @@ def check_address(field: str, text: str) -> str:
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load what is to be served, then serve it."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-
     Access.of(settings)  # a key or certificate that cannot be read is told before a model is loaded
 
     async def run() -> None:

@@ -15,6 +15,7 @@ from outrider.engine.load import EngineOptions, load_model
 from outrider.engine.parallel import Team, follow, ranks
 from outrider.logs import set_up_logs
 from outrider.serving import Service
+from outrider.threads import use_threads
 from outrider.tokenizer import save_tokenizer
 from outrider.tracing import tracing_to
 from outrider.worker import run_worker
@@ -39,6 +40,7 @@ def build(
 
 def serve(settings: VerifierSettings, team: Team | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
+        use_threads(settings.threads)
 
         def built(progress: Callable[[str], None]) -> Service:
             return build(settings, Path(scratch), progress, team)

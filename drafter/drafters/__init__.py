@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,15 @@ def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
     return register
 
 
+def _import(name: str) -> None:
+    """Load the module of one kind, so that a drafter that runs no model loads no torch."""
+    module = f"{__name__}.{name.replace('-', '_')}"
+    if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
+
+
 def kinds() -> list[str]:
+    """Return the names of all drafters; loads every one of them."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(_factories)
@@ -114,11 +123,11 @@ def kinds() -> list[str]:
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     """The drafter of a kind; of several joined by + one that blends them."""
     names = settings.kind.split("+")
-    known = kinds()
     for name in names:
-        if name not in known:
+        _import(name)
+        if name not in _factories:
             raise StartupError(
-                f"there is no drafter {name!r}", field="kind", value=settings.kind, limit=", ".join(known)
+                f"there is no drafter {name!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
             )
     if len(set(names)) < len(names):
         raise StartupError("a drafter is named twice", field="kind", value=settings.kind, limit="each once")

@@ -157,3 +157,9 @@ async def test_generates_without_redis(without_redis: Cluster, cluster: Cluster)
 def test_says_that_nothing_is_durable_without_redis(without_redis: Cluster, cluster: Cluster) -> None:
     assert not server_info(without_redis.address).durable
     assert server_info(cluster.address).durable
+
+
+def test_a_drafter_that_copies_loads_no_torch(cluster: Cluster) -> None:
+    model, ngram = cluster.drafters
+    assert "libtorch" in Path(f"/proc/{model.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{ngram.pid}/maps").read_text()
