@@ -55,12 +55,13 @@ def resolve(
             params.max_tokens,
             f"at most {room}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
         )
-    if params.seed is None:
+    drawn_seed = params.seed is None
+    if drawn_seed:
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
         target.grammars.guide(params)  # nobody is to be told later, in the middle of a stream
-    return SessionRequest(prompt, params, wish, request.cache_salt)
+    return SessionRequest(prompt, params, wish, request.cache_salt, drawn_seed)
 
 
 def _wish(speculation: pb.Speculation) -> Wish:

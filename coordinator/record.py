@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outrider.messages import FinishReason, Grammar, SamplingParams, TokenKind, Verification
+from outrider.messages import FinishReason, Grammar, SamplingParams, TokenKind, TokenLogprobs, Verification
 
 _KIND_SHIFT = 28
 _TOKEN_MASK = (1 << _KIND_SHIFT) - 1
@@ -33,6 +33,7 @@ class SessionRequest:
     params: SamplingParams
     wish: Wish = Wish()
     cache_salt: str = ""
+    drawn_seed: bool = field(default=False, compare=False)  # nobody named one; not kept
 
     def to_json(self) -> str:
         params = asdict(self.params)
@@ -63,9 +64,25 @@ class SessionRecord:
     epoch: int = 1
     tokens: list[int] = field(default_factory=list)
     kinds: list[TokenKind] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of the tokens, where they are asked for
     finish_reason: FinishReason = FinishReason.NONE
     model: str = ""  # the target's fingerprint
     verifier: str = ""  # where its cache was last
+    tenant: str = ""  # whose it is
+
+    def append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> None:
+        self.tokens.append(token)
+        self.kinds.append(kind)
+        if self.request.params.logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def cut(self, length: int) -> None:
+        """Forget output tokens from `length` on."""
+        for kept in (self.tokens, self.kinds, self.logprobs):
+            del kept[length:]
+
+    def logprobs_of(self, index: int) -> TokenLogprobs | None:
+        return self.logprobs[index] if index < len(self.logprobs) else None
 
     @property
     def position(self) -> int:
@@ -86,3 +103,33 @@ def pack(tokens: Sequence[int], kinds: Sequence[TokenKind]) -> bytes:
 def unpack(data: bytes) -> tuple[list[int], list[TokenKind]]:
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     return [word & _TOKEN_MASK for word in words], [TokenKind(word >> _KIND_SHIFT) for word in words]
+
+
+def logprobs_size(top: int) -> int:
+    """Return how many bytes an entry has, the same for every token of a session."""
+    return struct.calcsize(f"<Bd{top}I{top}d")
+
+
+def pack_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> bytes:
+    """Write entries of one size: how many alternatives and one more (0: nothing is known), then the numbers."""
+    packed = []
+    for entry in entries:
+        if entry is None:
+            packed.append(bytes(logprobs_size(top)))
+            continue
+        count = min(top, len(entry.top_ids))
+        ids = [*entry.top_ids[:count], *[0] * (top - count)]
+        values = [*entry.top_logprobs[:count], *[0.0] * (top - count)]
+        packed.append(struct.pack(f"<Bd{top}I{top}d", count + 1, entry.logprob, *ids, *values))
+    return b"".join(packed)
+
+
+def unpack_logprobs(data: bytes, top: int) -> list[TokenLogprobs | None]:
+    size = logprobs_size(top)
+    entries: list[TokenLogprobs | None] = []
+    for start in range(0, len(data) - size + 1, size):
+        marked, logprob, *rest = struct.unpack_from(f"<Bd{top}I{top}d", data, start)
+        count = min(top, marked - 1)
+        known = TokenLogprobs(logprob, tuple(rest[:count]), tuple(rest[top : top + count]))
+        entries.append(known if marked else None)
+    return entries

@@ -158,12 +158,13 @@ async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
+    logprobs = [wire.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None]
     return pb.Chunk(
         position=position,
         text="".join(token.text for token in tokens),
         token_ids=[token.token for token in tokens],
         kinds=[verify.TokenKind.ValueType(token.kind) for token in tokens],
-        logprobs=[wire.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None],
+        logprobs=logprobs if len(logprobs) == len(tokens) else (),
         characters=[len(token.text) for token in tokens],
     )
 

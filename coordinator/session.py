@@ -80,8 +80,8 @@ class Session:
         request = record.request
         self._text = TextStream(target.decode, request.prompt, request.params.stop)
         self._drafting = Drafting(record, target, deps.means, self.stats)
-        for token, kind in zip(record.tokens, record.kinds, strict=True):
-            if self._show(token, kind, None).stop:
+        for index, (token, kind) in enumerate(zip(record.tokens, record.kinds, strict=True)):
+            if self._show(token, kind, record.logprobs_of(index)).stop:
                 break
         if record.finished:
             self._end()
@@ -198,9 +198,9 @@ class Session:
         self.stats.judged(verdict, self.plan)
         reason = verdict.finish_reason
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
-            record.tokens.append(token)
-            record.kinds.append(kind)
-            piece = self._show(token, kind, verdict.logprobs[i] if verdict.logprobs else None)
+            logprobs = verdict.logprobs[i] if verdict.logprobs else None
+            record.append(token, kind, logprobs)
+            piece = self._show(token, kind, logprobs)
             if piece.stop:
                 reason = FinishReason.STOP
                 break

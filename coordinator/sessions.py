@@ -16,6 +16,7 @@ from dataclasses import replace
 import structlog
 
 from coordinator.drafting import Means
+from coordinator.ending import settle
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
 from coordinator.plans import Way
@@ -32,6 +33,7 @@ from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
 from outrider.metrics import CoordinatorMetrics
 from outrider.serving import cancel_all, vital
+from outrider.tenants import tenant
 from outrider.tracing import tracing_to
 
 log = structlog.get_logger(__name__)
@@ -150,7 +152,9 @@ class Sessions:
                 limit=self._settings.max_sessions,
                 retry_after_ms=1000,
             )
-        record = SessionRecord(secrets.token_hex(12), request, model=target.info.fingerprint)
+        record = SessionRecord(
+            secrets.token_hex(12), self._salted(request), model=target.info.fingerprint, tenant=tenant().id
+        )
         session = Session(record, target, self._deps)
         # Known before anything is awaited, so that a second request with the same key finds it.
         self._sessions[record.session_id] = session
@@ -165,6 +169,12 @@ class Sessions:
         del self._sessions[record.session_id]
         return await self._again(replace(record, session_id=held), target)
 
+    def _salted(self, request: SessionRequest) -> SessionRequest:
+        """Keep what is cached of this tenant's texts from other tenants, in verifiers and drafters alike."""
+        if self._settings.share_prefixes:
+            return request
+        return replace(request, cache_salt=tenant().salt(request.cache_salt))
+
     async def _again(self, record: SessionRecord, target: Target) -> Session:
         """The session that an idempotency key stands for; begun anew only if it left no trace."""
         for _ in range(_TRACE_TRIES):
@@ -177,7 +187,7 @@ class Sessions:
     async def _reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
         """The session that a key stands for: the new one, or the one that it was used for before."""
         digest = hashlib.sha256(_sameness(request).encode()).hexdigest()[:16]
-        name = hashlib.sha256(key.encode()).hexdigest()
+        name = hashlib.sha256(tenant().idempotency_key(key).encode()).hexdigest()
         mine = f"{session_id} {digest}"
         held = self._keys.get(name)
         if held is None:
@@ -201,29 +211,40 @@ class Sessions:
 
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
         """The session to follow: the live one here, or one grown from its record."""
-        live = self._sessions.get(session_id)
-        if live is not None and not live.ended:
+        live = self._live(session_id)
+        if live is not None:
             _check_position(position, len(live.record.tokens), live.record)
             return live
         target = self.target
-        record = await self._load(session_id)
+        record, noted = await self._load(session_id)
         if record.model != target.info.fingerprint:
             raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
         if not record.finished:
             if self._draining:
                 raise Unavailable("this coordinator is leaving", retry_after_ms=500)
+            _check_position(position, len(record.tokens), record)
             _append_tail(record, position, tail, target)
+            await settle(record, target)
         _check_position(position, len(record.tokens), record)
-        again = self._sessions.get(session_id)
-        if again is not None and not again.ended:
+        if (again := self._live(session_id)) is not None:
             return again  # somebody else was faster while the record was read
         session = Session(record, target, self._deps)
-        return session if record.finished else self._run(session)
+        return session if noted else self._run(session)
 
-    async def _load(self, session_id: str) -> SessionRecord:
-        here = self._recent.get(session_id)
+    def _live(self, session_id: str) -> Session | None:
+        """Return the session if it goes on here and is this tenant's."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and not session.ended and _ours(session.record) else None
+
+    def _remembered(self, session_id: str) -> SessionRecord | None:
+        record = self._recent.get(session_id)
+        return record if record is not None and _ours(record) else None
+
+    async def _load(self, session_id: str) -> tuple[SessionRecord, bool]:
+        """Return the record, and whether its end is noted where it is kept."""
+        here = self._remembered(session_id)
         try:
-            record = await self._store.claim(session_id)
+            record = await self._store.claim(session_id, tenant().id)
         except StoreDown:
             if here is None:
                 raise
@@ -232,9 +253,10 @@ class Sessions:
             if here is None:
                 raise _unknown(session_id)
             record = here
-        if here is not None and len(here.tokens) > len(record.tokens):
+        noted = record.finished
+        if here is not None and (len(here.tokens), here.finished) > (len(record.tokens), record.finished):
             record = replace(here, epoch=max(here.epoch, record.epoch))
-        return record
+        return record, noted
 
     def _run(self, session: Session) -> Session:
         self._sessions[session.record.session_id] = session
@@ -256,15 +278,14 @@ class Sessions:
 
     async def cancel(self, session_id: str) -> bool:
         """False: it had ended already."""
-        session = self._sessions.get(session_id)
+        session = self._live(session_id)
         if session is not None:
-            going = not session.ended
             session.cancel()
-            return going
-        ended = self._recent.get(session_id)
+            return True
+        ended = self._remembered(session_id)
         if ended is not None and ended.finished:
             return False
-        cancelled = await self._store.cancel(session_id)
+        cancelled = await self._store.cancel(session_id, tenant().id)
         if cancelled is None:
             raise _unknown(session_id)
         return cancelled
@@ -285,29 +306,45 @@ def _unknown(session_id: str) -> NotFound:
     )
 
 
+def _ours(record: SessionRecord) -> bool:
+    return record.tenant == tenant().id
+
+
 def _sameness(request: SessionRequest) -> str:
     """What must be equal for two requests to be the same; a seed that was drawn is not part of it."""
-    return replace(request, params=replace(request.params, seed=None)).to_json()
+    seed = None if request.drawn_seed else request.params.seed
+    return replace(request, params=replace(request.params, seed=seed)).to_json()
 
 
 def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
-    """Tokens that the client has and the record has not: in rejection and block mode they cannot be made again."""
+    """Take over tokens that the client has and the record has not, where they cannot be made again.
+
+    That is in rejection and block mode. In the other modes they are made
+    again, and what the client says of them is not asked for.
+    """
+    mode = record.request.params.mode
+    if not mode.needs_draft_probs:
+        return
+    if len(tail) > position:
+        raise InvalidRequest.of("tail", f"{len(tail)} tokens", f"at most {position}, those before from_position")
     check_tokens("tail", tail, target.info.vocab_size)
     known = len(record.tokens)
-    missing = position - known
-    if missing <= 0:
-        return
-    if len(tail) >= missing:
-        record.tokens.extend(tail[len(tail) - missing :])
-        record.kinds.extend([Kind.PLAIN] * missing)
-    elif record.request.params.mode.needs_draft_probs:
+    start = position - len(tail)
+    both = slice(start, min(known, position))
+    if list(tail[: max(0, known - start)]) != record.tokens[both]:
         raise Conflict(
-            f"{missing} tokens before from_position were lost with a coordinator and cannot be drawn again in "
-            f"{record.request.params.mode.name.lower()} mode; send them as tail",
+            f"tail differs from the output of session {record.session_id}", field="tail", limit="what was streamed"
+        )
+    if start > known:
+        raise Conflict(
+            f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn again in "
+            f"{mode.name.lower()} mode; send them as tail",
             field="tail",
             value=len(tail),
-            limit=f"at least {missing} tokens",
+            limit=f"at least {position - known} tokens",
         )
+    for token in tail[known - start :]:
+        record.append(token, Kind.PLAIN, None)
 
 
 def _check_position(position: int, known: int, record: SessionRecord) -> None:

@@ -26,3 +26,4 @@ class CoordinatorSettings(Settings):
     api_keys: SecretStr = Field(
         SecretStr(""), description="Keys of clients, separated by commas, or @FILE with one a line; empty: open to all."
     )
+    share_prefixes: bool = Field(False, description="API keys share what is cached of prompts that begin alike.")

@@ -19,7 +19,15 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from coordinator.gamma import PairHistory
-from coordinator.record import SessionRecord, SessionRequest, pack, unpack
+from coordinator.record import (
+    SessionRecord,
+    SessionRequest,
+    logprobs_size,
+    pack,
+    pack_logprobs,
+    unpack,
+    unpack_logprobs,
+)
 from outrider import wire
 from outrider.errors import Fenced, Unavailable
 from outrider.messages import FinishReason, WorkerInfo
@@ -33,39 +41,47 @@ _PAIR_TTL_S = 30 * 24 * 3600
 
 # Each script may run twice with the same effect: a retried write does no harm.
 _WRITE = """
--- KEYS: session, tokens. ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier
+-- KEYS: session, tokens, logprobs.
+-- ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier, tenant, offset and data of logprobs
 local held = tonumber(redis.call('HGET', KEYS[1], 'epoch') or '-1')
 local epoch = tonumber(ARGV[1])
 if held > epoch then return 'FENCED' end
 if held == -1 and ARGV[3] == '' then return 'MISSING' end
 if ARGV[3] ~= '' then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
+  redis.call('HSET', KEYS[1], 'tenant', ARGV[10])
 end
 local offset = tonumber(ARGV[6])
 if redis.call('STRLEN', KEYS[2]) < offset then return 'GAP' end
 if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
+if #ARGV[12] > 0 then redis.call('SETRANGE', KEYS[3], ARGV[11], ARGV[12]) end
 if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
 redis.call('HSET', KEYS[1], 'verifier', ARGV[9])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
+redis.call('EXPIRE', KEYS[3], ARGV[5])
 return 'OK'
 """
 
 _CLAIM = """
--- KEYS: session, tokens. ARGV: owner, ttl. Takes a session over unless it has finished; returns its fields and tokens.
-if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+-- KEYS: session, tokens, logprobs. ARGV: owner, ttl, tenant.
+-- Takes a session over unless it has finished; returns its fields, tokens and logprobs. Another tenant's is not there.
+local tenant = redis.call('HGET', KEYS[1], 'tenant')
+if redis.call('EXISTS', KEYS[1]) == 0 or (tenant and tenant ~= ARGV[3]) then return false end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') == '0' then
   redis.call('HINCRBY', KEYS[1], 'epoch', 1)
   redis.call('HSET', KEYS[1], 'owner', ARGV[1])
 end
 redis.call('EXPIRE', KEYS[1], ARGV[2])
 redis.call('EXPIRE', KEYS[2], ARGV[2])
-return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or ''}
+redis.call('EXPIRE', KEYS[3], ARGV[2])
+return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or ''}
 """
 
 _CANCEL = """
--- KEYS: session. ARGV: finish. The owner learns of it by being fenced.
-if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+-- KEYS: session. ARGV: finish, tenant. The owner learns of it by being fenced. Another tenant's session is not there.
+local tenant = redis.call('HGET', KEYS[1], 'tenant')
+if redis.call('EXISTS', KEYS[1]) == 0 or (tenant and tenant ~= ARGV[2]) then return -1 end
 if (redis.call('HGET', KEYS[1], 'finish') or '0') ~= '0' then return 0 end
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HSET', KEYS[1], 'finish', ARGV[1])
@@ -112,6 +128,8 @@ class Store:
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
         """Put output tokens [start, end) and the finish; `whole` writes the request too. OK, FENCED, MISSING or GAP."""
+        top = record.request.params.logprobs
+        known = [] if top is None else record.logprobs[start:end]
         async with self._answering():
             reply = await self._write(
                 keys=self._keys(record.session_id),
@@ -125,35 +143,40 @@ class Store:
                     pack(record.tokens[start:end], record.kinds[start:end]),
                     int(record.finish_reason) if end == len(record.tokens) else 0,
                     record.verifier,
+                    record.tenant,
+                    logprobs_size(top or 0) * start,
+                    pack_logprobs(known, top or 0),
                 ],
             )
         return bytes(reply).decode()
 
-    async def claim(self, session_id: str) -> SessionRecord | None:
-        """Become the session's owner; a finished one is only read. None: there is no such session."""
+    async def claim(self, session_id: str, tenant: str = "") -> SessionRecord | None:
+        """Become the session's owner; a finished one is only read. None: this tenant has no such session."""
         async with self._answering():
-            reply = await self._claim(keys=self._keys(session_id), args=[self._owner, self._ttl_s])
+            reply = await self._claim(keys=self._keys(session_id), args=[self._owner, self._ttl_s, tenant])
         if not reply:
             return None
         fields = dict(zip(reply[0][::2], reply[0][1::2], strict=True))
         tokens, kinds = unpack(reply[1])
+        request = SessionRequest.from_json(fields[b"request"])
+        top = request.params.logprobs
         return SessionRecord(
             session_id=session_id,
-            request=SessionRequest.from_json(fields[b"request"]),
+            request=request,
             epoch=int(fields[b"epoch"]),
             tokens=tokens,
             kinds=kinds,
+            logprobs=[] if top is None else unpack_logprobs(reply[2], top)[: len(tokens)],
             finish_reason=FinishReason(int(fields.get(b"finish", 0))),
             model=fields.get(b"model", b"").decode(),
             verifier=fields.get(b"verifier", b"").decode(),
+            tenant=fields.get(b"tenant", tenant.encode()).decode(),
         )
 
-    async def cancel(self, session_id: str) -> bool | None:
-        """Whether it was still going; None: there is no such session."""
+    async def cancel(self, session_id: str, tenant: str = "") -> bool | None:
+        """Whether it was still going; None: this tenant has no such session."""
         async with self._answering():
-            reply = int(
-                await self._cancel(keys=[f"{_PREFIX}:session:{{{session_id}}}"], args=[int(FinishReason.CANCELLED)])
-            )
+            reply = int(await self._cancel(keys=self._keys(session_id)[:1], args=[int(FinishReason.CANCELLED), tenant]))
         return None if reply < 0 else bool(reply)
 
     async def reserve(self, key: str, value: str) -> str | None:
@@ -197,8 +220,8 @@ class Store:
 
     @staticmethod
     def _keys(session_id: str) -> list[str]:
-        # The braces keep both in one slot of a Redis cluster.
-        return [f"{_PREFIX}:session:{{{session_id}}}", f"{_PREFIX}:tokens:{{{session_id}}}"]
+        # The braces keep all in one slot of a Redis cluster.
+        return [f"{_PREFIX}:{kind}:{{{session_id}}}" for kind in ("session", "tokens", "logprobs")]
 
     @contextlib.asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:

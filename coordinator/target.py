@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ from outrider.v1 import verifier_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
 
 FETCH_TIMEOUT_S = 60.0
-_SPACE = "Ġ"  # how byte-level vocabularies write one
-_WORD_START = "▁"  # and others
+_WORD_START = "▁"  # how vocabularies with a Metaspace write a space
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -61,17 +61,33 @@ class Target:
         return self.encode(str(text), special=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token stands for, also where that is no text by itself."""
+        """Return what one token stands for, also where that is no text by itself.
+
+        How the vocabulary writes bytes is what its decoder says: the letters
+        of its tokens tell nothing, for any letter may be part of a text.
+        """
         text = self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else ""
-        if self._byte_level and all(char in _BYTES for char in text):
-            return bytes(_BYTES[char] for char in text)
-        if (found := _BYTE_TOKEN.fullmatch(text)) is not None:
+        if token in self._added:
+            return text.encode()
+        if "ByteLevel" in self._decoders:
+            return bytes(_BYTES[char] for char in text) if _BYTES.keys() >= set(text) else text.encode()
+        if "ByteFallback" in self._decoders and (found := _BYTE_TOKEN.fullmatch(text)) is not None:
             return bytes.fromhex(found[1])
-        return text.replace(_WORD_START, " ").encode()
+        return text.replace(_WORD_START, " ").encode() if self._decoders & {"Metaspace", "Replace"} else text.encode()
 
     @cached_property
-    def _byte_level(self) -> bool:
-        return any(_SPACE in token for token in self.vocabulary.tokens)
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of decoders that turn tokens into text, those of a sequence one by one."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return frozenset()
+        decoder = json.loads(backend.decoder.__getstate__())
+        return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary as they are: special ones and others."""
+        return frozenset(self.tokenizer.added_tokens_decoder)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

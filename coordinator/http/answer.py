@@ -92,6 +92,7 @@ async def requests_of(
         request.speculation.CopyFrom(_speculation(body))
         request.cache_salt = body.cache_salt or ""
         prepared = await prepare(request, target, settings, default_tokens=default)
+        prepared = replace(prepared, drawn_seed=body.seed is None)
         found += _choices(prepared, body.choices)
     return found
 

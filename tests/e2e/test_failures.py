@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -224,6 +226,39 @@ async def test_coordinator_killed_in_rejection_mode(whole: Cluster) -> None:
     output = await generate_resuming(whole.addresses, drawing, on_chunk=on_chunk)
     assert len(output.token_ids) == MAX_TOKENS
     assert len(output.breaks) >= 1
+
+
+async def test_coordinator_killed_after_the_last_token(whole: Cluster) -> None:
+    """Its record lacks the end of every output; the clients lack only the word that it was the end."""
+    base: dict[str, Any] = {"seed": 5, "gamma": 0, "max_tokens": 40, "ignore_eos": True}
+    drawn = base | {"verification": common.VERIFICATION_REJECTION}
+    prompt = "The end is the end is the end "
+    async with client(whole.addresses[0]) as stub:
+        eos = (await stub.GetModelInfo(common.GetModelInfoRequest(), timeout=10)).eos_token_ids[0]
+        plain = await generate(stub, ask(prompt, **drawn))
+    asked = [
+        ask(prompt, **drawn, stop_token_ids=[plain.token_ids[25]]),
+        ask(prompt, **drawn, stop=[plain.text[20:23]]),
+        ask(prompt, **drawn),
+        ask(prompt, **drawn, grammar=common.Grammar(regex="[a-z]{12}")),
+        ask(prompt, **(drawn | {"ignore_eos": False}), logit_bias={eos: 100.0}),
+        ask(prompt, **base, temperature=0.0),
+        ask(prompt, **base, stop=[plain.text[20:23]]),
+    ]
+    async with client(whole.addresses[0]) as stub:
+        calls = [stub.Generate(request, timeout=60) for request in asked]
+        ids = [(await anext(aiter(call))).started.session_id for call in calls]
+        whole.redis.signal(signal.SIGSTOP)  # nothing is written from here on
+        outputs = await asyncio.gather(*(follow(call, Output()) for call in calls))
+    whole.coordinators[0].kill()
+    whole.redis.signal(signal.SIGCONT)
+    async with client(whole.addresses[1]) as stub:
+        for session_id, output in zip(ids, outputs, strict=True):
+            tokens = output.token_ids
+            resume = pb.ResumeRequest(session_id=session_id, from_position=len(tokens), tail=tokens)
+            rest = await follow(stub.Resume(resume, timeout=30), Output(token_ids=list(tokens)))
+            assert (rest.token_ids, rest.finish, rest.stop) == (tokens, output.finish, output.stop)
+            assert output.text.endswith(rest.text)
 
 
 async def test_redis_killed_and_restarted_empty(whole: Cluster, undisturbed: list[Output]) -> None:

@@ -1,0 +1,128 @@
+"""What is kept of a session: its end, its log probabilities, what its idempotency key stands for."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+import redis.asyncio as redis
+
+from outrider.messages import FinishReason
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from tests.cluster import Output, ask, client, failure, follow, generate, until_async
+from tests.contract.conftest import House
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = "What is kept of a session is kept whole. What is kept "
+ENDS = ["a stop id", "the end token", "a stop string", "max_tokens", "a grammar"]
+
+
+async def lose_the_end(house: House, session_id: str, tokens: int) -> None:
+    """As if its coordinator had died when only these output tokens were in Redis."""
+    key = f"outrider:session:{{{session_id}}}"
+    async with redis.Redis.from_url(house.redis.url) as store:
+
+        async def finished() -> bool:
+            return await store.hget(key, "finish") is not None
+
+        await until_async(finished, 5, "the end in Redis")
+        await store.hdel(key, "finish")
+        name = f"outrider:tokens:{{{session_id}}}"
+        held = await store.get(name) or b""
+        await store.set(name, held[: 4 * tokens])
+    house.service.sessions._recent.clear()
+
+
+def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
+    params: dict[str, Any] = {"seed": 4, "max_tokens": 60, "verification": common.VERIFICATION_REJECTION, "gamma": 0}
+    if by == "a stop id":
+        params["stop_token_ids"] = [whole.token_ids[20]]
+    elif by == "the end token":
+        params["logit_bias"] = {eos: 100.0}
+    elif by == "a stop string":
+        params["stop"] = [whole.text[20:24]]
+    elif by == "max_tokens":
+        params |= {"max_tokens": 25, "ignore_eos": True}
+    else:
+        params["grammar"] = common.Grammar(regex="[a-z]{12}")
+    return ask(PROMPT, **params)
+
+
+@pytest.mark.parametrize("by", ENDS)
+async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str) -> None:
+    """Its client has all of it, the record lacks the end: the reason, the text and the counts are as they were."""
+    eos = house.service.sessions.target.info.eos_token_ids[0]
+    async with client(house.coordinator) as stub:
+        plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)
+        output = await generate(stub, request_that_ends(by, await generate(stub, plain), eos))
+        known = len(output.token_ids)
+        for kept in {known, known // 2}:  # with the end in the record, and with the end in the tail alone
+            await lose_the_end(house, output.session_id, kept)
+            resume = pb.ResumeRequest(session_id=output.session_id, from_position=known, tail=output.token_ids)
+            rest = await follow(stub.Resume(resume, timeout=10), Output(token_ids=list(output.token_ids)))
+            assert rest.token_ids == output.token_ids
+            assert (rest.finish, rest.stop) == (output.finish, output.stop)
+            assert output.text.endswith(rest.text)
+            again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
+            assert (again.token_ids, again.text) == (output.token_ids, output.text)
+    assert output.finish is (FinishReason.LENGTH if by == "max_tokens" else FinishReason.STOP)
+
+
+async def test_what_a_client_says_of_an_output_that_can_be_made_again_is_not_believed(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, ask(PROMPT, temperature=0.0, max_tokens=30, ignore_eos=True))
+        await lose_the_end(house, output.session_id, 10)
+        foreign = [(token + 1) % 256 for token in output.token_ids[:20]]
+        resume = pb.ResumeRequest(session_id=output.session_id, from_position=20, tail=foreign)
+        await follow(stub.Resume(resume, timeout=10), Output(token_ids=foreign))
+        again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
+    assert again.token_ids == output.token_ids
+
+
+async def test_a_tail_that_contradicts_the_record_is_refused(house: House) -> None:
+    request = ask(PROMPT, seed=4, max_tokens=30, ignore_eos=True, verification=common.VERIFICATION_BLOCK, gamma=0)
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, request)
+        await lose_the_end(house, output.session_id, 10)
+        foreign = [(token + 1) % 256 for token in output.token_ids[:20]]
+        resume = pb.ResumeRequest(session_id=output.session_id, from_position=20, tail=foreign)
+        code, _, typed = await failure(stub.Resume(resume, timeout=10))
+    assert (code, typed.field) == (grpc.StatusCode.FAILED_PRECONDITION, "tail")
+
+
+async def test_log_probabilities_come_again_with_the_tokens(house: House) -> None:
+    request = ask(PROMPT, seed=9, max_tokens=20, ignore_eos=True, logprobs=2, gamma=3, key=secrets.token_hex(4))
+    async with client(house.coordinator) as stub:
+        output = await generate(stub, request)
+        assert len(output.logprobs) == 20
+        assert (await generate(stub, request)).logprobs == output.logprobs, "by idempotency key"
+        house.service.sessions._recent.clear()
+        again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
+        assert again.logprobs == output.logprobs, "from Redis"
+        await lose_the_end(house, output.session_id, 7)
+        again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
+        assert again.token_ids == output.token_ids
+        assert again.logprobs[:7] == output.logprobs[:7], "those that were kept"
+        for made, first in zip(again.logprobs, output.logprobs, strict=True):
+            assert made.logprob == pytest.approx(first.logprob, abs=1e-4), "and those that were made again"
+
+
+async def test_another_seed_makes_another_request(house: House) -> None:
+    key = secrets.token_hex(4)
+    async with client(house.coordinator) as stub:
+        await generate(stub, ask(PROMPT, seed=1, max_tokens=4, key=key))
+        code, _, typed = await failure(stub.Generate(ask(PROMPT, seed=2, max_tokens=4, key=key), timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.FAILED_PRECONDITION, "idempotency_key")
+        code, _, typed = await failure(stub.Generate(ask(PROMPT, max_tokens=4, key=key), timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.FAILED_PRECONDITION, "idempotency_key")
+    async with httpx.AsyncClient(base_url=f"http://{house.service.http_address}", timeout=30) as web:
+        body = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "n": 2}
+        headers = {"Idempotency-Key": secrets.token_hex(4)}
+        replies = [await web.post("/v1/completions", json=body | {"seed": s}, headers=headers) for s in (1, 1, 2)]
+    assert [reply.status_code for reply in replies] == [200, 200, 409]
+    assert replies[0].json()["choices"] == replies[1].json()["choices"]

@@ -1,0 +1,124 @@
+"""What belongs to one API key is closed to the others."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+import pytest_asyncio
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.access import Access
+from outrider.engine.load import LoadedModel
+from outrider.serving import until as soon
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process
+from tests.contract.conftest import drafter_serving, verifier_serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = "What is mine is mine, and what is yours is yours. What is mine is not yours, and so on and so on. "
+FLEET_KEY = "secret-of-the-fleet"
+ALICE, BOB = "alice-s-key", "bob-s-key"
+KEYS = f"alice: {ALICE},bob: {BOB},limited: few requests_per_minute=2,short: little tokens_per_minute=100"
+
+
+@dataclass(frozen=True, slots=True)
+class Hotel:
+    """A coordinator with API keys, a verifier and a drafter that remembers texts."""
+
+    service: CoordinatorService
+    coordinator: str
+
+    @asynccontextmanager
+    async def guest(self, key: str) -> AsyncIterator[Any]:
+        async with Access(key=key).aio_channel(self.coordinator) as channel:
+            yield rpc.OutriderStub(channel)
+
+    def web(self, key: str) -> httpx.AsyncClient:
+        base = f"http://{self.service.http_address}"
+        return httpx.AsyncClient(base_url=base, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def hotel(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Hotel]:
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, api_keys=KEYS, fleet_key=FLEET_KEY)
+    async with AsyncExitStack() as exits:
+        service = CoordinatorService(settings, redis_server.url)
+        coordinator = await exits.enter_async_context(in_process(service, settings))
+        reports = {"coordinators": coordinator, "fleet_key": FLEET_KEY}
+        await exits.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **reports))
+        await exits.enter_async_context(drafter_serving(kind="suffix", **reports))
+        assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        yield Hotel(service, coordinator)
+
+
+@pytest.mark.parametrize("method", ["Resume", "Cancel"])
+@pytest.mark.parametrize("state", ["going on", "finished", "in Redis"])
+async def test_another_s_session_is_not_there(hotel: Hotel, method: str, state: str) -> None:
+    kind = {"Resume": pb.ResumeRequest, "Cancel": pb.CancelRequest}[method]
+    async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
+        length = 1500 if state == "going on" else 4
+        call = alice.Generate(ask(PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True), timeout=30)
+        session_id = (await call.read()).started.session_id
+        if state != "going on":
+            while await call.read() is not grpc.aio.EOF:
+                continue
+        if state == "in Redis":
+            hotel.service.sessions._recent.clear()
+        code, error, typed = await failure(getattr(bob, method)(kind(session_id=session_id), timeout=10))
+        nobody = await failure(getattr(bob, method)(kind(session_id="0" * 24), timeout=10))
+        assert code is nobody[0] is grpc.StatusCode.NOT_FOUND
+        assert error.message.replace(session_id, "ID") == nobody[1].message.replace("0" * 24, "ID")
+        assert (typed.code, typed.field, typed.limit) == (nobody[2].code, nobody[2].field, nobody[2].limit)
+        if state == "going on":
+            assert (await call.read()).HasField("chunk"), "and it goes on"
+            assert (await alice.Cancel(pb.CancelRequest(session_id=session_id), timeout=5)).cancelled
+        else:
+            again = await follow(alice.Resume(pb.ResumeRequest(session_id=session_id), timeout=10), Output())
+            assert len(again.token_ids) == 4
+
+
+async def test_idempotency_keys_are_each_tenant_s_own(hotel: Hotel) -> None:
+    key = secrets.token_hex(4)
+    async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
+        first = await generate(alice, ask(PROMPT, max_tokens=4, key=key))
+        again = await generate(alice, ask(PROMPT, max_tokens=4, key=key))
+        other = await generate(bob, ask("Something else.", max_tokens=5, key=key))
+    assert first.session_id == again.session_id != other.session_id
+
+
+async def test_what_is_cached_tells_nothing_of_others(hotel: Hotel) -> None:
+    """Neither the count of cached tokens nor what a drafter guesses."""
+    prompt = f"{secrets.token_hex(8)} {PROMPT * 2}"
+    request = ask(prompt, temperature=0.0, max_tokens=100, ignore_eos=True, gamma=4)
+    async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
+        await generate(alice, request)
+        again = await generate(alice, request)
+        other = await generate(bob, request)
+    assert again.stats.cached_tokens > 0
+    assert other.stats.cached_tokens == 0
+    assert again.token_ids == other.token_ids
+    assert again.stats.accepted_tokens > other.stats.accepted_tokens + 40, "the suffix drafter knows alice's own text"
+
+
+async def test_over_http_it_is_the_same(hotel: Hotel) -> None:
+    body = {"prompt": f"{secrets.token_hex(8)} {PROMPT * 2}", "max_tokens": 4, "temperature": 0}
+    async with hotel.web(ALICE) as alice, hotel.web(BOB) as bob:
+        await alice.post("/v1/completions", json=body)
+        cached = [
+            (await web.post("/v1/completions", json=body)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for web in (bob, alice)
+        ]
+    assert cached[0] == 0
+    assert cached[1] > 0
