@@ -15,6 +15,14 @@ class CoordinatorSettings(Settings):
     )
     served_model_name: str = Field("", description="The target's name in the HTTP API; empty: its own.")
     cors_origins: str = Field("", description="Web pages of these origins may call the HTTP API, separated by commas.")
+    allowed_hosts: str = Field(
+        "",
+        description="Names that an HTTP request's Host may have besides localhost, separated by commas. Without any: "
+        "only localhost on loopback, elsewhere all.",
+    )
+    max_bodies_mib: int = Field(
+        64, ge=1, description="HTTP bodies over 64 KiB that are held at once, MiB of all of them together."
+    )
     redis_url: str = Field("", description="Redis for sessions; empty: REDIS_URL, else a private embedded server.")
     max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
     max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt taken, KiB of text.")

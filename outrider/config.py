@@ -25,6 +25,7 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
+    "ALLOWED_HOSTS INSECURE MAX_BODIES_MIB MAX_CONNECTIONS "
     "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
     "CORS_ORIGINS DATA DEVICE DRAFTER DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY "
     "DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE EXAMPLES EXIT_LAYERS EXPLAIN FLEET_KEY GAMMA GAMMA_MAX GRPC_SHARE "
@@ -59,6 +60,9 @@ class Settings(BaseModel):
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message taken, MiB.")
     max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
+    max_connections: int = Field(
+        1024, ge=1, description="Connections per port, fewer where the descriptor limit wants it."
+    )
     open_timeout_s: float = Field(10.0, gt=0, description="How long a new stream may stay silent, seconds.")
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")

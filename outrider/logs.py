@@ -9,14 +9,19 @@ whoever opens the session).
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from outrider.repeats import Repeats, cut_values, printable
+
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
+    # gRPC's core writes past this module, a line for every stranger's fault.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     number = getattr(logging, level.upper())
 
     def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -28,24 +33,39 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        cut_values,
     ]
-    renderer: Processor = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
+    repeats = Repeats()
+    renderer: Processor = _text()
     if as_json:
         processors.append(name_service)
         renderer = structlog.processors.JSONRenderer()
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=[repeats.process, *processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    _redirect_libraries(max(number, logging.WARNING), processors, renderer)
+    _redirect_libraries(max(number, logging.WARNING), processors, renderer, repeats)
 
 
-def _redirect_libraries(level: int, processors: list[Processor], renderer: Processor) -> None:
+def _text() -> Processor:
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+
+    def render(logger: WrappedLogger, method: str, event: EventDict) -> str:
+        for name, value in event.items():
+            if isinstance(value, str):
+                event[name] = printable(value)
+        return str(console(logger, method, event))
+
+    return render
+
+
+def _redirect_libraries(level: int, processors: list[Processor], renderer: Processor, repeats: Repeats) -> None:
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(repeats.filter)
     handler.setFormatter(
         ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *processors],

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -32,7 +33,9 @@ log = structlog.get_logger(__name__)
 
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+IDLE_MS = 120_000  # without a call; a client that comes again connects again
 HEALTH_S = 0.1
+_OWN_DESCRIPTORS = 64  # for files, Redis and the like
 CANCEL_AGAIN_S = 1.0
 _MIB = 1024 * 1024
 # Of the compression algorithms only "none", bit 0. gRPC inflates a message before it looks at its size, and a megabyte
@@ -52,8 +55,26 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", max_connections(settings)),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", round(1000 * settings.open_timeout_s)),
         _UNCOMPRESSED,
     ]
+
+
+def max_connections(settings: Settings) -> int:
+    """Of each port: a third of the descriptors for gRPC, a third for HTTP, a third for what we call ourselves."""
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as `serve` will ask for
+    if descriptors == resource.RLIM_INFINITY:
+        return settings.max_connections
+    return max(1, min(settings.max_connections, (descriptors - _OWN_DESCRIPTORS) // 3))
+
+
+def raise_descriptor_limit() -> None:
+    """To what the system allows this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def channel_options(max_message_mib: int = 32, receive_bytes: int | None = None) -> list[tuple[str, Any]]:
@@ -110,6 +131,7 @@ class Service(Protocol):
 
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
     """Run until SIGTERM or SIGINT, then drain and leave."""
+    raise_descriptor_limit()
     tls = Tls.of(settings)
     server = grpc.aio.server(options=server_options(settings), interceptors=[service.guard, ErrorInterceptor()])
     status = health.aio.HealthServicer()

@@ -104,6 +104,10 @@ class Process:
         self._leaving = False
         self._running: subprocess.Popen[bytes] | None = None
 
+    def limit_descriptors(self, most: int) -> None:
+        """Of its next lives."""
+        self._command = ["sh", "-c", f'ulimit -n {most} && exec "$@"', "sh", *self._command]
+
     def start(self) -> Self:
         assert not self.alive, f"{self.name} runs already"
         self._lives += 1

@@ -30,7 +30,8 @@ from coordinator.http.failures import (
     on_outrider_error,
     respond,
 )
-from coordinator.http.limits import KeyHolders, RequestIds, WholeBodies
+from coordinator.http.hosts import SoundRequests, hosts_of
+from coordinator.http.limits import BodyBudget, KeyHolders, RequestIds, WholeBodies
 from coordinator.http.openapi import document
 from coordinator.http.replies import ChatReplies, CompletionReplies, Head, Json, Replies, metrics, usage
 from coordinator.http.streams import EventStream
@@ -68,14 +69,17 @@ class Api:
             *pages.routes(),
         ]
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
+        allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
         limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
+        budget = BodyBudget(1024 * 1024 * self._settings.max_bodies_mib)
         app = Starlette(
             routes=routes,
             middleware=[
                 *([_cors(origins)] if origins else []),
                 Middleware(RequestIds),
+                Middleware(SoundRequests, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
                 Middleware(KeyHolders, keys=self._keys, open_to_all=_OPEN),
-                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s),
+                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=budget),
             ],
             exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.http.connections import KNOWN
 from coordinator.http.failures import respond
-from outrider.errors import Expired, InvalidRequest, OutriderError, Unauthenticated
+from outrider.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.keys import HEADER, Keys
 from outrider.origin import REQUEST_ID, take_up
 from outrider.serving import background
@@ -21,6 +27,8 @@ log = structlog.get_logger(__name__)
 _GONE = 499
 _TOO_LARGE = 413
 _TOO_SLOW = 408
+_UNAVAILABLE = 503
+UNCOUNTED = 64 * 1024  # bytes of a body that need no room in the budget: small ones are always read
 _SLOWEST = 10_000  # bytes a second that a body may come with
 
 
@@ -65,14 +73,59 @@ class KeyHolders:
         self._open = open_to_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open:
+        if scope["type"] == "http":
             holder = self._keys.holder(Headers(scope=scope).get(HEADER))
-            if holder is None:
+            if holder is None and scope["path"] not in self._open:
                 error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
                 await respond(error)(scope, receive, send)
                 return
-            act_for(holder)
+            if holder is not None:
+                act_for(holder)
+                scope[KNOWN] = True
         await self._app(scope, receive, send)
+
+
+class BodyBudget:
+    """Bytes of bodies that may be held at the same time, over all connections. Small bodies are not counted."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Share]:
+        share = Share()
+        try:
+            yield share
+        finally:
+            self.give_back(share)
+
+    def take(self, share: Share, size: int) -> None:
+        """`size`: of the body until now. Raises Overloaded."""
+        more = max(0, size - UNCOUNTED) - share.held
+        if more <= 0:
+            return
+        if self._held + more > self._limit:
+            raise Overloaded(
+                f"bodies of {self._held} bytes are being read already",
+                field="body",
+                value=size,
+                limit=f"{self._limit} bytes of all bodies together",
+                retry_after_ms=1000,
+            )
+        share.held += more
+        self._held += more
+
+    def give_back(self, share: Share) -> None:
+        self._held -= share.held
+        if share.held and not self._held:
+            asyncio.get_running_loop().call_soon(_trim)  # once the bytes themselves are gone
+        share.held = 0
+
+
+@dataclass(slots=True)
+class Share:
+    held: int = 0
 
 
 class WholeBodies:
@@ -81,40 +134,44 @@ class WholeBodies:
     Ends the app when the client leaves.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, patience_s: float) -> None:
+    def __init__(self, app: ASGIApp, limit: int, patience_s: float, budget: BodyBudget) -> None:
         self._app = app
         self._limit = limit
         self._patience_s = patience_s
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            body = await self._read(receive)
-        except TimeoutError:
-            slow = Expired(f"the body came slower than {_SLOWEST} bytes a second", field="body")
-            reply = respond(slow, _TOO_SLOW)
-            reply.headers["Connection"] = "close"
-            await reply(scope, receive, send)
-            return
-        if body is None:
-            return  # gone before all was said
-        if len(body) > self._limit:
-            error = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
-            await respond(error, _TOO_LARGE)(scope, receive, send)
-            return
-        await self._answer(scope, body, receive, send)
+        with self._budget.share() as share:
+            try:
+                body = await self._read(receive, share)
+            except (TimeoutError, Overloaded) as error:
+                await _refuse(error)(scope, receive, send)
+                return
+            if body is None:
+                return  # gone before all was said
+            if len(body) > self._limit:
+                large = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
+                await respond(large, _TOO_LARGE)(scope, receive, send)
+                return
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+            async def begun(message: Message) -> None:
+                self._budget.give_back(share)  # what was said has become a request
+                await send(message)
+
+            told = [bytes(body)]
+            del body
+            await self._answer(scope, told, receive, begun)
+
+    async def _answer(self, scope: Scope, body: list[bytes], receive: Receive, send: Send) -> None:
+        """`body`: the only reference to it, which ends when the app has it."""
         gone = asyncio.Event()
-        told = False
 
         async def heard() -> Message:
-            nonlocal told
-            if not told:
-                told = True
-                return {"type": "http.request", "body": body, "more_body": False}
+            if body:
+                return {"type": "http.request", "body": body.pop(), "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
 
@@ -133,17 +190,35 @@ class WholeBodies:
                     working.cancel()
                     raise
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        parts: list[bytes] = []
-        size = 0
-        deadline = asyncio.get_running_loop().time() + self._patience_s
+    async def _read(self, receive: Receive, share: Share) -> bytearray | None:
+        """In any `patience_s` there must come as much as at _SLOWEST, or the end."""
+        body = bytearray()
+        now = asyncio.get_running_loop().time
+        deadline, wanted = now() + self._patience_s, 0.0
         while True:
-            async with asyncio.timeout_at(deadline + size / _SLOWEST):
+            async with asyncio.timeout_at(deadline):
                 message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            part = message.get("body", b"")
-            size += len(part)
-            parts.append(part)
-            if size > self._limit or not message.get("more_body", False):
-                return b"".join(parts)
+            body += message.get("body", b"")
+            if len(body) > self._limit or not message.get("more_body", False):
+                return body
+            self._budget.take(share, len(body))
+            if len(body) >= wanted:
+                deadline, wanted = now() + self._patience_s, len(body) + self._patience_s * _SLOWEST
+
+
+def _refuse(error: TimeoutError | Overloaded) -> Response:
+    if isinstance(error, Overloaded):
+        reply = respond(error, _UNAVAILABLE)
+    else:
+        reply = respond(Expired(f"the body came slower than {_SLOWEST} bytes a second", field="body"), _TOO_SLOW)
+    reply.headers["Connection"] = "close"  # the rest of the body would be taken for a request
+    return reply
+
+
+def _trim() -> None:
+    """Give large blocks back to the system, which glibc keeps for the next time."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

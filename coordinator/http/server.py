@@ -13,15 +13,14 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coordinator.http.connections import KEEP_ALIVE_S, Connection, Connections
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import StartupError
-from outrider.serving import until
+from outrider.serving import max_connections, until
 
 _GRACE_S = 2
 _START_S = 10.0
-_KEEP_ALIVE_S = 75  # longer than proxies keep theirs: whoever closes first may cut off a request
 _BACKLOG = 1024
 
 
@@ -31,51 +30,23 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Connection(H11Protocol):
-    """One that does not say all of a request's head in time is closed: uvicorn would hold it for ever."""
-
-    def __init__(self, patience_s: float, **given: Any) -> None:
-        super().__init__(**given)
-        self._patience_s = patience_s
-        self._late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._late is not None:
-            self._late.cancel()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._late is not None:
-                self._late.cancel()
-            self._late = None
-        elif self._late is None:
-            self._late = self.loop.call_later(self._patience_s, self.timeout_keep_alive_handler)
-
-
 class HttpServer:
     def __init__(self, app: ASGIApp, settings: CoordinatorSettings) -> None:
         self._socket = _listen(settings.host, settings.http_port)
         self.address = f"{settings.host}:{self._socket.getsockname()[1]}"
+        connection = partial(Connection, Connections(max_connections(settings)), settings.open_timeout_s)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=partial(_Connection, settings.open_timeout_s),  # type: ignore[arg-type]
+                http=connection,  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=1,  # connections accepted per wake-up: without descriptors asyncio logs each of them
                 timeout_graceful_shutdown=_GRACE_S,
                 **_tls(settings),
             )
@@ -86,6 +57,7 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         if not await until(lambda: self._server.started or self._ended(), _START_S) or self._ended():
             raise StartupError(f"HTTP on {self.address} did not start in {_START_S:g} s")
+        self._socket.listen(_BACKLOG)  # asyncio has shortened the kernel's queue, too
 
     def _ended(self) -> bool:
         return self._serving is None or self._serving.done()

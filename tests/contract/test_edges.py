@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 
 from outrider.access import Access
@@ -14,7 +18,7 @@ from outrider.serving import channel_options
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
-from tests.cluster import Cluster, Process, server_info
+from tests.cluster import Cluster, Process, server_info, until
 from tests.conftest import Models
 from tests.http2 import Http2, bomb, message
 
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 API_KEY = "key-of-a-client"
 FLEET_KEY = "secret-of-the-fleet"
 BOMB_MIB = 160
+BUDGET_MB = 64
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +106,120 @@ def test_a_strangers_message_is_not_read(fleet: Cluster, method: str) -> None:
         assert not peer.data(1, message(verify.FileChunk(data=bytes(24 << 20)).SerializeToString()), end=True)
         peer.until_ended(1)
         assert b"valid key" in peer.said()
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+DESCRIPTORS = 256
+IDLE = 300
+
+
+@pytest.fixture(scope="module")
+def poor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A coordinator that may open few files."""
+    cluster = Cluster(tmp_path_factory.mktemp("poor"), redis=False)
+    process = cluster.add_coordinator("--open-timeout-s", "20")
+    process.limit_descriptors(DESCRIPTORS)
+    process.start().wait_ready()
+    yield process
+    process.stop()
+
+
+def get(process: Process, path: str = "/health") -> int:
+    return httpx.get(f"{process.web}{path}", timeout=10).status_code
+
+
+def test_idle_connections_keep_nobody_out(poor: Process) -> None:
+    host, port = poor.web.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for number in range(IDLE):
+            idle = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            if number % 2:
+                idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(2 * IDLE):
+            stack.enter_context(socket.create_connection(("127.0.0.1", poor.port), timeout=10))
+        assert [get(poor) for _ in range(5)] == [200] * 5
+        opened = len(list(Path(f"/proc/{poor.pid}/fd").iterdir()))
+        assert opened < DESCRIPTORS - 20
+    assert server_info(poor.address).coordinator_id
+    assert len(poor.log()) < 100_000, "a line for each answer, and no more"
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+HELD_MB = 12
+HOLDING = 40
+
+
+def test_bodies_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) -> None:
+    process = fleet.coordinators[0]
+    host, port = process.web.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {API_KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {HELD_MB * 1_000_000 + 1}\r\n\r\n"
+    before = process.memory_mb()
+    with contextlib.ExitStack() as stack:
+        for _ in range(HOLDING):
+            silent = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            with contextlib.suppress(ConnectionError):
+                silent.sendall(head.encode() + bytes(HELD_MB * 1_000_000))
+        assert process.memory_mb() - before < 2 * BUDGET_MB
+        headers = {"Authorization": f"Bearer {API_KEY}"}
+        body = {"prompt": "a b c", "max_tokens": 4}
+        answer = httpx.post(f"{process.web}/v1/completions", json=body, headers=headers, timeout=20)
+        assert answer.status_code == 200, "small requests are not kept out"
+        large = httpx.post(f"{process.web}/v1/completions", content=bytes(9_000_000), headers=headers, timeout=20)
+        assert (large.status_code, large.json()["error"]["code"]) == (503, "overloaded")
+    until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
+
+
+# --- what a body's length, a host and an origin may be ---------------------------------------------------------------
+
+
+def say(process: Process, *lines: str, body: bytes = b"") -> bytes:
+    """All that comes back until the server hangs up."""
+    host, port = process.web.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        heard = b""
+        while part := connection.recv(65_536):
+            heard += part
+        return heard
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Content-Length: 5", "Transfer-Encoding: chunked"),
+        ("Transfer-Encoding: chunked", "Content-Length: 0"),
+        ("Content-Length: 5", "Content-Length: 6"),
+        ("Content-Length: 5, 6",),
+        ("Content-Length: +5",),
+    ],
+)
+def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(poor: Process, headers: tuple[str, ...]) -> None:
+    smuggled = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    heard = say(poor, "POST /v1/completions HTTP/1.1", "Host: localhost", *headers, body=smuggled)
+    assert re.findall(rb"HTTP/1\.1 (\d+)", heard) == [b"400"]
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "192.168.0.7", "[::2]"]
+)
+def test_a_page_that_rebinds_its_name_reads_nothing(poor: Process, host: str) -> None:
+    heard = say(poor, "GET /v1/models HTTP/1.1", f"Host: {host}")
+    assert heard.startswith(b"HTTP/1.1 403")
+    assert b"--allowed-hosts" in heard
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000"])
+def test_this_machines_own_names_are_served(poor: Process, host: str) -> None:
+    assert say(poor, "GET /health HTTP/1.1", f"Host: {host}", "Connection: close").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://localhost:8000", 415), ("http://localhost:9", 403), ("https://evil.example", 403), ("null", 403)],
+)
+def test_pages_of_other_origins_change_nothing(poor: Process, origin: str, status: int) -> None:
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost:8000", f"Origin: {origin}", "Connection: close")
+    assert say(poor, *lines, "Content-Length: 0").startswith(f"HTTP/1.1 {status}".encode())

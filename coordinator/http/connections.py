@@ -1,0 +1,112 @@
+"""The connections of the HTTP port: how many there may be, and how long one may say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = structlog.get_logger(__name__)
+
+KEEP_ALIVE_S = 75  # longer than proxies keep theirs: whoever closes first may cut off a request
+KNOWN = "outrider.known"  # in the scope of a request that was let in
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class Connections:
+    """At most `limit` of them. When all are taken, a new one gets the place of one without a request.
+
+    First those go that never had a request let in, of these the one that is idle the longest.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: set[Connection] = set()
+        self._idle_strangers: OrderedDict[Connection, None] = OrderedDict()
+        self._idle_known: OrderedDict[Connection, None] = OrderedDict()
+
+    def enter(self, connection: Connection) -> bool:
+        if len(self._open) >= self._limit and not self._make_room():
+            log.warning("HTTP connection refused: all are busy", limit=self._limit)
+            return False
+        self._open.add(connection)
+        return True
+
+    def leave(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self.busy(connection)
+
+    def idle(self, connection: Connection) -> None:
+        if connection in self._open:
+            waiting = self._idle_known if connection.known else self._idle_strangers
+            waiting.setdefault(connection)
+
+    def busy(self, connection: Connection) -> None:
+        self._idle_strangers.pop(connection, None)
+        self._idle_known.pop(connection, None)
+
+    def _make_room(self) -> bool:
+        waiting = self._idle_strangers or self._idle_known
+        if not waiting:
+            return False
+        connection = next(iter(waiting))
+        self.leave(connection)
+        connection.transport.abort()
+        return True
+
+
+class Connection(H11Protocol):
+    """One that does not say all of a request's head in time is closed: uvicorn would hold it for ever."""
+
+    def __init__(self, connections: Connections, patience_s: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.known = False  # a request of it was let in
+        self._all = connections
+        self._patience_s = patience_s
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._all.enter(self):
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        self.known = self.known or KNOWN in self.scope
+        self.timeout_keep_alive = KEEP_ALIVE_S if self.known else self._patience_s  # type: ignore[assignment]
+        super().on_response_complete()
+        self._mark()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.leave(self)
+        if self._late is not None:
+            self._late.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _working(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        self._mark()
+        if self._working:
+            if self._late is not None:
+                self._late.cancel()
+            self._late = None
+        elif self._late is None:
+            self._late = self.loop.call_later(self._patience_s, self.timeout_keep_alive_handler)
+
+    def _mark(self) -> None:
+        if self._working:
+            self._all.busy(self)
+        else:
+            self._all.idle(self)

@@ -1,0 +1,83 @@
+"""What keeps a log short and harmless: repeated lines are counted instead of written, strangers' values are cut."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+WINDOW_S = 10.0
+MOST = 1_000  # of the same event in a window
+MOST_WARNINGS = 20  # the same, from warnings upwards: these come with tracebacks
+_QUIET = frozenset({"debug", "info"})
+_NAMED = 80  # characters of an event that make it the same
+_NUMBERS = re.compile("[0-9]+")
+_KNOWN = 1_000
+_CHARACTERS = 4_000  # of a value; tracebacks are longer than what strangers may name
+
+
+class Repeats:
+    """Counts lines by what they say. The first one of a new window tells how many of the last are missing."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # when the window began, lines since then
+
+    def missing(self, level: str, event: str) -> int | None:
+        """None: not to be written. Else how many lines were left out before this one."""
+        key, now = (level, _NUMBERS.sub("0", event.partition("\n")[0][:_NAMED])), self._now()
+        most = MOST if level in _QUIET else MOST_WARNINGS
+        began, lines = self._seen.get(key, (now, 0))
+        left_out = 0
+        if now - began >= WINDOW_S:
+            began, lines, left_out = now, 0, max(0, lines - most)
+        if len(self._seen) >= _KNOWN and key not in self._seen:
+            del self._seen[next(iter(self._seen))]
+        self._seen[key] = (began, lines + 1)
+        return left_out if lines < most else None
+
+    def process(self, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        """For structlog."""
+        missing = self.missing(method, str(event.get("event")))
+        if missing is None:
+            raise structlog.DropEvent
+        if missing:
+            event["left_out"] = missing
+        return event
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """For handlers of the standard library."""
+        message = record.getMessage()
+        missing = self.missing(record.levelname.lower(), f"{record.name}: {message}")
+        if missing:
+            record.msg, record.args = f"{message} ({missing} such lines left out before)", ()
+        return missing is not None
+
+
+def cut_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """No value makes a line of megabytes."""
+    for name, value in event.items():
+        if isinstance(value, str) and len(value) > _CHARACTERS:
+            event[name] = f"{value[:_CHARACTERS]}… ({len(value)} characters)"
+    return event
+
+
+def printable(text: Any) -> str:
+    """With every control character as it is written in source: a terminal does what they say."""
+    return "".join(map(_shown, str(text)))
+
+
+def _shown(character: str) -> str:
+    code = ord(character)
+    if code in (9, 10) or 32 <= code < 127 or (code >= 160 and not 0xD800 <= code < 0xE000 and code not in _DIRECTIONS):
+        return character
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+# Marks that turn the direction of writing: they make a line read as another.
+_DIRECTIONS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})
