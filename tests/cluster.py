@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import grpc
 import pytest
@@ -33,6 +33,7 @@ from outrider.access import PLAIN, Access
 from outrider.config import Settings
 from outrider.errors import OutriderError, PeerLost, Unavailable
 from outrider.messages import FinishReason, TokenKind
+from outrider.models import MODEL_FREE
 from outrider.serving import ErrorInterceptor, Service, bind, channel_options, server_options
 from outrider.tls import Tls
 from outrider.v1 import common_pb2 as common
@@ -40,6 +41,7 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
+from tests.forking import Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 90.0
@@ -90,6 +92,12 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | more
 
 
+def runs_a_model(command: Sequence[str]) -> bool:
+    """Whether a service, named with its flags, loads torch."""
+    kind = command[command.index("--kind") + 1] if "--kind" in command else "model"
+    return command[0] == "verifier" or (command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE)
+
+
 class Process:
     """One process on one port, for as many lives as a test gives it."""
 
@@ -102,7 +110,7 @@ class Process:
         self._folder = folder
         self._lives = 0
         self._leaving = False
-        self._running: subprocess.Popen[bytes] | None = None
+        self._running: subprocess.Popen[bytes] | Forked | None = None
 
     def limit_descriptors(self, most: int) -> None:
         """Of its next lives."""
@@ -113,10 +121,14 @@ class Process:
         self._lives += 1
         self._leaving = False
         with self.log_path.open("wb") as log:
-            self._running = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment()
-            )
+            self._running = self._launch(log)
         return self
+
+    def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+        python, module, *flags = self._command
+        if (python, module) == (sys.executable, "-m") and runs_a_model(flags):
+            return Forked(flags[0], flags[1:], log, ROOT, environment())
+        return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
 
     def wait_ready(self, seconds: float = START_S) -> Self:
         def ready() -> bool:

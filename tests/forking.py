@@ -1,0 +1,141 @@
+"""Processes forked from one that has torch and transformers loaded: each start saves seconds of imports.
+
+`Forked` behaves as the `subprocess.Popen` that it replaces. What it runs is a process of its own with its own
+arguments, environment and output; only the import of libraries is shared. `python -m tests.forking` is the server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from outrider.threads import wait_briefly
+
+_LIBRARIES = ("torch", "numpy", "pydantic", "typer", "structlog", "llguidance", "tokenizers", "transformers")
+_CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedModel")
+_POLL_S = 0.01
+
+
+class _Server:
+    """The process that forks, and the pipe to it. One question and its answer at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, **question: Any) -> Any:
+        with self._lock:
+            if self._process is None:
+                self._process = self._start()
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        atexit.register(self._stop, process)
+        return process
+
+    @staticmethod
+    def _stop(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+
+
+_SERVER = _Server()
+
+
+class Forked:
+    """`python -m MODULE FLAGS` without the imports."""
+
+    def __init__(self, module: str, flags: Sequence[str], log: IO[bytes], cwd: Path, env: Mapping[str, str]) -> None:
+        self.args = [module, *flags]
+        self.returncode: int | None = None
+        self.pid = int(_SERVER.ask(module=module, flags=list(flags), log=log.name, cwd=str(cwd), env=dict(env)))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = _SERVER.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(_POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _serve() -> None:
+    wait_briefly()  # as the services do it before they load torch
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    for name in _CLASSES:
+        getattr(sys.modules["transformers"], name)
+    gc.freeze()
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = _poll(question["poll"]) if "poll" in question else _fork(**question)
+        print(json.dumps(answer), flush=True)
+
+
+def _poll(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _fork(module: str, flags: list[str], log: str, cwd: str, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _become(module, flags, log, cwd, env)
+    return pid
+
+
+def _become(module: str, flags: list[str], log: str, cwd: str, env: dict[str, str]) -> NoReturn:
+    code = 1
+    try:
+        for target, path, how in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_APPEND)):
+            opened = os.open(path, how)
+            os.dup2(opened, target)
+            os.close(opened)
+        os.dup2(1, 2)
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module, *flags]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
