@@ -2,8 +2,10 @@
 
 The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
 min-p.
-Every operation is row by row, so a row's result does not depend on its
-neighbours.
+A row's bits depend on that row alone: not on the rows beside it, not on how
+many there are, and not on how wide a processor's vectors are. Elementwise
+operations are so by themselves; a sum is only if its order is fixed, so no
+reduction of torch's that rounds is used here.
 """
 
 from __future__ import annotations
@@ -95,16 +97,39 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
     vocab = logits.shape[-1]
     if 0 < params.top_k < vocab:
         values, ids = logits.topk(params.top_k, dim=-1)
-        return _cut(ids, torch.softmax(values.to(torch.float64) / params.temperature, dim=-1), params)
-    probs = torch.softmax(logits.to(torch.float64) / params.temperature, dim=-1)
+        return _cut(ids, _softmax(values, params.temperature), params)
+    probs = _softmax(logits, params.temperature)
     if params.top_p < 1.0:
         top, ids = _sorted_nucleus(probs, params.top_p)
         return _cut(ids, top, params)
     ids = torch.arange(vocab, device=logits.device)
     if params.min_p > 0.0:
         probs = probs * (probs >= params.min_p * probs.amax(dim=-1, keepdim=True))
-        probs = probs / probs.sum(dim=-1, keepdim=True)
+        probs = probs / _sums(probs)
     return Candidates(ids, probs)
+
+
+def _softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """In double precision.  # [rows, ids]"""
+    scaled = logits.to(torch.float64) / temperature
+    weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
+    return weights.div_(_sums(weights))
+
+
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of each row, by adding the second half onto the first until one number is left.  # [rows, 1]"""
+    width = rows.shape[-1]
+    while width > 1:
+        half = width // 2
+        folded = rows[:, : width - half].clone()
+        folded[:, :half] += rows[:, width - half : width]
+        rows, width = folded, width - half
+    return rows
+
+
+def _running(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of each row before each of its entries: one by one, so zeros at the end change nothing.  # [rows, ids]"""
+    return torch.nn.functional.pad(rows.cumsum(dim=-1)[:, :-1], (1, 0))
 
 
 def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +143,7 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, to
         ids, order = ids.sort(dim=-1)
         top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
         # The last ones may have equals that were not taken: they must not be needed.
-        safe = (top * (top > top[:, -1:])).sum(dim=-1) >= top_p
+        safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p
         if bool(safe.all()):
             return top, ids.gather(1, order)
     return probs.sort(dim=-1, descending=True, stable=True)
@@ -127,11 +152,10 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, to
 def _cut(ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
     """Top-p and min-p on rows sorted by falling probability."""
     if params.top_p < 1.0:
-        before = probs.cumsum(dim=-1) - probs
-        probs = probs * (before < params.top_p)
+        probs = probs * (_running(probs) < params.top_p)
     if params.min_p > 0.0:
         probs = probs * (probs >= params.min_p * probs[:, :1])
-    return Candidates(ids, probs / probs.sum(dim=-1, keepdim=True))
+    return Candidates(ids, probs / probs.cumsum(dim=-1)[:, -1:])
 
 
 def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:

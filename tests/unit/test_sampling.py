@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from outrider import sampling
+from outrider import noise, sampling
 from outrider.messages import WHOLE, SamplingParams
 from outrider.sampling import History
 
@@ -222,6 +225,59 @@ def test_a_rows_result_does_not_depend_on_its_neighbours(
     for i, path in enumerate(paths):
         alone = dense(sampling.adjust(logits[i : i + 1], params, history, [path]), params)
         assert torch.equal(alone[0], together[i])
+
+
+CUTS = [
+    SamplingParams(temperature=0.7, seed=1, top_k=top_k, top_p=top_p, min_p=min_p)
+    for top_k in (0, 40)
+    for top_p in (1.0, 0.9)
+    for min_p in (0.0, 0.05)
+]
+
+
+@pytest.mark.parametrize("vocab", [7, 203, 1000, 5000, 49_152])
+def test_a_rows_bits_do_not_depend_on_the_batch_it_stands_in(vocab: int, request: pytest.FixtureRequest) -> None:
+    """Vocabularies and batches of every kind of width: torch spreads its own sums over vectors and threads differently
+    from one to the next."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    generator = torch.Generator().manual_seed(vocab)
+    for size in (2, 5) if vocab < 5000 else (3,):
+        scales = torch.tensor([0.2, 3.0, 6.0])[torch.randint(3, (size, 1), generator=generator)]
+        batch = torch.randn(size, vocab, generator=generator) * scales
+        for params in CUTS:
+            together = sampling.candidates(batch, params)
+            keys = [noise.key(1, noise.Use.COUPLED, row) for row in range(size)]
+            ringing = noise.arrivals(keys, together.ids, together.probs)
+            for row in range(size):
+                alone = sampling.candidates(batch[row : row + 1], params)
+                assert torch.equal(alone.dense(vocab)[0], together.dense(vocab)[row]), (size, row, params)
+                rung = noise.arrivals(keys[row : row + 1], alone.ids, alone.probs)
+                width = rung.shape[1]  # a neighbour may have wanted more ids looked at
+                assert torch.equal(rung[0], ringing[row, :width]), (size, row, params)
+                assert torch.isinf(ringing[row, width:]).all()
+
+
+def test_a_rows_bits_do_not_depend_on_how_wide_the_processors_vectors_are() -> None:
+    """Where a processor's exponentials are another's, so is everything else. (Where they are not, `arithmetic` tells
+    the models apart.)"""
+    code = """
+import hashlib, torch
+from outrider import sampling
+from outrider.messages import SamplingParams
+logits = (torch.arange(40_000) * 2_654_435_761 % 1_000_003).to(torch.float64).view(8, -1) / 50_000
+found = [sampling.candidates(logits, SamplingParams(top_p=top_p, min_p=min_p)).probs
+         for top_p in (1.0, 0.9) for min_p in (0.0, 0.05)]
+for tensors in ([logits.exp(), logits.neg().exp()], found):
+    print(hashlib.sha256(b"".join(each.numpy().tobytes() for each in tensors)).hexdigest())
+"""
+    shown = {}
+    for capability in ("avx2", "avx512"):
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        exponentials, probs = done.stdout.split()
+        assert shown.setdefault(exponentials, probs) == probs, capability
 
 
 def test_a_flat_neighbour_does_not_change_a_peaked_rows_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
