@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -18,10 +20,11 @@ from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
 from outrider.access import fleet_keys
-from outrider.errors import StartupError
+from outrider.errors import Expired, OutriderError, StartupError
 from outrider.guard import Guard
 from outrider.keys import Keys
 from outrider.origin import REQUEST_ID, take_up
+from outrider.serving import abort, cancel_all
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -40,7 +43,8 @@ class CoordinatorService(rpc.OutriderServicer):
         self._settings = settings
         self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
         self.guard = Guard({CLIENTS: self.api_keys, REGISTRY: _registry_keys(settings, self.api_keys)})
-        self.sessions = Sessions(settings, redis_url)
+        self.sessions = Sessions(settings, redis_url, self.api_keys.num_holders)
+        self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
             self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings)
@@ -74,6 +78,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
     async def stop(self) -> None:
         await self.sessions.stop()
+        await cancel_all(list(self._parting))
         if self._http is not None:
             await self._http.stop()
 
@@ -87,7 +92,7 @@ class CoordinatorService(rpc.OutriderServicer):
             target = self.sessions.target
             prepared = await prepare(request, target, self._settings)
             session = await self.sessions.begin(prepared, target, request.idempotency_key)
-        async for reply in self._stream(session, 0):
+        async for reply in self._stream(session, 0, context):
             yield reply
 
     async def Resume(
@@ -96,7 +101,7 @@ class CoordinatorService(rpc.OutriderServicer):
         await _take_up(context)
         with self.sessions.admission():
             session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
-        async for reply in self._stream(session, request.from_position):
+        async for reply in self._stream(session, request.from_position, context):
             yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
@@ -118,25 +123,60 @@ class CoordinatorService(rpc.OutriderServicer):
             workers=[wire.worker_to_proto(worker) for worker in self.sessions.workers],
         )
 
-    async def _stream(self, session: Session, start: int) -> AsyncIterator[pb.GenerateReply]:
-        record = session.record
+    async def _stream(
+        self, session: Session, start: int, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
         with self.sessions.followed(session):
-            assert record.request.params.seed is not None
             await session.opened()
-            yield pb.GenerateReply(
-                started=pb.Started(
-                    session_id=record.session_id,
-                    seed=record.request.params.seed,
-                    prompt_tokens=len(record.request.prompt),
-                    model=session.target.info.name,
-                )
-            )
-            async for position, tokens in session.follow(start):
-                yield pb.GenerateReply(chunk=_chunk(position, tokens))
-            if session.error is not None:
-                yield pb.GenerateReply(error=wire.error_to_proto(session.error))
-            else:
-                yield pb.GenerateReply(complete=_complete(session))
+            async with contextlib.aclosing(_replies(session, start)) as replies:
+                async for reply in replies:
+                    with self._read_in_time(context):
+                        yield reply
+
+    @contextlib.contextmanager
+    def _read_in_time(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Around a message on its way: a client that does not take it in time loses its stream."""
+        task = asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._settings.write_timeout_s, self._leave, task, context)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _leave(self, task: asyncio.Task[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The call's task is cancelled, as when a client leaves; its status waits behind what is not read."""
+        seconds = self._settings.write_timeout_s
+        log.info("client does not read", seconds=seconds)
+        unread = Expired(f"the client left what was sent to it unread for {seconds:g} s", limit=f"{seconds:g} s")
+        parting = asyncio.create_task(_part(context, unread))
+        self._parting.add(parting)
+        parting.add_done_callback(self._parting.discard)
+        task.cancel()
+
+
+async def _part(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # raised in any case; ended meanwhile
+        await abort(context, error)
+
+
+async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:
+    request = session.record.request
+    assert request.params.seed is not None
+    yield pb.GenerateReply(
+        started=pb.Started(
+            session_id=session.record.session_id,
+            seed=request.params.seed,
+            prompt_tokens=len(request.prompt),
+            model=session.target.info.name,
+        )
+    )
+    async for position, tokens in session.follow(start):
+        yield pb.GenerateReply(chunk=_chunk(position, tokens))
+    if session.error is not None:
+        yield pb.GenerateReply(error=wire.error_to_proto(session.error))
+    else:
+        yield pb.GenerateReply(complete=_complete(session))
 
 
 def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:

@@ -9,7 +9,8 @@ losing a verifier replays prompt and committed tokens to another.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import structlog
@@ -19,8 +20,10 @@ from coordinator.drafting import Drafting, Means
 from coordinator.hops import Refusal, VerifierHop
 from coordinator.journal import Entry, Journal
 from coordinator.plans import Plan
+from coordinator.quotas import Quotas
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, Roster
+from coordinator.seats import Seats
 from coordinator.stats import RequestStats
 from coordinator.store import fenced
 from coordinator.target import Target
@@ -30,12 +33,15 @@ from outrider.errors import Expired, OutriderError, Overloaded, PeerLost, Unavai
 from outrider.messages import FinishReason, Role, TokenKind, TokenLogprobs, Verdict
 from outrider.metrics import CoordinatorMetrics
 from outrider.origin import current
+from outrider.tenants import tenant
 from outrider.tracing import Span, Tracing
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
+MAX_READ = 512  # tokens that a follower gets at once
+_PAGE = 64  # tokens; what a verifier needs beside prompt and output
 MAX_FRUITLESS = 5  # verifiers lost in a row without a single verdict
 
 
@@ -59,6 +65,8 @@ class Deps:
     metrics: CoordinatorMetrics
     tracing: Tracing
     worker_wait_s: float
+    seats: Seats
+    quotas: Quotas
 
 
 class Session:
@@ -75,7 +83,7 @@ class Session:
         self._deps = deps
         self._entry = Entry(record, self._fenced, durable)
         self._tokens: list[Token] = []
-        self._news = asyncio.Event()
+        self._watchers: list[asyncio.Event] = []
         self._task: asyncio.Task[None] | None = None
         request = record.request
         self._text = TextStream(target.decode, request.prompt, request.params.stop)
@@ -96,16 +104,30 @@ class Session:
     async def follow(self, start: int) -> AsyncIterator[tuple[int, list[Token]]]:
         """Output tokens from position `start` on, as they come, until the session ends."""
         at = start
-        while True:
-            news = self._news
-            if at < len(self._tokens):
-                new = self._tokens[at:]
-                yield at, new
-                at += len(new)
-            elif self.ended:
-                return
-            else:
-                await news.wait()
+        with self.watched() as news:
+            while True:
+                news.clear()
+                if new := self.read(at):
+                    yield at, new
+                    at += len(new)
+                elif self.ended:
+                    return
+                else:
+                    await news.wait()
+
+    def read(self, at: int) -> list[Token]:
+        """Return some of the output tokens from this position on. Nothing is kept for a follower: it reads on here."""
+        return self._tokens[at : at + MAX_READ]
+
+    @contextlib.contextmanager
+    def watched(self, news: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Set an event whenever there is more to read, or the end."""
+        news = news or asyncio.Event()
+        self._watchers.append(news)
+        try:
+            yield news
+        finally:
+            self._watchers.remove(news)
 
     def start(self) -> None:
         """For the call that this task works for: its logs and its trace name the session from now on."""
@@ -147,7 +169,8 @@ class Session:
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    await self._with_one_verifier()
+                    async with self._deps.seats.taken(self.record.tenant, self._room_needed):
+                        await self._with_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)
@@ -189,6 +212,11 @@ class Session:
             link.failed()
             raise
 
+    @property
+    def _room_needed(self) -> int:
+        request = self.record.request
+        return len(request.prompt) + request.params.max_tokens + _PAGE
+
     def _commit(self, verdict: Verdict) -> None:
         """What the target has said is final: show it, record it, tell the drafters."""
         record = self.record
@@ -205,6 +233,7 @@ class Session:
                 reason = FinishReason.STOP
                 break
         record.finish_reason = reason
+        self._deps.quotas.spend(tenant(), len(verdict.tokens))
         self._deps.journal.changed(self._entry)
         self._wake_followers()
         if not record.finished:
@@ -275,8 +304,8 @@ class Session:
         self._wake_followers()
 
     def _wake_followers(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        for news in self._watchers:
+            news.set()
 
     def _fenced(self) -> None:
         self.stop(fenced(self.record.session_id))

@@ -20,15 +20,17 @@ from coordinator.ending import settle
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
 from coordinator.plans import Way
+from coordinator.quotas import Quotas
 from coordinator.readings import show
 from coordinator.record import SessionRecord, SessionRequest
 from coordinator.roster import Roster
+from coordinator.seats import Seats, room_at
 from coordinator.session import Deps, Session
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
 from outrider.access import Access
-from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
 from outrider.metrics import CoordinatorMetrics
@@ -48,7 +50,8 @@ _TRACE_WAIT_S = 0.1
 
 
 class Sessions:
-    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
+    def __init__(self, settings: CoordinatorSettings, redis_url: str, tenants: int = 1) -> None:
+        """`tenants`: how many there are."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
         self._store = Store(redis_url, self.coordinator_id, settings.session_ttl_s)
@@ -58,7 +61,17 @@ class Sessions:
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self.metrics = CoordinatorMetrics(Way)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
-        self._deps = Deps(self.roster, self._journal, means, self.metrics, self._tracing, settings.worker_wait_s)
+        self._quotas = Quotas(settings, several=tenants > 1)
+        self._deps = Deps(
+            self.roster,
+            self._journal,
+            means,
+            self.metrics,
+            self._tracing,
+            settings.worker_wait_s,
+            Seats(lambda: room_at(self.roster), several=tenants > 1),
+            self._quotas,
+        )
         self._sessions: dict[str, Session] = {}
         self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # for when Redis is away
         self._keys: OrderedDict[str, str] = OrderedDict()
@@ -144,14 +157,8 @@ class Sessions:
             raise InvalidRequest.of(
                 "idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters"
             )
-        if len(self._sessions) >= self._settings.max_sessions:
-            raise Overloaded(
-                f"{len(self._sessions)} sessions are going on",
-                field="sessions",
-                value=len(self._sessions),
-                limit=self._settings.max_sessions,
-                retry_after_ms=1000,
-            )
+        self._admit()
+        self._quotas.spend(tenant(), len(request.prompt))
         record = SessionRecord(
             secrets.token_hex(12), self._salted(request), model=target.info.fingerprint, tenant=tenant().id
         )
@@ -168,6 +175,11 @@ class Sessions:
             return session
         del self._sessions[record.session_id]
         return await self._again(replace(record, session_id=held), target)
+
+    def _admit(self) -> None:
+        """Raises Overloaded. A session has a seat until its output has ended, whether or not it was read."""
+        going = [session.record.tenant for session in self._sessions.values() if not session.ended]
+        self._quotas.admit(tenant(), going.count(tenant().id), len(going))
 
     def _salted(self, request: SessionRequest) -> SessionRequest:
         """Keep what is cached of this tenant's texts from other tenants, in verifiers and drafters alike."""
@@ -225,11 +237,18 @@ class Sessions:
             _check_position(position, len(record.tokens), record)
             _append_tail(record, position, tail, target)
             await settle(record, target)
+            self._check_room()
         _check_position(position, len(record.tokens), record)
         if (again := self._live(session_id)) is not None:
             return again  # somebody else was faster while the record was read
         session = Session(record, target, self._deps)
         return session if noted else self._run(session)
+
+    def _check_room(self) -> None:
+        """Sessions that another coordinator leaves behind may come on top of our own, as many again."""
+        going = sum(not session.ended for session in self._sessions.values())
+        if going >= 2 * self._settings.max_sessions:
+            raise Unavailable(f"{going} sessions are going on here", retry_after_ms=1000)
 
     def _live(self, session_id: str) -> Session | None:
         """Return the session if it goes on here and is this tenant's."""

@@ -34,4 +34,13 @@ class CoordinatorSettings(Settings):
     api_keys: SecretStr = Field(
         SecretStr(""), description="Keys of clients, separated by commas, or @FILE with one a line; empty: open to all."
     )
+    default_max_sessions: int = Field(0, ge=0, description="Sessions at once of an API key; 0: a fair share of all.")
+    default_requests_per_minute: int = Field(0, ge=0, description="Requests a minute of an API key; 0: no limit.")
+    default_tokens_per_minute: int = Field(
+        0, ge=0, description="Tokens a minute of an API key, of prompts and outputs together; 0: no limit."
+    )
+    max_request_sessions: int = Field(64, ge=1, description="Answers of one HTTP request: n times its prompts.")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="How long a client may leave unread what is sent to it, seconds."
+    )
     share_prefixes: bool = Field(False, description="API keys share what is cached of prompts that begin alike.")

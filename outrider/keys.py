@@ -76,6 +76,10 @@ class Keys:
         return f"Keys({len(self._digests)})"
 
     @property
+    def num_holders(self) -> int:
+        return len({holder.id for holder in self._holders})
+
+    @property
     def first(self) -> str:
         """The one to show to others; empty: none."""
         return self._first

@@ -16,9 +16,8 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import Target
-from outrider.errors import NotFound
+from outrider.errors import InvalidRequest, NotFound
 from outrider.messages import MAX_SEED
-from outrider.serving import background
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -40,26 +39,29 @@ class Answer:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions = sessions
-        self._news: asyncio.Queue[News] = asyncio.Queue()
 
     async def news(self) -> AsyncGenerator[News, None]:
         """Until all choices are complete. Raises the error that ends one of them."""
-        followers = [self._follow(choice, session) for choice, session in enumerate(self.sessions)]
-        left = len(followers)
-        async with background(*followers):
-            while left:
-                news = await self._news.get()
-                if not news.tokens:
-                    left -= 1
-                    error = self.sessions[news.choice].error
-                    if error is not None:
-                        raise error
-                yield news
-
-    async def _follow(self, choice: int, session: Session) -> None:
-        async for _, tokens in session.follow(0):
-            self._news.put_nowait(News(choice, tokens))
-        self._news.put_nowait(News(choice, ()))
+        at = dict.fromkeys(range(len(self.sessions)), 0)  # tokens told, of the choices that are not complete
+        stirred = asyncio.Event()
+        with contextlib.ExitStack() as stack:
+            for session in self.sessions:
+                stack.enter_context(session.watched(stirred))
+            while at:
+                stirred.clear()
+                for choice in list(at):
+                    session = self.sessions[choice]
+                    if tokens := session.read(at[choice]):
+                        at[choice] += len(tokens)
+                        stirred.set()
+                        yield News(choice, tokens)
+                    elif session.ended:
+                        del at[choice]
+                        if session.error is not None:
+                            raise session.error
+                        yield News(choice, ())
+                if at:
+                    await stirred.wait()
 
 
 @contextlib.asynccontextmanager
@@ -85,6 +87,9 @@ async def requests_of(
     name = served_name(target, settings)
     if body.model not in (None, "", name):
         raise NotFound(f"there is no model {body.model!r} here", field="model", value=body.model, limit=name)
+    count = body.choices * (len(body.prompts) if isinstance(body, CompletionBody) else 1)
+    if count > settings.max_request_sessions:
+        raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
     default = CHAT_TOKENS if isinstance(body, ChatBody) else None
     found: list[SessionRequest] = []
     for request in _inputs(body):

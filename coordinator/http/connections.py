@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import OrderedDict
 from typing import Any
 
@@ -13,6 +15,7 @@ log = structlog.get_logger(__name__)
 
 KEEP_ALIVE_S = 75  # longer than proxies keep theirs: whoever closes first may cut off a request
 KNOWN = "outrider.known"  # in the scope of a request that was let in
+_NO_LINGER = struct.pack("ii", 1, 0)  # what is not read is dropped, not kept by the kernel
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -59,14 +62,19 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One that does not say all of a request's head in time is closed: uvicorn would hold it for ever."""
+    """One that does not say all of a request's head in time is closed: uvicorn would hold it for ever.
 
-    def __init__(self, connections: Connections, patience_s: float, **given: Any) -> None:
+    One that leaves unread what is written to it is cut off.
+    """
+
+    def __init__(self, connections: Connections, patience_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
         self.known = False  # a request of it was let in
         self._all = connections
         self._patience_s = patience_s
+        self._write_timeout_s = write_timeout_s
         self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -88,9 +96,25 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.leave(self)
-        if self._late is not None:
-            self._late.cancel()
+        for timer in (self._late, self._unread):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._write_timeout_s, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _cut_off(self) -> None:
+        """Close without waiting until what is on its way has been read."""
+        log.info("client does not read", seconds=self._write_timeout_s)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
 
     @property
     def _working(self) -> bool:

@@ -34,7 +34,9 @@ class HttpServer:
     def __init__(self, app: ASGIApp, settings: CoordinatorSettings) -> None:
         self._socket = _listen(settings.host, settings.http_port)
         self.address = f"{settings.host}:{self._socket.getsockname()[1]}"
-        connection = partial(Connection, Connections(max_connections(settings)), settings.open_timeout_s)
+        connection = partial(
+            Connection, Connections(max_connections(settings)), settings.open_timeout_s, settings.write_timeout_s
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,

@@ -122,3 +122,22 @@ async def test_over_http_it_is_the_same(hotel: Hotel) -> None:
         ]
     assert cached[0] == 0
     assert cached[1] > 0
+
+
+async def test_a_key_has_its_quotas(hotel: Hotel) -> None:
+    """Of requests and of tokens, over both protocols, and others do not notice."""
+    async with hotel.guest("few") as few, hotel.web("few") as web:
+        for _ in range(2):
+            await generate(few, ask(PROMPT, max_tokens=2))
+        code, _, typed = await failure(few.Generate(ask(PROMPT, max_tokens=2), timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "key.requests_per_minute")
+        assert 0 < typed.retry_after_ms <= 30_000
+        reply = await web.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        assert reply.status_code == 429
+        assert 0 < int(reply.headers["retry-after"]) <= 30
+    async with hotel.guest("little") as little:
+        await generate(little, ask("x", max_tokens=120, ignore_eos=True))
+        code, _, typed = await failure(little.Generate(ask("x", max_tokens=2), timeout=10))
+        assert (code, typed.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "key.tokens_per_minute")
+    async with hotel.guest(BOB) as bob:
+        await generate(bob, ask(PROMPT, max_tokens=2))

@@ -1,0 +1,145 @@
+"""Clients that do not read: their sessions end as soon as they are generated, and they are not waited for long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+import pytest_asyncio
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.engine.load import LoadedModel
+from outrider.serving import channel_options
+from outrider.serving import until as soon
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.cluster import Output, Redis, ask, client, follow, generate, in_process
+from tests.contract.conftest import Home, verifier_serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SEATS = 8
+TOKENS = 400
+WRITE_S = 1.5
+LONG: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 20}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Home]:
+    """Few seats, and little patience with clients."""
+    settings = CoordinatorSettings(
+        http_port=0, heartbeat_ms=100, max_sessions=SEATS, max_request_sessions=SEATS, write_timeout_s=WRITE_S
+    )
+    async with AsyncExitStack() as exits:
+        service = CoordinatorService(settings, redis_server.url)
+        coordinator = await exits.enter_async_context(in_process(service, settings))
+        folder = tmp_path_factory.mktemp("tokenizer")
+        await exits.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
+        small = Home(coordinator, service)
+        await small.knows(0)
+        yield small
+
+
+def going(home: Home) -> int:
+    return sum(not session.ended for session in home.service.sessions.live)
+
+
+@contextmanager
+def asked(home: Home, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A request for a stream on a connection with a small window, from which nothing is read here."""
+    host, port = home.service.http_address.rsplit(":", 1)
+    data = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+        connection.setblocking(False)
+        yield connection
+
+
+async def read(connection: socket.socket) -> bytes:
+    """All that comes until the end, or until the connection is cut off."""
+    loop = asyncio.get_running_loop()
+    parts = []
+    while part := await loop.sock_recv(connection, 65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        continue
+
+
+async def test_an_http_client_that_never_reads_keeps_no_seat(small: Home) -> None:
+    body = {"prompt": "Nobody reads this. ", "n": SEATS, **LONG}
+    with asked(small, body) as connection:
+        assert await soon(lambda: going(small) == SEATS, 10)
+        assert await soon(lambda: going(small) == 0, 30), "a seat ends with its generation"
+        async with client(small.coordinator) as stub:
+            assert len((await generate(stub, ask("Others are served.", max_tokens=4, ignore_eos=True))).token_ids) == 4
+        assert await soon(lambda: len(small.service.sessions) == 0, WRITE_S + 5), "and it is not waited for"
+        with pytest.raises(ConnectionError):
+            await read(connection)
+
+
+async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None:
+    options = [*channel_options(), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with grpc.aio.insecure_channel(small.coordinator, options=options) as channel:
+        stub: Any = rpc.OutriderStub(channel)  # type: ignore[no-untyped-call,unused-ignore]
+        calls = [stub.Generate(ask("Nobody reads this. ", **LONG), timeout=60) for _ in range(SEATS)]
+        for call in calls:
+            assert (await call.read()).HasField("started")
+        assert await soon(lambda: going(small) == 0, 30)
+        async with client(small.coordinator) as other:
+            assert len((await generate(other, ask("Others are served.", max_tokens=4, ignore_eos=True))).token_ids) == 4
+        assert await soon(lambda: len(small.service.sessions) == 0, WRITE_S + 5)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await to_the_end(call)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "unread" in (caught.value.details() or "")
+
+
+async def test_who_pauses_gets_the_whole_text(small: Home) -> None:
+    body = {"prompt": "Somebody reads this later. ", "temperature": 0, **LONG}
+    with asked(small, body) as connection:
+        assert await soon(lambda: going(small) == 1, 10)
+        assert await soon(lambda: going(small) == 0, 30)
+        await asyncio.sleep(WRITE_S / 3)
+        events = (await read(connection)).split(b"\r\n\r\n", 1)[1]
+    async with httpx.AsyncClient(base_url=f"http://{small.service.http_address}", timeout=30) as web:
+        whole = (await web.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    lines = [part for part in events.replace(b"\r\n", b"\n").split(b"\n") if part.startswith(b"data: {")]
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == whole
+    assert b"data: [DONE]" in events
+    async with client(small.coordinator) as stub:
+        call = stub.Generate(ask("Somebody reads this later. ", temperature=0.0, **LONG), timeout=60)
+        replies = aiter(call)
+        await anext(replies)
+        assert await soon(lambda: going(small) == 0, 30)
+        started = time.monotonic()
+        await asyncio.sleep(WRITE_S / 3)
+        output = await follow(call, Output())
+        assert time.monotonic() - started < WRITE_S + 5
+    assert (len(output.token_ids), output.text) == (TOKENS, whole)
+    assert len(output.logprobs) == TOKENS
+
+
+async def test_one_request_asks_for_so_many_answers_at_most(small: Home) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{small.service.http_address}", timeout=30) as web:
+        reply = await web.post("/v1/completions", json={"prompt": ["a", "b", "c"], "n": 3})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "n"
+    assert "9 answers" in reply.json()["error"]["message"]
