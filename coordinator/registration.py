@@ -52,7 +52,7 @@ async def _compare(target: Vocabulary, requests: AsyncIterator[pb.RegisterReques
         if request.WhichOneof("message") != "vocabulary":
             continue  # a heartbeat that was on its way
         part = request.vocabulary
-        tokens = [token.decode("utf-8", "surrogatepass") for token in part.tokens]
+        tokens = [_text(token) for token in part.tokens]
         try:
             if difference is None:
                 refuse_difference(target, part.first_id, tokens, last=part.last)
@@ -62,6 +62,13 @@ async def _compare(target: Vocabulary, requests: AsyncIterator[pb.RegisterReques
             break
     if difference is not None:
         raise difference
+
+
+def _text(token: bytes) -> str:
+    try:
+        return token.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest.of("vocabulary.tokens", repr(token), "UTF-8") from error
 
 
 def _worker(request: pb.RegisterRequest) -> WorkerInfo:

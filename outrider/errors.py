@@ -11,7 +11,11 @@ from typing import Any, ClassVar
 
 import grpc
 
-MAX_SHOWN = 120
+from outrider.printable import printable
+
+MAX_SHOWN = 200  # characters of a value
+MAX_MESSAGE_BYTES = 1_500  # with everything else of an error it must fit into a header of gRPC
+_MAX_PART_BYTES = 800
 
 
 class OutriderError(Exception):
@@ -28,11 +32,16 @@ class OutriderError(Exception):
         limit: Any = "",
         retry_after_ms: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.value = shorten(str(value))
-        self.limit = str(limit)
+        given = str(value)
+        shown = shorten(printable(shorten(given)))
+        if shown != given:
+            for whole in (given, repr(given)[1:-1]):
+                message = message.replace(whole, shown)
+        self.message = _bounded(message, MAX_MESSAGE_BYTES)
+        super().__init__(self.message)
+        self.field = _bounded(shorten(printable(shorten(field))), _MAX_PART_BYTES)
+        self.value = _bounded(shown, _MAX_PART_BYTES)
+        self.limit = _bounded(str(limit), _MAX_PART_BYTES)
         self.retry_after_ms = retry_after_ms
 
 
@@ -162,6 +171,15 @@ def _statuses(error: OutriderError) -> tuple[grpc.StatusCode, int]:
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
+def _bounded(text: str, most: int) -> str:
+    """What can be sent and shown: no lone surrogates, no control characters, so many bytes of UTF-8 at most."""
+    data = printable(text).encode()
+    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
+
+
 def shorten(text: str) -> str:
     """Values come from strangers: never echo megabytes."""
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text)} characters)"
+    if len(text) <= MAX_SHOWN:
+        return text
+    size = f"… ({len(text)} characters)"
+    return text[: MAX_SHOWN - len(size)] + size

@@ -16,7 +16,8 @@ import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from outrider.repeats import Repeats, cut_values, printable
+from outrider.printable import printable
+from outrider.repeats import Repeats, cut_values
 
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:

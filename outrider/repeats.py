@@ -6,7 +6,6 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
@@ -65,19 +64,3 @@ def cut_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventD
         if isinstance(value, str) and len(value) > _CHARACTERS:
             event[name] = f"{value[:_CHARACTERS]}… ({len(value)} characters)"
     return event
-
-
-def printable(text: Any) -> str:
-    """With every control character as it is written in source: a terminal does what they say."""
-    return "".join(map(_shown, str(text)))
-
-
-def _shown(character: str) -> str:
-    code = ord(character)
-    if code in (9, 10) or 32 <= code < 127 or (code >= 160 and not 0xD800 <= code < 0xE000 and code not in _DIRECTIONS):
-        return character
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
-
-# Marks that turn the direction of writing: they make a line read as another.
-_DIRECTIONS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})

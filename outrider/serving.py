@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import os
 import resource
+import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -26,6 +27,7 @@ from outrider import wire
 from outrider.config import Settings, has_secrets
 from outrider.endpoint import is_loopback
 from outrider.errors import Expired, InvalidRequest, OutriderError, StartupError, grpc_status
+from outrider.limits import check_fields
 from outrider.tls import Tls
 
 T = TypeVar("T")
@@ -316,6 +318,7 @@ def _checked(request: Any) -> Any:
             value=request.reason,
             limit="a protobuf message with UTF-8 text",
         )
+    check_fields(request)
     return request
 
 
@@ -328,8 +331,10 @@ def _guard_unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(_checked(request), context)
-        except OutriderError as error:
-            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, expected(error))
 
     return guarded
 
@@ -341,8 +346,10 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], *, streams_in: b
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     yield reply
-        except OutriderError as error:
-            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, expected(error))
 
     return guarded
 
@@ -350,4 +357,14 @@ def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], *, streams_in: b
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
     """End a call with a status and the error itself as trailing metadata."""
     metadata = ((wire.ERROR_KEY, wire.error_to_proto(error).SerializeToString()),)
-    await context.abort(grpc_status(error), error.message, trailing_metadata=metadata)
+    details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
+    await context.abort(grpc_status(error), details, trailing_metadata=metadata)
+
+
+def expected(error: Exception) -> OutriderError:
+    """Return the error itself, or for a fault of ours one that names where the log tells of it."""
+    if isinstance(error, OutriderError):
+        return error
+    reference = secrets.token_hex(6)
+    log.error("request failed", reference=reference, exc_info=error)
+    return OutriderError(f"internal error: {type(error).__name__}; the log tells more under {reference}")

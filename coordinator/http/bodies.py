@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
+from outrider.limits import LONGEST
 from outrider.messages import (
     MAX_BRANCHES,
     MAX_GAMMA,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PATIENCE_US,
-    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
@@ -104,7 +104,7 @@ class SpeculationWish(Body):
     branches: int | None = Field(None, ge=1, le=MAX_BRANCHES, description="Guesses beside each other.")
     ahead: bool | None = Field(None, description="Whether the drafter goes on while its guesses are checked.")
     patience_us: int | None = Field(None, ge=0, le=MAX_PATIENCE_US, description="Fixes the wait for guesses.")
-    drafter: str | None = Field(None, max_length=64, description="Only drafters of this kind.")
+    drafter: str | None = Field(None, max_length=LONGEST["drafter"], description="Only drafters of this kind.")
     verification: Literal["greedy", "coupled", "rejection", "block"] | None = None
     show: bool = Field(False, description="Every chunk says which of its tokens were guessed, and under which plan.")
 
@@ -112,7 +112,9 @@ class SpeculationWish(Body):
 class Generation(Body):
     """What chat and completions have in common."""
 
-    model: str | None = Field(None, max_length=512, description="As in /v1/models; absent: the one that is served.")
+    model: str | None = Field(
+        None, max_length=LONGEST["model"], description="As in /v1/models; absent: the one that is served."
+    )
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -137,7 +139,7 @@ class Generation(Body):
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARACTERS, description="Separates tenants' prefixes.")
+    cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
     # Labels: taken and ignored.
     user: str | None = None
@@ -180,7 +182,7 @@ class TextPart(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: str | None = Field(None, description="Ignored: chat templates know no names.")
+    name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates know no names.")
     # As OpenAI's own answers have them, so that an answer can be sent back as it came.
     refusal: None = None
     audio: None = None

@@ -9,12 +9,15 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
+from outrider import wire
 from outrider.errors import MAX_SHOWN
 from outrider.messages import WHOLE
 from outrider.serving import channel_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import ask, client, failure, generate
 from tests.contract.conftest import Greedy, House, Verify, opening, verifying
@@ -344,3 +347,58 @@ async def goes_on(stream: Verify, truth: list[int]) -> None:
     await stream.steer(gamma=0)
     await stream.rest()
     assert stream.tokens == truth[:12]
+
+
+# Texts as long as a message may be, and faults of our own.
+
+HUGE = 10_000_000
+
+
+async def test_long_texts_are_refused_and_not_echoed(house: House) -> None:
+    async with client(house.coordinator) as stub:
+        for call, field in (
+            (stub.Cancel(pb.CancelRequest(session_id="x" * HUGE), timeout=20), "session_id"),
+            (stub.Resume(pb.ResumeRequest(session_id="x" * HUGE), timeout=20), "session_id"),
+            (stub.Generate(ask("hi", drafter="x" * HUGE), timeout=20), "speculation.drafter"),
+            (stub.Generate(ask("", chat=[("x" * HUGE, "hi")]), timeout=20), "chat.messages[0].role"),
+        ):
+            assert_refused(await failure(call), field, f"{HUGE} characters", "at most")
+        code, _, typed = await failure(stub.Cancel(pb.CancelRequest(session_id="🙂" * 128), timeout=20))
+        assert (code, typed.code) == (grpc.StatusCode.NOT_FOUND, "not_found")
+
+
+async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
+    async with grpc.aio.insecure_channel(house.coordinator, options=channel_options()) as channel:
+        call: Any = rpc.RegistryStub(channel).Register(timeout=20)  # type: ignore[call-arg]
+        info = server_info_worker(house)
+        info.model.vocabulary_digest = "another"
+        await call.write(pb.RegisterRequest(worker=info))
+        assert (await call.read()).send_vocabulary
+        await call.write(pb.RegisterRequest(vocabulary=pb.Vocabulary(tokens=[b"\xff\xfe"], last=True)))
+        assert_refused(await failure(call), "vocabulary.tokens", "xff", "UTF-8")
+
+
+def server_info_worker(house: House) -> pb.Worker:
+    """A drafter like one of the house."""
+    (worker,) = [one for one in house.service.sessions.workers if one.kind == "ngram"]
+    made = wire.worker_to_proto(worker)
+    made.worker_id = "stranger"
+    return made
+
+
+async def test_faults_of_ours_are_told_by_a_reference(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("secret of ours")
+
+    monkeypatch.setattr(house.service.sessions, "cancel", broken)
+    monkeypatch.setattr(house.service.sessions, "take_over", broken)
+    with capture_logs() as logs:
+        async with client(house.coordinator) as stub:
+            for call in (
+                stub.Cancel(pb.CancelRequest(session_id="x"), timeout=20),
+                stub.Resume(pb.ResumeRequest(session_id="x"), timeout=20),
+            ):
+                code, error, _ = await failure(call)
+                assert code is grpc.StatusCode.INTERNAL
+                assert "secret" not in error.message
+                assert sum(entry.get("reference", "-") in error.message for entry in logs) == 1

@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from outrider.repeats import MOST_WARNINGS, WINDOW_S, Repeats, printable
+from outrider.printable import printable
+from outrider.repeats import MOST_WARNINGS, WINDOW_S, Repeats
 
 FLOOD = """
 import logging, structlog
