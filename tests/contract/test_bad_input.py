@@ -185,7 +185,7 @@ _OPENINGS = {
     "no tokens": (opening([]), "open.tokens", "empty", "at least one"),
     "token id": (opening([1, 2, VOCAB]), "open.tokens[2]", "257", "[0, 256]"),
     "no session": (opening(PROMPT, session_id=""), "open.session_id", "", "1 to 128"),
-    "long session": (opening(PROMPT, session_id="s" * 129), "open.session_id", "s", "1 to 128"),
+    "long session": (opening(PROMPT, session_id="s" * 129), "open.session_id", "129", "at most 128"),
     "prompt_length 0": (opening(PROMPT, prompt_length=0), "open.prompt_length", "0", "[1, 40]"),
     "prompt_length 41": (opening(PROMPT, prompt_length=41), "open.prompt_length", "41", "[1, 40]"),
     "no seed": (opening(PROMPT, seed=None), "params.seed", "absent", "given"),

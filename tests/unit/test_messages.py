@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import errors, wire
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import MAX_SHOWN, InvalidRequest, OutriderError
 from outrider.messages import (
     MAX_BRANCHES,
     MAX_GAMMA,
