@@ -269,6 +269,7 @@ class Session:
             steer=common.Steer(gamma=0),
             features=features,
             cache_salt=request.cache_salt,
+            tenant=self.record.tenant,
         )
 
     def _span(self) -> Span:

@@ -24,6 +24,20 @@ class Pace:
     def curve(self) -> CostCurve:
         return self._measured.scaled(self._plain)
 
+    @property
+    def known(self) -> bool:
+        return bool(self._measured.rows)
+
+    def ms(self, rows: int) -> float:
+        """What a step takes now."""
+        return self._plain * self._measured.at(rows)
+
+    def more_rows(self, rows: int, ms: float, most: int) -> int:
+        """How many more may go with a step of `rows` that may take so much longer; beside nothing, that may take so
+        long."""
+        allowed_ms = (self._measured.at(rows) if rows else 0.0) + ms / self._plain
+        return max(0, self._measured.rows_within(allowed_ms, rows + most) - rows)
+
     def took(self, rows: int, ms: float, *, prompts: bool) -> None:
         if not self._measured.rows:
             return

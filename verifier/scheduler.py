@@ -30,12 +30,14 @@ from verifier.hidden import as_sent
 from verifier.judge import Judgement, judge, likeliest_of_all
 from verifier.pace import Pace
 from verifier.session import Opening, Session, last_kind
+from verifier.shares import Shares
 
 log = structlog.get_logger(__name__)
 
 _REMEMBERED_EPOCHS = 16_384
 _RETRY_AFTER_MS = 1_000
 _SMOOTHING = 0.1
+_LOOK_AGAIN_S = 0.01  # whether those who wait for their share of the time have it
 _MASK_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -47,6 +49,7 @@ class Limits:
     prefill_rows: int  # prompt tokens cached per step, all sessions together
     prefill_stretch: float  # how many times as long they may make a step while others decode
     guess_rows: int  # guesses checked per session and step
+    tenant_stretch: float = 1.05  # how many times as long tenants with many sessions may make steps of those with few
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Scheduler:
         self._limits = limits
         self._metrics = metrics
         self._pace = Pace(cost)
+        self._shares = Shares(self._pace, limits.max_sessions, limits.tenant_stretch)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._masking = ThreadPoolExecutor(max_workers=_MASK_THREADS, thread_name_prefix="masks")
         self._sessions: dict[str, Session] = {}
@@ -244,29 +248,56 @@ class Scheduler:
     def _schedule(self) -> tuple[list[Work], float | None]:
         """What the next step does; when nothing, how long at most to wait (None: until woken)."""
         now = time.monotonic()
+        many = self._shares.many(session.tenant for session in self._sessions.values())
         work: list[Work] = []
         prompts: list[Session] = []
+        others: list[Session] = []  # who may join, of tenants with many sessions
         decoding = 0
         soonest: float | None = None
         for session in self._sessions.values():
             if session.stalls():
                 continue  # nobody reads: nothing is gained by going on
-            pending = session.committed[session.cached :]
-            if len(pending) > 1:
+            begins = session.uncached > 1
+            due = now if begins else session.due(now)
+            if due > now:
+                soonest = due if soonest is None else min(due, soonest)
+            elif session.tenant in many:
+                others.append(session)
+            elif begins:
                 prompts.append(session)
-                continue
-            decoding += 1
-            due = session.due(now)
-            if due <= now:
-                work.append(Work.of(session, pending, session.block(self._limits.guess_rows), judged=True))
-            elif soonest is None or due < soonest:
-                soonest = due
+            else:
+                work.append(self._whole(session, self._limits.guess_rows))
+            decoding += not begins and session.tenant not in many
         work += self._pieces(prompts, sum(item.num_rows for item in work), decoding)
+        if many:
+            work += self._joining(others, sum(item.num_rows for item in work), now)
+            if others and not work:
+                soonest = now + _LOOK_AGAIN_S if soonest is None else min(soonest, now + _LOOK_AGAIN_S)
+        else:
+            self._shares.unlimited(now)
         return work, None if soonest is None else max(0.0, soonest - now)
 
-    def _pieces(self, prompts: list[Session], rows: int, decoding: int) -> list[Work]:
+    def _whole(self, session: Session, most: int) -> Work:
+        """What a session that decodes would have checked, up to so many guesses."""
+        return Work.of(session, session.committed[session.cached :], session.block(most), judged=True)
+
+    def _joining(self, sessions: Sequence[Session], rows: int, now: float) -> list[Work]:
+        """Of tenants with many sessions what fits beside the others, who has waited longest first."""
+        room = self._shares.room(now, rows, self._limits.max_sessions + self._limits.prefill_rows)
+        work: list[Work] = []
+        for session in sorted(sessions, key=lambda session: session.idle_since):
+            if room < 1:
+                break
+            if session.uncached > 1:
+                work += self._pieces([session], 0, 0, room)
+            else:
+                work.append(self._whole(session, min(self._limits.guess_rows, room - 1)))
+            room -= work[-1].num_rows
+        return work
+
+    def _pieces(self, prompts: list[Session], rows: int, decoding: int, most: int | None = None) -> list[Work]:
         """As much of the prompts as the others can bear, the oldest first."""
-        room = self._limits.prefill_rows
+        room = min(self._limits.prefill_rows, most or self._limits.prefill_rows)
         if decoding:
             room = self._pace.prompt_rows(max(rows, decoding), self._limits.prefill_stretch, room)
         pieces: list[Work] = []
@@ -331,6 +362,7 @@ class Scheduler:
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
         self._metrics.stepped(sessions=len(work), rows=rows, forward_us=step.forward_us, step_us=step.step_us)
         self._pace.took(rows, step.step_us / 1000, prompts=any(len(item.pending) > 1 for item in work))
+        self._shares.took([(item.session.tenant, item.num_rows) for item in work], step.step_us / 1000)
         for item, result in zip(work, step.results, strict=True):
             session = item.session
             if session.closed:

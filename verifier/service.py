@@ -66,6 +66,7 @@ class VerifierService(rpc.VerifierServicer):
                 prefill_rows=settings.prefill_rows,
                 prefill_stretch=settings.prefill_stretch,
                 guess_rows=settings.guess_rows,
+                tenant_stretch=settings.tenant_stretch,
             ),
             self._metrics,
             cost,
@@ -210,6 +211,7 @@ def _opening(request: pb.VerifyRequest) -> Opening:
         steering=wire.steering_from_proto(given.steer),
         features=given.features,
         cache_salt=given.cache_salt,
+        tenant=given.tenant,
     )
 
 

@@ -24,6 +24,7 @@ from outrider.messages import (
     TokenKind,
     Verdict,
     check_opening,
+    check_salt,
     check_tokens,
 )
 from outrider.sampling import History
@@ -46,6 +47,7 @@ class Opening:
     steering: Steering = NO_STEERING
     features: bool = False
     cache_salt: str = ""
+    tenant: str = ""
 
     def check(self, model: ModelInfo) -> None:
         """Nothing that comes from outside is believed."""
@@ -58,6 +60,7 @@ class Opening:
             model.vocab_size,
             self.cache_salt,
         )
+        check_salt("open.tenant", self.tenant)
         if self.prompt_length + self.params.max_tokens > model.context_length:
             raise InvalidRequest.of(
                 "params.max_tokens",
@@ -112,6 +115,7 @@ class Session:
         )
         self.guide = guide  # through the grammar, where there is one; the engine's thread has it during a step
         self.cache_salt = opening.cache_salt
+        self.tenant = opening.tenant
         self.cached = 0
         self.found = 0  # tokens that were in the cache before
         self.begun = False
@@ -133,6 +137,11 @@ class Session:
     def key(self) -> str:
         """Name of the cache in the engine: streams of different epochs never share one."""
         return f"{self.id}@{self.epoch}@{id(self)}"
+
+    @property
+    def uncached(self) -> int:
+        """Committed tokens that are not in the cache: one while it decodes."""
+        return len(self.committed) - self.cached
 
     @property
     def remaining(self) -> int:

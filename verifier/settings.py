@@ -23,4 +23,7 @@ class VerifierSettings(WorkerSettings):
     prefill_stretch: float = Field(
         1.6, ge=1.1, le=1000, description="While others decode, prompts may make a step so many times as long."
     )
+    tenant_stretch: float = Field(
+        1.05, ge=1.01, le=1000, description="Tenants with many sessions may make steps of others so many times as long."
+    )
     guess_rows: int = Field(32, ge=1, le=256, description="Guesses checked per session and step.")

@@ -115,6 +115,7 @@ class OpenVerify(google.protobuf.message.Message):
     STEER_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     """a stream of a lower epoch than one seen is refused, of an equal or higher one takes over"""
@@ -124,6 +125,8 @@ class OpenVerify(google.protobuf.message.Message):
     """send hidden states with every verdict"""
     cache_salt: builtins.str
     """cached prefixes are shared among sessions of equal salt only"""
+    tenant: builtins.str
+    """whose it is; steps are shared fairly among tenants"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then what is committed already"""
@@ -145,9 +148,10 @@ class OpenVerify(google.protobuf.message.Message):
         steer: outrider.v1.common_pb2.Steer | None = ...,
         features: builtins.bool = ...,
         cache_salt: builtins.str = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
 
 global___OpenVerify = OpenVerify
 
