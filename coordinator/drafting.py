@@ -23,6 +23,7 @@ from coordinator.pairs import PairMemory
 from coordinator.plans import PLAIN, Plan
 from coordinator.record import SessionRecord
 from coordinator.roster import LOOK_EVERY_S, Link, Roster
+from coordinator.seeds import drafter_params
 from coordinator.stats import RequestStats
 from coordinator.target import Target
 from outrider import wire
@@ -318,7 +319,7 @@ class Drafting:
             epoch=self._record.epoch,
             tokens=[*request.prompt, *self._record.tokens],
             prompt_length=len(request.prompt),
-            params=wire.params_to_proto(request.params),
+            params=wire.params_to_proto(drafter_params(self._record, self._sources)),
             steer=wire.steering_to_proto(self._control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,

@@ -34,14 +34,14 @@ class SessionRequest:
     wish: Wish = Wish()
     cache_salt: str = ""
     drawn_seed: bool = field(default=False, compare=False)  # nobody named one; not kept
+    nonce: str = field(default="", compare=False)  # of the session that this request began, see `seeds`
 
     def to_json(self) -> str:
         params = asdict(self.params)
         params["verification"] = self.params.mode.name
         params["logit_bias"] = [[token, bias] for token, bias in self.params.logit_bias.items()]
-        return json.dumps(
-            {"prompt": self.prompt, "params": params, "wish": asdict(self.wish), "cache_salt": self.cache_salt}
-        )
+        kept = {"prompt": self.prompt, "params": params, "wish": asdict(self.wish), "cache_salt": self.cache_salt}
+        return json.dumps(kept | ({"nonce": self.nonce} if self.nonce else {}))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
@@ -52,7 +52,13 @@ class SessionRequest:
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
         params["grammar"] = Grammar(**params["grammar"]) if params.get("grammar") else None
-        return cls(tuple(data["prompt"]), SamplingParams(**params), Wish(**data["wish"]), data.get("cache_salt", ""))
+        return cls(
+            tuple(data["prompt"]),
+            SamplingParams(**params),
+            Wish(**data["wish"]),
+            data.get("cache_salt", ""),
+            nonce=data.get("nonce", ""),
+        )
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from coordinator.quotas import Quotas
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, Roster
 from coordinator.seats import Seats
+from coordinator.seeds import verifier_params
 from coordinator.stats import RequestStats
 from coordinator.store import fenced
 from coordinator.target import Target
@@ -265,7 +266,7 @@ class Session:
             epoch=self.record.epoch,
             tokens=[*request.prompt, *self.record.tokens],
             prompt_length=len(request.prompt),
-            params=wire.params_to_proto(request.params),
+            params=wire.params_to_proto(verifier_params(self.record)),
             steer=common.Steer(gamma=0),
             features=features,
             cache_salt=request.cache_salt,

@@ -25,6 +25,7 @@ from coordinator.readings import show
 from coordinator.record import SessionRecord, SessionRequest
 from coordinator.roster import Roster
 from coordinator.seats import Seats, room_at
+from coordinator.seeds import draw_nonce
 from coordinator.session import Deps, Session
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
@@ -160,7 +161,10 @@ class Sessions:
         self._admit()
         self._quotas.spend(tenant(), len(request.prompt))
         record = SessionRecord(
-            secrets.token_hex(12), self._salted(request), model=target.info.fingerprint, tenant=tenant().id
+            secrets.token_hex(12),
+            replace(self._salted(request), nonce=draw_nonce()),
+            model=target.info.fingerprint,
+            tenant=tenant().id,
         )
         session = Session(record, target, self._deps)
         # Known before anything is awaited, so that a second request with the same key finds it.

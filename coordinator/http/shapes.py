@@ -64,7 +64,10 @@ _METRICS = an_object(
                 "bytes_per_accepted_token": _NUMBER,
                 "failovers": _WHOLE,
                 "drafter_losses": _WHOLE,
-                "seed": {**_WHOLE, "description": "Given or drawn: with it the same text comes again"},
+                "seed": {
+                    **_WHOLE,
+                    "description": "Given or drawn: with it the same text comes again, in greedy and coupled mode",
+                },
                 "session_id": _TEXT,
             }
         ),

@@ -37,7 +37,9 @@ Temperature = Annotated[float, option("--temperature", "0 is greedy: always the 
 TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
 TopP = Annotated[float, option("--top-p", "Draw from the likeliest tokens that hold this much probability.")]
 MinP = Annotated[float, option("--min-p", "Leave out tokens below this share of the likeliest one's probability.")]
-Seed = Annotated[int | None, option("--seed", "Same seed, same text. Drawn and reported when not given.")]
+Seed = Annotated[
+    int | None, option("--seed", "Same seed, same text (not in rejection and block mode). Drawn if absent.")
+]
 Gamma = Annotated[
     int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
 ]

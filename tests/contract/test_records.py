@@ -54,8 +54,9 @@ def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("by", ENDS)
-async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str) -> None:
+async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has all of it, the record lacks the end: the reason, the text and the counts are as they were."""
+    monkeypatch.setattr("coordinator.sessions.draw_nonce", lambda: "the same")  # two texts are to begin alike
     eos = house.service.sessions.target.info.eos_token_ids[0]
     async with client(house.coordinator) as stub:
         plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)
@@ -110,6 +111,19 @@ async def test_log_probabilities_come_again_with_the_tokens(house: House) -> Non
         assert again.logprobs[:7] == output.logprobs[:7], "those that were kept"
         for made, first in zip(again.logprobs, output.logprobs, strict=True):
             assert made.logprob == pytest.approx(first.logprob, abs=1e-4), "and those that were made again"
+
+
+@pytest.mark.parametrize("mode", [common.VERIFICATION_REJECTION, common.VERIFICATION_BLOCK])
+async def test_a_session_under_rejection_has_noise_of_its_own_and_keeps_it(house: House, mode: int) -> None:
+    request = ask(PROMPT, seed=4, max_tokens=40, ignore_eos=True, verification=mode, gamma=0)
+    async with client(house.coordinator) as stub:
+        one, other = [await generate(stub, request) for _ in range(2)]
+        assert one.token_ids != other.token_ids, "begun twice, drawn twice"
+        nonce = house.service.sessions._recent[one.session_id].request.nonce
+        await lose_the_end(house, one.session_id, 10)
+        resume = pb.ResumeRequest(session_id=one.session_id, from_position=10, tail=one.token_ids[:10])
+        await follow(stub.Resume(resume, timeout=10), Output(token_ids=one.token_ids[:10]))
+    assert house.service.sessions._recent[one.session_id].request.nonce == nonce
 
 
 async def test_another_seed_makes_another_request(house: House) -> None:
