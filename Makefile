@@ -11,7 +11,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test check format lint types imports stubs gpu prove chaos proto loadtest clean
+.PHONY: help setup dev demo up test check format lint types imports stubs gpu prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ prove: dev setup  ## Slow proofs, some with the real model.
 
 chaos: dev  ## Break a real cluster on purpose, MINUTES=5, while clients check every text; SEED=n makes a campaign again.
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --seed $(or $(SEED),-1) $(if $(JSON),--json $(JSON))
+
+fuzz: dev  ## Mutated messages and noise at every edge: make fuzz INPUTS=2000 SEED=1
+	@$(BIN)/python -m tests.fuzz --measure --inputs $(or $(INPUTS),20000) $(addprefix --seed ,$(SEED))
 
 proto: dev  ## Make the stubs from proto/.
 	@$(call PROTOC,.)

@@ -1,0 +1,145 @@
+"""False workers: registered as the key allows, they answer what no honest worker would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import verifier_pb2 as verify
+from tests.fuzz import corpus
+from tests.fuzz.calls import ANSWER_S, Outcome, call
+from tests.fuzz.case import CANCEL, Case
+from tests.fuzz.corpus import Known
+from tests.fuzz.generators import DRAFT, PUBLIC, VERIFY
+
+PATIENCE_US = 4_000  # that the true verifier waits for a false drafter's guesses
+ROOMY = 2**20  # its capacity: it is asked before the others
+
+
+class FalseWorker(grpc.GenericRpcHandler):
+    """One life after the other, each at an address of its own: who is shunned in one must not be so in the next."""
+
+    def __init__(self, number: int) -> None:
+        self.kind = f"fuzz{number}"
+        self.served = 0  # sessions that it was given
+        self._case: Case | None = None
+        self._lives = 0
+
+    def service(self, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        if method in (VERIFY, DRAFT):
+            return grpc.stream_stream_rpc_method_handler(self._session)
+        if method.endswith("/Probe"):
+            return grpc.unary_unary_rpc_method_handler(self._probe)
+        return None
+
+    async def _probe(self, request: bytes, context: Any) -> bytes:
+        said = self._case.answers.get("Probe", ()) if self._case is not None else ()
+        return said[0] if said else b""
+
+    async def _session(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        first = await anext(requests, b"")
+        case = self._case
+        if case is None or (case.method == VERIFY and not _is_ours(first)):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+            return
+        self.served += 1
+        for answer in case.answers.get(case.method, ()):
+            yield answer
+        if case.method == DRAFT:  # one that is gone would be replaced by itself
+            async for _ in requests:
+                pass
+
+    @asynccontextmanager
+    async def playing(self, case: Case, known: Known, coordinator: grpc.aio.Channel) -> AsyncIterator[bool]:
+        """Registered for the length of the block; whether it was accepted."""
+        self._case = case
+        self._lives += 1
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((self,))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        role = pb.ROLE_VERIFIER if case.method == VERIFY else pb.ROLE_DRAFTER
+        worker = corpus.workers(known, role, address)[0]
+        worker.worker_id, worker.kind, worker.capacity = f"{self.kind}-{self._lives}", self.kind, ROOMY
+        worker.load.Clear()
+        if role == pb.ROLE_DRAFTER:
+            worker.model.fingerprint = self.kind
+        stream: Any = rpc.RegistryStub(coordinator).Register()
+        try:
+            await stream.write(pb.RegisterRequest(worker=worker))
+            async with asyncio.timeout(ANSWER_S):
+                reply = await stream.read()
+            yield reply is not grpc.aio.EOF and reply.WhichOneof("message") == "accepted"
+        finally:
+            stream.cancel()
+            self._case = None
+            await server.stop(0)
+
+
+def _is_ours(first: bytes) -> bool:
+    """Neighbours' sessions are none of its business: they go to the true verifier."""
+    opening = verify.VerifyRequest.FromString(first).open
+    return list(opening.tokens[: len(corpus.PROMPT)]) == corpus.PROMPT
+
+
+class Stage:
+    """Where false workers appear: verifiers one after the other, for a session goes to whichever has room."""
+
+    def __init__(self, known: Known, drafters: int) -> None:
+        self._known = known
+        self._verifier = FalseWorker(0)
+        self._drafters: asyncio.Queue[FalseWorker] = asyncio.Queue()
+        self._workers = [self._verifier, *(FalseWorker(i + 1) for i in range(drafters))]
+        for worker in self._workers[1:]:
+            self._drafters.put_nowait(worker)
+        self._turn = asyncio.Lock()
+        self._true: dict[bytes, list[int]] = {}
+
+    @property
+    def served(self) -> int:
+        return sum(worker.served for worker in self._workers)
+
+    async def play(self, case: Case, coordinator: grpc.aio.Channel) -> Outcome:
+        if case.method == VERIFY:
+            async with self._turn:
+                return await self._beside(self._verifier, case, coordinator, case.messages[0])
+        worker = await self._drafters.get()
+        try:
+            request = pb.GenerateRequest.FromString(case.messages[0])
+            request.ClearField("idempotency_key")
+            request.speculation.gamma = 0
+            request.speculation.drafter = ""
+            alone = request.SerializeToString(deterministic=True)
+            request.speculation.gamma, request.speculation.patience_us = 4, PATIENCE_US
+            request.speculation.drafter = worker.kind
+            outcome = await self._beside(worker, case, coordinator, request.SerializeToString())
+            if not outcome.problem and outcome.result == "OK" and request.params.verification in (0, 1, 2):
+                await self._compare(alone, outcome, coordinator)
+            return outcome
+        finally:
+            self._drafters.put_nowait(worker)
+
+    async def _beside(self, worker: FalseWorker, case: Case, coordinator: grpc.aio.Channel, request: bytes) -> Outcome:
+        async with worker.playing(case, self._known, coordinator) as accepted:
+            if not accepted:
+                return Outcome(problem="an honest registration was not accepted")
+            return await call(coordinator, PUBLIC + "Generate", (request,), CANCEL)
+
+    async def _compare(self, alone: bytes, outcome: Outcome, coordinator: grpc.aio.Channel) -> None:
+        """No drafter changes a text."""
+        if alone not in self._true:
+            self._true[alone] = _tokens(await call(coordinator, PUBLIC + "Generate", (alone,), CANCEL))
+        if (got := _tokens(outcome)) != self._true[alone]:
+            outcome.problem = f"a drafter changed the text: {got}, not {self._true[alone]}"
+
+
+def _tokens(outcome: Outcome) -> list[int]:
+    replies = [pb.GenerateReply.FromString(reply) for reply in outcome.replies]
+    return [token for reply in replies for token in reply.chunk.token_ids]
