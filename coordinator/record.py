@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from outrider.messages import FinishReason, Grammar, SamplingParams, TokenKind, TokenLogprobs, Verification
+from outrider.errors import InvalidRequest
+from outrider.messages import (
+    MAX_BRANCHES,
+    MAX_GAMMA,
+    MAX_PATIENCE_US,
+    FinishReason,
+    Grammar,
+    SamplingParams,
+    TokenKind,
+    TokenLogprobs,
+    Verification,
+    check_tokens,
+)
 
 _KIND_SHIFT = 28
 _TOKEN_MASK = (1 << _KIND_SHIFT) - 1
+_KINDS = {int(kind): kind for kind in TokenKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,20 @@ class Wish:
     drafter: str = ""
     branches: int | None = None
     ahead: bool | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no edge would have let in."""
+        for name, value, low, high in (
+            ("gamma", self.gamma, 0, MAX_GAMMA),
+            ("patience_us", self.patience_us, 0, MAX_PATIENCE_US),
+            ("branches", self.branches, 1, MAX_BRANCHES),
+        ):
+            if value is not None:
+                _check_whole(f"speculation.{name}", value)
+                if not low <= value <= high:
+                    raise InvalidRequest.of(f"speculation.{name}", value, f"in [{low}, {high}]")
+        _check_type("speculation.drafter", str, self.drafter)
+        _check_type("speculation.ahead", bool | None, self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +72,41 @@ class SessionRequest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
+        """What a newer version has added is left out: it cannot matter more than going on."""
         data: dict[str, Any] = json.loads(text)
-        params = data["params"]
+        params = _known(SamplingParams, data["params"])
         params["verification"] = Verification[params["verification"]]
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
-        params["grammar"] = Grammar(**params["grammar"]) if params.get("grammar") else None
+        params["grammar"] = Grammar(**_known(Grammar, params["grammar"])) if params.get("grammar") else None
+        wish = Wish(**_known(Wish, data.get("wish", {})))
         return cls(
             tuple(data["prompt"]),
             SamplingParams(**params),
-            Wish(**data["wish"]),
+            wish,
             data.get("cache_salt", ""),
             nonce=data.get("nonce", ""),
         )
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequest, or what comparing wrong types raises, for what no edge would have let in."""
+        if not self.prompt:
+            raise InvalidRequest.of("prompt", "empty", "at least one token")
+        _check_whole("prompt", *self.prompt)
+        if vocab_size is not None:
+            check_tokens("prompt", self.prompt, vocab_size)
+        params = self.params
+        if params.seed is None:
+            raise InvalidRequest.of("params.seed", "absent", "a number")
+        params.check(vocab_size)
+        _check_whole("params.stop_token_ids", *params.stop_token_ids)
+        _check_type("params.ignore_eos", bool, params.ignore_eos)
+        _check_type("params.stop", str, *params.stop)
+        if params.grammar is not None:
+            _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
+        _check_type("cache_salt", str, self.cache_salt, self.nonce)
+        self.wish.check()
 
 
 @dataclass(slots=True)
@@ -107,8 +155,9 @@ def pack(tokens: Sequence[int], kinds: Sequence[TokenKind]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[int], list[TokenKind]]:
+    """A kind that only a newer version knows is shown as plain."""
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
-    return [word & _TOKEN_MASK for word in words], [TokenKind(word >> _KIND_SHIFT) for word in words]
+    return [word & _TOKEN_MASK for word in words], [_KINDS.get(word >> _KIND_SHIFT, TokenKind.PLAIN) for word in words]
 
 
 def logprobs_size(top: int) -> int:
@@ -139,3 +188,21 @@ def unpack_logprobs(data: bytes, top: int) -> list[TokenLogprobs | None]:
         known = TokenLogprobs(logprob, tuple(rest[:count]), tuple(rest[top : top + count]))
         entries.append(known if marked else None)
     return entries
+
+
+def _known(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _check_whole(name: str, *values: Any) -> None:
+    """Not negative, and no truth value, which Python takes for a number."""
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise InvalidRequest.of(name, value, "a whole number")
+
+
+def _check_type(name: str, wanted: Any, *values: Any) -> None:
+    for value in values:
+        if not isinstance(value, wanted):
+            raise InvalidRequest.of(name, value, str(getattr(wanted, "__name__", wanted)))

@@ -8,10 +8,12 @@ from typing import Any
 
 import grpc
 
+from coordinator.fleet import Fleet
 from coordinator.roster import Roster
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
 from outrider.errors import InvalidRequest, ModelMismatch
+from outrider.keys import HEADER
 from outrider.messages import WorkerInfo
 from outrider.serving import first_message
 from outrider.v1 import coordinator_pb2 as pb
@@ -20,14 +22,17 @@ from outrider.vocabulary import Vocabulary, refuse_difference
 
 
 class RegistryService(rpc.RegistryServicer):
-    def __init__(self, roster: Roster, settings: CoordinatorSettings) -> None:
+    def __init__(self, roster: Roster, settings: CoordinatorSettings, fleet: Fleet) -> None:
         self._roster = roster
         self._settings = settings
+        self._fleet = fleet
 
     async def Register(
         self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.RegisterReply]:
+        """Identity, role, address and model are those of the first message for as long as the stream lasts."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
+        self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
         if self._roster.target is not None and self._roster.vocabulary_differs(info):
             yield pb.RegisterReply(send_vocabulary=True)
             await _compare(self._roster.target.vocabulary, requests)
@@ -36,7 +41,7 @@ class RegistryService(rpc.RegistryServicer):
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
             async for request in requests:
-                await self._roster.heard_from(_worker(request))
+                await self._roster.heard_from(_worker(request), link)
         finally:
             link.registrations -= 1
             # A worker that came back over a new stream stays when its old one ends.

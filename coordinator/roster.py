@@ -14,15 +14,18 @@ from dataclasses import replace
 import grpc
 import structlog
 
+from coordinator.fleet import Fleet
 from coordinator.shunning import Shunning
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target, fetch_target
 from outrider import wire
 from outrider.access import Access
 from outrider.errors import (
+    Conflict,
     InvalidRequest,
     ModelMismatch,
     OutriderError,
+    Overloaded,
     ProtocolViolation,
     Unauthenticated,
     Unavailable,
@@ -43,6 +46,8 @@ _SMOOTHING = 0.3
 _LEAP = 1.4  # a round trip that differs so much is news, not noise: half of it is believed at once
 _FALL = 1.25
 LOST_AFTER_HEARTBEATS = 5
+SILENT_AFTER_HEARTBEATS = 2.5  # then a worker may have been started again in the same place
+MAX_WORKERS = 1024  # of a role
 FULL_S = 0.05
 _TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's own words, on this side
 
@@ -55,6 +60,7 @@ class Link:
         self.sessions = 0  # that this coordinator has there
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
+        self.heard = time.monotonic()  # when such a stream last brought something
         self._failures = 0
         self._not_before = 0.0
         # A drafter has little to say, and is not believed: gRPC drops what is larger before it is read.
@@ -85,6 +91,10 @@ class Link:
         if self.info.draining:
             return "draining"
         return "usable" if self.usable() else "resting"
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.heard
 
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
@@ -156,10 +166,10 @@ def _anybody(_: Link) -> bool:
 
 
 class Roster:
-    def __init__(self, store: Store, heartbeat_ms: int, access: Access) -> None:
+    def __init__(self, store: Store, heartbeat_ms: int, fleet: Fleet) -> None:
         self._store = store
         self._heartbeat_ms = heartbeat_ms
-        self._access = access
+        self._fleet = fleet
         self.shunning = Shunning()
         self._links: dict[str, Link] = {}
         self._seen: dict[str, float] = {}
@@ -191,17 +201,27 @@ class Roster:
         For a drafter whose vocabulary digest differs the caller asks for the
         vocabulary itself first: see `vocabulary_differs`.
         """
+        self._refuse_impostor(info)
         await self._check(info)
+        self._refuse_impostor(info)  # the check took its time
         link = await self._put(info)
-        await self.heard_from(info)
+        await self.heard_from(info, link)
         return link
 
-    async def heard_from(self, info: WorkerInfo) -> None:
-        link = self._links.get(info.worker_id)
-        if link is None:
+    async def heard_from(self, info: WorkerInfo, link: Link) -> None:
+        """A worker's stream says how it is doing; `link` is what that stream was given."""
+        if self._links.get(info.worker_id) is not link:
             return
+        if identity(info) != identity(link.info):
+            raise InvalidRequest(
+                f"a worker's stream is about {link.info.worker_id} and stays so: identity, role, address and model may "
+                "not change; report over a stream of its own",
+                field="worker",
+                value=info.worker_id,
+                limit="as in the first message",
+            )
         link.info = replace(info, load=_fresher(link.info.load, info.load))
-        self._seen[info.worker_id] = time.monotonic()
+        self._seen[info.worker_id] = link.heard = time.monotonic()
         try:
             await self._store.put_worker(info, LOST_AFTER_HEARTBEATS * self._heartbeat_ms)
         except StoreDown as error:
@@ -251,7 +271,7 @@ class Roster:
         while True:
             await asyncio.sleep(self._heartbeat_ms / 1000)
             try:
-                known = await self._store.workers()
+                known = await self._store.workers(LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000)
             except StoreDown:
                 known = []  # the last that was known stays in force
             for info in known:
@@ -264,18 +284,48 @@ class Roster:
 
     async def _learn(self, info: WorkerInfo) -> None:
         link = self._links.get(info.worker_id)
-        if link is not None:
+        if link is not None and identity(link.info) == identity(info):
             if not link.registrations:
                 link.info = replace(info, load=_fresher(link.info.load, info.load))
             self._seen[info.worker_id] = time.monotonic()
             return
         try:
+            self._refuse_impostor(info)
             await self._check(info)
+            self._refuse_impostor(info)
+            await self._put(info)
         except OutriderError as error:
             log.info("worker ignored", worker=info.worker_id, error=error.message)
-            return
-        await self._put(info)
-        self._seen[info.worker_id] = time.monotonic()
+        except Exception as error:  # what another has recorded, and what answers at its address, may be anything
+            log.warning("worker ignored", worker=info.worker_id, error=repr(error)[:200])
+        else:
+            self._seen[info.worker_id] = time.monotonic()
+
+    def _refuse_impostor(self, info: WorkerInfo) -> None:
+        """Nobody takes the id or the place of a worker that is there.
+
+        One that was started again has a new id, and its old stream is gone or silent by then.
+        """
+        for link in self._links.values():
+            if (taken := self._takes(info, link)) is not None:
+                field, value = taken
+                raise Conflict(
+                    f"another worker is registered with this {field}; wait until it has left, or use one of your own",
+                    field=f"worker.{field}",
+                    value=value,
+                    limit="not in use",
+                )
+        if info.worker_id not in self._links and len(self._of(info.role)) >= MAX_WORKERS:
+            raise Overloaded(f"{MAX_WORKERS} workers of this role are registered", field="worker", limit=MAX_WORKERS)
+
+    def _takes(self, info: WorkerInfo, link: Link) -> tuple[str, str] | None:
+        """What of the other's it would take; None: nothing, or the other is not there any more."""
+        reports = bool(link.registrations) and link.silent_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
+        if link.info.worker_id == info.worker_id:
+            # What is only known from Redis is there until it is forgotten.
+            there = reports or not link.registrations
+            return ("worker_id", info.worker_id) if there and identity(link.info) != identity(info) else None
+        return ("address", info.address) if reports and _place(link.info) == _place(info) else None
 
     async def _forget_silent(self, known: set[str]) -> None:
         limit = LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
@@ -314,7 +364,7 @@ class Roster:
                 return
             if known is not None and any(self._of(Role.VERIFIER)):
                 raise _target_mismatch(known, info)
-            async with self._access.aio_channel(info.address) as channel:
+            async with self._fleet.access(Role.VERIFIER).aio_channel(info.address) as channel:
                 stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
                 try:
                     self._target = await fetch_target(info.model, stub)
@@ -330,15 +380,15 @@ class Roster:
 
     async def _put(self, info: WorkerInfo) -> Link:
         known = self._links.get(info.worker_id)
-        if known is not None and (known.info.address, known.info.role) == (info.address, info.role):
+        if known is not None and identity(known.info) == identity(info):
             # The same worker again: sessions that hold its link must hear what it says from now on.
             known.info = replace(info, load=_fresher(known.info.load, info.load))
             return known
         await self._drop(info.worker_id)
         for link in self.links():
-            if link.info.address == info.address and link.info.role is info.role:
+            if _place(link.info) == _place(info):
                 await self._drop(link.info.worker_id)  # restarted in the same place
-        link = Link(info, self._access)
+        link = Link(info, self._fleet.access(info.role))
         self._links[info.worker_id] = link
         self._changed.set()
         log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)
@@ -353,6 +403,15 @@ class Roster:
 
     def _of(self, role: Role) -> list[Link]:
         return [link for link in self._links.values() if link.info.role is role]
+
+
+def identity(info: WorkerInfo) -> WorkerInfo:
+    """What a worker stays from its first word to its last: all but how it is doing and how much it takes."""
+    return replace(info, load=WorkerLoad(), draining=False, round_trip_ms=0.0, capacity=1)
+
+
+def _place(info: WorkerInfo) -> tuple[str, Role]:
+    return info.address, info.role
 
 
 def _fresher(probed: WorkerLoad, reported: WorkerLoad) -> WorkerLoad:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
+from coordinator.fleet import Fleet
 from coordinator.http.app import Api
 from coordinator.http.server import HttpServer
 from coordinator.intake import prepare
@@ -19,8 +20,7 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
-from outrider.access import fleet_keys
-from outrider.errors import Expired, OutriderError, StartupError
+from outrider.errors import Expired, OutriderError
 from outrider.guard import Guard
 from outrider.keys import Keys
 from outrider.origin import REQUEST_ID, take_up
@@ -42,8 +42,11 @@ class CoordinatorService(rpc.OutriderServicer):
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
         self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
-        self.guard = Guard({CLIENTS: self.api_keys, REGISTRY: _registry_keys(settings, self.api_keys)})
-        self.sessions = Sessions(settings, redis_url, self.api_keys.num_holders)
+        self.fleet = Fleet.of(settings, self.api_keys)
+        # A drafter's key opens nothing but the registry.
+        doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
+        self.guard = Guard(doors, others=self.api_keys | self.fleet.verifiers)
+        self.sessions = Sessions(settings, redis_url, self.fleet, self.api_keys.num_holders)
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
@@ -53,7 +56,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        registry = RegistryService(self.sessions.roster, self._settings)
+        registry = RegistryService(self.sessions.roster, self._settings, self.fleet)
         rpc.add_RegistryServicer_to_server(registry, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
@@ -177,18 +180,6 @@ async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateRe
         yield pb.GenerateReply(error=wire.error_to_proto(session.error))
     else:
         yield pb.GenerateReply(complete=_complete(session))
-
-
-def _registry_keys(settings: CoordinatorSettings, api_keys: Keys) -> Keys:
-    keys = fleet_keys(settings)
-    if api_keys and not keys:
-        raise StartupError(
-            "api_keys are given without fleet_key: anybody could report as a worker and read what clients write; give "
-            "the same fleet_key to the coordinators, verifiers and drafters",
-            field="fleet_key",
-            limit="a secret",
-        )
-    return keys
 
 
 async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -17,6 +17,7 @@ import structlog
 
 from coordinator.drafting import Means
 from coordinator.ending import settle
+from coordinator.fleet import Fleet
 from coordinator.journal import Journal
 from coordinator.pairs import PairMemory
 from coordinator.plans import Way
@@ -30,7 +31,6 @@ from coordinator.session import Deps, Session
 from coordinator.settings import CoordinatorSettings
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target
-from outrider.access import Access
 from outrider.errors import Conflict, InvalidRequest, NotFound, OutriderError, Unavailable
 from outrider.messages import TokenKind as Kind
 from outrider.messages import WorkerInfo, check_tokens
@@ -51,16 +51,18 @@ _TRACE_WAIT_S = 0.1
 
 
 class Sessions:
-    def __init__(self, settings: CoordinatorSettings, redis_url: str, tenants: int = 1) -> None:
+    def __init__(self, settings: CoordinatorSettings, redis_url: str, fleet: Fleet, tenants: int = 1) -> None:
         """`tenants`: how many there are."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
-        self._store = Store(redis_url, self.coordinator_id, settings.session_ttl_s)
+        self.metrics = CoordinatorMetrics(Way)
+        self._store = Store(
+            redis_url, self.coordinator_id, settings.session_ttl_s, fleet.verifiers, self.metrics.record_skipped
+        )
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
-        self.roster = Roster(self._store, settings.heartbeat_ms, Access.of(settings))
+        self.roster = Roster(self._store, settings.heartbeat_ms, fleet)
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
-        self.metrics = CoordinatorMetrics(Way)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=tenants > 1)
         self._deps = Deps(
@@ -215,7 +217,7 @@ class Sessions:
         held = self._keys.setdefault(name, held or mine)
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)
-        known_id, known_digest = held.split()
+        known_id, _, known_digest = held.partition(" ")
         if known_digest != digest:
             raise Conflict(
                 "this idempotency_key was used for another request",
@@ -235,6 +237,7 @@ class Sessions:
         record, noted = await self._load(session_id)
         if record.model != target.info.fingerprint:
             raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
+        self._store.check(record, target.info)
         if not record.finished:
             if self._draining:
                 raise Unavailable("this coordinator is leaving", retry_after_ms=500)

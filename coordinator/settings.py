@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr
 
-from outrider.config import Settings
+from outrider.config import DrafterKey, Settings
 
 
-class CoordinatorSettings(Settings):
+class CoordinatorSettings(Settings, DrafterKey):
     """Serve clients: sessions, text, workers, γ control."""
 
     http_port: int = Field(

@@ -15,7 +15,7 @@ from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import sizes, wire
-from outrider.access import Access, fleet_keys
+from outrider.access import Access, own_keys
 from outrider.account import Account
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
@@ -44,7 +44,7 @@ class DrafterService(rpc.DrafterServicer):
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
         self._metrics_server = MetricsServer(self._metrics, settings)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
-        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self.guard = Guard(dict.fromkeys(self.names, own_keys(settings)))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(

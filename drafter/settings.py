@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
-from outrider.config import WorkerSettings
+from outrider.config import DrafterKey, WorkerSettings
 
 
-class DrafterSettings(WorkerSettings):
+class DrafterSettings(WorkerSettings, DrafterKey):
     """Serve guesses for a target that a verifier holds."""
 
     kind: str = Field(
@@ -38,3 +38,8 @@ class DrafterSettings(WorkerSettings):
     )
     ngram_max: int = Field(4, ge=1, le=16, description="Longest run of tokens that ngram looks up.")
     ngram_min: int = Field(2, ge=1, le=16, description="Shortest run of tokens that ngram looks up.")
+
+    @property
+    def own_key(self) -> tuple[str, SecretStr]:
+        """The fleet key opens more than a drafter needs; it does where no other is given."""
+        return ("drafter_key", self.drafter_key) if self.drafter_key.get_secret_value() else super().own_key

@@ -24,7 +24,7 @@ class Access:
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """A service's, to other services. Raises StartupError."""
-        return cls(Tls.of(settings), fleet_keys(settings).first)
+        return cls(Tls.of(settings), own_keys(settings).first)
 
     def channel(self, address: str) -> grpc.Channel:
         """For synchronous stubs."""
@@ -47,8 +47,10 @@ class Access:
 PLAIN = Access()
 
 
-def fleet_keys(settings: Settings) -> Keys:
-    return Keys.parse(settings.fleet_key.get_secret_value(), "fleet_key")
+def own_keys(settings: Settings) -> Keys:
+    """What a service shows to others of the fleet, and takes from them. Raises StartupError."""
+    name, secret = settings.own_key
+    return Keys.parse(secret.get_secret_value(), name)
 
 
 class _Keyed:

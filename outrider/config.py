@@ -25,7 +25,7 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ALLOWED_HOSTS INSECURE MAX_BODIES_MIB MAX_CONNECTIONS "
+    "ALLOWED_HOSTS DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS STATE_DIR "
     "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
     "CORS_ORIGINS DATA DEFAULT_MAX_SESSIONS DEFAULT_REQUESTS_PER_MINUTE DEFAULT_TOKENS_PER_MINUTE DEVICE DRAFTER "
     "DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT "
@@ -77,6 +77,21 @@ class Settings(BaseModel):
     tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
     tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
     otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
+
+    @property
+    def own_key(self) -> tuple[str, SecretStr]:
+        """What coordinators and this service show each other: the setting's name and the secret."""
+        return "fleet_key", self.fleet_key
+
+
+class DrafterKey(BaseModel):
+    """What drafters and coordinators have besides the fleet key, so that a drafter need not have that."""
+
+    drafter_key: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that coordinators and drafters show each other, or @FILE; empty: the fleet key. It opens "
+        "nothing else.",
+    )
 
 
 class WorkerSettings(Settings):

@@ -29,13 +29,13 @@ class Guard(grpc.aio.ServerInterceptor):
     """`doors`: the keys of each service by its full name.
 
     Health is open to all, for probes. What has no door of its own, such as
-    reflection, opens to any of the keys: a service that somebody adds and
-    forgets here is closed.
+    reflection, opens to `others`, by default any of the keys: a service that
+    somebody adds and forgets here is closed.
     """
 
-    def __init__(self, doors: Mapping[str, Keys]) -> None:
+    def __init__(self, doors: Mapping[str, Keys], others: Keys | None = None) -> None:
         self._doors = dict(doors) | {health.SERVICE_NAME: Keys()}
-        self._others = reduce(or_, doors.values(), Keys())
+        self._others = reduce(or_, doors.values(), Keys()) if others is None else others
         # For calls of every kind: a stream's handler runs before gRPC reads the first message, a unary one's after.
         self._refused: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 

@@ -84,6 +84,14 @@ class Keys:
         """The one to show to others; empty: none."""
         return self._first
 
+    def shares(self, other: Keys) -> bool:
+        """Whether a key is in both."""
+        return bool(set(self._digests) & set(other._digests))
+
+    def derived(self, purpose: bytes) -> list[bytes]:
+        """A secret of each key, the one to show first, that tells nothing of the key and serves only this purpose."""
+        return [hmac.digest(digest, purpose, "sha256") for digest in self._digests]
+
     def allows(self, header: str | bytes | None) -> bool:
         """Whether what a caller sent as `authorization` opens."""
         return self.holder(header) is not None

@@ -230,6 +230,15 @@ class CoordinatorMetrics(Metrics):
         )
         self.redis_up = self._reading("redis_up", "1 while Redis answers: sessions survive this coordinator.")
         self.unwritten = self._reading("unwritten_sessions", "Sessions with news that Redis does not have yet.")
+        self.records_skipped = self._counter(
+            "redis_records_skipped",
+            "Records in Redis that were not believed, by what they are and why.",
+            "record",
+            "reason",
+        )
+
+    def record_skipped(self, record: str, reason: str) -> None:
+        self.records_skipped.labels(record, reason).inc()
 
     def of(self, model: str) -> TargetMetrics:
         """What is counted for requests to this target."""

@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from outrider import sizes, wire
-from outrider.access import Access, fleet_keys
+from outrider.access import Access, own_keys
 from outrider.account import Account
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
@@ -71,7 +71,7 @@ class VerifierService(rpc.VerifierServicer):
             self._metrics,
             cost,
         )
-        self.guard = Guard(dict.fromkeys(self.names, fleet_keys(settings)))
+        self.guard = Guard(dict.fromkeys(self.names, own_keys(settings)))
         self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary, Access.of(settings))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -13,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.access import Access
@@ -22,6 +21,8 @@ from outrider.config import PREFIX, redis_url
 from outrider.embedded_redis import embedded_redis
 from outrider.errors import PeerLost, StartupError, Unavailable
 from outrider.keys import Keys
+from outrider.processes import end_with_parent
+from outrider.state import State, state_folder
 
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
@@ -29,8 +30,6 @@ _PROGRESS = "progress: "
 _STOP_S = 15.0
 _RESTART_S = 1.0
 _LAST_LINES = 12
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,10 @@ class Plan:
     log_json: bool = False
     api_keys: str = field(default="", repr=False)
     fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
+    drafter_key: str = field(default="", repr=False)  # empty: made up as well, unless a fleet key is given
     otlp_endpoint: str = ""
+    keep: bool = False  # sessions for the next run
+    state_dir: str = ""  # where, if so; empty: the folder of this port
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Child:
     name: str
     command: list[str]
     log: Path
-    keys: dict[str, str] = field(repr=False)  # variables of its own: everybody may read its command line
+    secrets: dict[str, str] = field(repr=False)  # variables of its own: everybody may read its command line
     state: str = "starting"
     address: str = ""
     http_address: str = ""
@@ -83,14 +85,17 @@ class Child:
 class Stack:
     """`children` change as processes speak; whoever shows them polls."""
 
-    def __init__(self, plan: Plan, redis: str, folder: Path) -> None:
+    def __init__(self, plan: Plan, redis: str, folder: Path, state: State | None = None) -> None:
         self.plan = plan
         self.folder = folder
+        self.state = state
         self.children: list[Child] = []
         self._redis = redis
         self._stopping = False
         self._api_key = Keys.parse(plan.api_keys, "api_keys").first
         self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
+        # Who gave only one key has drafters elsewhere that know no other.
+        self._drafter_key = plan.drafter_key or ("" if plan.fleet_key else secrets.token_urlsafe(32))
         self.fleet_access = Access(key=Keys.parse(self._fleet_key, "fleet_key").first)
 
     @property
@@ -107,8 +112,7 @@ class Stack:
             port = self.plan.port + i if self.plan.port else 0
             http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
             flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
-            flags += ["--redis-url", self._redis]
-            self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
+            self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=self._redis)
 
     def start_workers(self) -> None:
         coordinators = ["--coordinators", ",".join(self.endpoints)]
@@ -179,30 +183,42 @@ class Stack:
             if child.process is not None and child.process.poll() is not None:
                 raise StartupError(f"{child.name} ended with status {child.process.returncode}:\n{child.last_words()}")
 
-    def _spawn(self, name: str, module: str, flags: list[str]) -> None:
+    def _spawn(self, name: str, module: str, flags: list[str], redis: str = "") -> None:
         logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        tracing = ["--otlp-endpoint", self.plan.otlp_endpoint] if self.plan.otlp_endpoint else []
-        command = [sys.executable, "-m", module, *flags, *logging, *tracing]
-        keys = {"OUTRIDER_FLEET_KEY": self._fleet_key}
-        if module == "coordinator":
-            keys["OUTRIDER_API_KEYS"] = self.plan.api_keys
-        child = Child(name, command, self.folder / f"{name}.log", keys)
+        command = [sys.executable, "-m", module, *flags, *logging]
+        child = Child(name, command, self.folder / f"{name}.log", self._secrets(module, redis))
         self.children.append(child)
         self._launch(child)
+
+    def _secrets(self, module: str, redis: str) -> dict[str, str]:
+        """What this service needs to know and no other: keys, and addresses that may have a password in them."""
+        given = {"OUTRIDER_OTLP_ENDPOINT": self.plan.otlp_endpoint, "OUTRIDER_FLEET_KEY": self._fleet_key}
+        if module == "coordinator":
+            given |= {"OUTRIDER_API_KEYS": self.plan.api_keys, "REDIS_URL": redis}
+        if module != "verifier":
+            given["OUTRIDER_DRAFTER_KEY"] = self._drafter_key
+        if module == "drafter" and self._drafter_key:
+            del given["OUTRIDER_FLEET_KEY"]
+        return {name: value for name, value in given.items() if value}
 
     def _launch(self, child: Child) -> None:
         child.ready.clear()
         # Our own variables would be read by the services a second time: they get flags.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == "OUTRIDER_HOME"}
+        # REDIS_URL may have a password in it, which is for coordinators.
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "OUTRIDER_HOME" or not (name.startswith(PREFIX) or name == "REDIS_URL")
+        }
         with child.log.open("a") as log:
             child.process = subprocess.Popen(
                 child.command,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment | child.keys,
+                env=environment | child.secrets,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
 
@@ -221,19 +237,17 @@ class Stack:
                 child.state = line.removeprefix(_PROGRESS).strip()
 
 
-def _end_with_parent() -> None:
-    """In a new child: be told to stop when the process that started it dies, however it dies. Linux only."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def stack(plan: Plan, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Stack]:
     """Start everything, yield when it is ready, stop everything."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        redis = redis_url() or exits.enter_context(embedded_redis())
-        running = Stack(plan, redis, folder)
+        # A random port is nobody's: what is kept under it would be some other run's.
+        state = exits.enter_context(state_folder(plan.state_dir, plan.port if plan.keep else 0))
+        redis = redis_url() or exits.enter_context(
+            embedded_redis(state.data if state.kept else None, holding=[state.lock])
+        )
+        running = Stack(_with_keys(plan, state), redis, folder, state)
         exits.callback(running.stop)
         running.start_coordinators()
         running.wait_ready(running.children, lambda: tick(running))
@@ -242,6 +256,14 @@ def stack(plan: Plan, tick: Callable[[Stack], None] = lambda _: None) -> Iterato
         running.wait_registered(lambda: tick(running))
         tick(running)
         yield running
+
+
+def _with_keys(plan: Plan, state: State) -> Plan:
+    """Services of a fleet always show each other keys; those that are made up lie where the same user finds them."""
+    if plan.fleet_key:
+        return plan
+    given = plan.drafter_key or f"@{state.key('drafter-key')}"
+    return replace(plan, fleet_key=f"@{state.key('fleet-key')}", drafter_key=given)
 
 
 def watch(running: Stack, say: Callable[[str], None]) -> None:

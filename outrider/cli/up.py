@@ -19,6 +19,7 @@ from outrider.client import Client, Finished, Tokens
 from outrider.errors import OutriderError
 from outrider.messages import SamplingParams
 from outrider.models import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
+from outrider.state import State
 
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[
@@ -64,12 +65,26 @@ def up(
     fleet_key: Annotated[
         str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
     ] = "",
+    drafter_key: Annotated[
+        str,
+        options.option(
+            "--drafter-key",
+            "Secret for drafters on other machines, or @FILE. Default: one made up, with --fleet-key none.",
+        ),
+    ] = "",
     otlp_endpoint: Annotated[
         str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
     ] = "",
+    state_dir: Annotated[
+        str,
+        options.option(
+            "--state-dir", "Folder for sessions and keys between runs. Default: one of this port under OUTRIDER_HOME."
+        ),
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
-    coordinators. Ctrl-C stops all of it cleanly; what dies is started again."""
+    coordinators. Ctrl-C stops all of it cleanly; what dies is started again. The next run finds the sessions of this
+    one."""
     plan = Plan(
         target=target,
         drafters=(choose_drafter(drafter, target),) * drafters,
@@ -88,7 +103,10 @@ def up(
         log_level=log_level,
         api_keys=api_keys,
         fleet_key=fleet_key,
+        drafter_key=drafter_key,
         otlp_endpoint=otlp_endpoint,
+        keep=True,
+        state_dir=state_dir,
     )
     console = Console()
     _terminate_like_interrupt()
@@ -100,6 +118,8 @@ def up(
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
             console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
+            if running.state is not None:
+                console.print(f"{_kept(running.state)}{'' if fleet_key else ', keys for further workers'}")
             if api_keys:
                 console.print("clients show one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
@@ -187,6 +207,10 @@ def _run(
             console.print(summary(reply.stats, reply), style="dim")
             return "".join(parts), reply
     raise OutriderError("the stream ended without an end")
+
+
+def _kept(state: State) -> str:
+    return f"in {state.folder}{'' if state.kept else ' until this ends'}: sessions"
 
 
 class Starting:

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import redis
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,6 +29,7 @@ from outrider.access import PLAIN, Access
 from outrider.async_client import AsyncClient
 from outrider.cli.stack import Plan, Stack
 from outrider.client import Client
+from outrider.embedded_redis import embedded_redis
 from outrider.engine.load import LoadedModel
 from outrider.errors import PeerLost, Unauthenticated, Unavailable
 from outrider.messages import SamplingParams
@@ -56,6 +58,8 @@ pytestmark = pytest.mark.timeout(120)
 
 API_KEY = "key-of-a-client"
 FLEET_KEY = "secret-of-the-fleet"
+DRAFTER_KEY = "secret-of-the-drafters"
+REDIS_PASSWORD = "secret-of-redis"
 NO_REDIS = "redis://127.0.0.1:1"  # where it would tell of other tests' workers
 OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -432,8 +436,12 @@ def test_files_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None:
+def test_up_keeps_secrets_off_command_lines(models: Models, tmp_path: Path, redis_with_password: str) -> None:
+    """Each service has those that it needs and no other, where only its user can read them."""
     keys = {"OUTRIDER_API_KEYS": f"{API_KEY},other", "OUTRIDER_FLEET_KEY": FLEET_KEY}
+    keys |= {"OUTRIDER_DRAFTER_KEY": DRAFTER_KEY, "REDIS_URL": redis_with_password}
+    secrets = {"verifier": {FLEET_KEY}, "drafter": {DRAFTER_KEY}}
+    secrets["coordinator"] = {FLEET_KEY, DRAFTER_KEY, API_KEY, REDIS_PASSWORD}
     flags = ["--port", "0", "--http-port", "0", "--target", str(models.target), "--drafter", "ngram"]
     flags += ["--device", "cpu", "--threads", "1"]
     with (tmp_path / "up.log").open("wb") as log:
@@ -448,10 +456,10 @@ def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None
         }
         assert set(services) == set(SERVICES)
         for name, pid in services.items():
-            assert not any(key.encode() in processes[pid] for key in (FLEET_KEY, API_KEY))
             variables = (Path("/proc") / pid / "environ").read_bytes()
-            assert FLEET_KEY.encode() in variables
-            assert (API_KEY.encode() in variables) == (name == "coordinator")
+            for secret in secrets["coordinator"]:
+                assert secret.encode() not in processes[pid]
+                assert (secret.encode() in variables) == (secret in secrets[name]), (name, secret)
         with Client([said]) as stranger, pytest.raises(Unauthenticated):
             stranger.server()
         with Client([said], api_key="other") as client:
@@ -459,7 +467,14 @@ def test_up_keeps_keys_off_command_lines(models: Models, tmp_path: Path) -> None
     finally:
         up.terminate()
         up.wait(30)
-    assert not any(key in (tmp_path / "up.log").read_text() for key in (FLEET_KEY, API_KEY))
+    assert not any(secret in (tmp_path / "up.log").read_text() for secret in secrets["coordinator"])
+
+
+@pytest.fixture
+def redis_with_password() -> Iterator[str]:
+    with embedded_redis() as url:
+        redis.Redis.from_url(url).config_set("requirepass", REDIS_PASSWORD)
+        yield url.replace("unix://", f"unix://:{REDIS_PASSWORD}@")
 
 
 def _ready(log: str) -> str:

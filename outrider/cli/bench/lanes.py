@@ -74,9 +74,9 @@ class Lanes(Stack):
 
     def start_coordinators(self) -> None:
         for i, (lane, url) in enumerate(zip(self.lanes, self._redis_of, strict=True)):
-            flags = ["--host", self.plan.host, "--port", "0", "--http-port", "-1", "--redis-url", url]
+            flags = ["--host", self.plan.host, "--port", "0", "--http-port", "-1"]
             flags += ["--drafters-per-session", str(max(1, len(lane.drafters)))]
-            self._spawn(f"coordinator-{i + 1}", "coordinator", flags)
+            self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=url)
 
     def start_workers(self) -> None:
         """The verifier reports to the first lane, a drafter to its own."""

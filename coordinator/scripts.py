@@ -1,0 +1,114 @@
+"""What runs inside Redis, in Lua. Each script may run twice with the same effect: a retried write does no harm.
+
+A record of another shape than ours, whoever wrote it, is never an error there: it is told as UNREADABLE, or replaced
+where we have the truth at hand.
+"""
+
+from __future__ import annotations
+
+MAX_REQUEST_BYTES = 64 * 1024 * 1024
+MAX_TOKENS_BYTES = 16 * 1024 * 1024
+MAX_LOGPROBS_BYTES = 256 * 1024 * 1024
+MAX_FIELD_BYTES = 1024
+MAX_WORKER_BYTES = 256 * 1024
+MAX_EPOCH_DIGITS = 15  # Lua counts exactly up to there
+
+_SHAPES = f"""
+local function is(key, wanted)
+  local found = redis.call('TYPE', key).ok
+  return found == wanted, found == 'none'
+end
+-- Epoch of a session of ours; nil: none, or not of ours.
+local function epoch_of(key)
+  if not is(key, 'hash') then return nil end
+  local text = redis.call('HGET', key, 'epoch')
+  if text and #text <= {MAX_EPOCH_DIGITS} and string.find(text, '^%d+$') then return tonumber(text) end
+  return nil
+end
+local function absent(key)
+  local _, none = is(key, '')
+  return none
+end
+local function text_or_none(key)
+  local text, none = is(key, 'string')
+  return text or none
+end
+"""
+
+WRITE = f"""{_SHAPES}
+-- KEYS: session, tokens, logprobs.
+-- ARGV: epoch, owner, request, model, ttl, offset, data, finish, verifier, tenant, offset and data of logprobs
+local held = epoch_of(KEYS[1])
+if (held == nil and not absent(KEYS[1])) or not text_or_none(KEYS[2]) or not text_or_none(KEYS[3]) then
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
+  held = nil
+end
+if held ~= nil and held > tonumber(ARGV[1]) then return 'FENCED' end
+if held == nil and ARGV[3] == '' then return 'MISSING' end
+if ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', ARGV[2], 'request', ARGV[3], 'model', ARGV[4])
+  redis.call('HSET', KEYS[1], 'tenant', ARGV[10])
+end
+local offset = tonumber(ARGV[6])
+if redis.call('STRLEN', KEYS[2]) < offset then return 'GAP' end
+if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
+if #ARGV[12] > 0 then redis.call('SETRANGE', KEYS[3], ARGV[11], ARGV[12]) end
+if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
+redis.call('HSET', KEYS[1], 'verifier', ARGV[9])
+redis.call('EXPIRE', KEYS[1], ARGV[5])
+redis.call('EXPIRE', KEYS[2], ARGV[5])
+redis.call('EXPIRE', KEYS[3], ARGV[5])
+return 'OK'
+"""
+
+CLAIM = f"""{_SHAPES}
+-- KEYS: session, tokens, logprobs. ARGV: owner, ttl, tenant.
+-- Takes a session over unless it has finished; returns its fields, tokens and logprobs. Another tenant's is not there.
+if absent(KEYS[1]) then return false end
+if epoch_of(KEYS[1]) == nil or not text_or_none(KEYS[2]) or not text_or_none(KEYS[3]) then return 'UNREADABLE' end
+local tenant = redis.call('HGET', KEYS[1], 'tenant')
+if tenant and tenant ~= ARGV[3] then return false end
+if redis.call('HSTRLEN', KEYS[1], 'request') > {MAX_REQUEST_BYTES} then return 'UNREADABLE' end
+for _, name in ipairs({{'finish', 'model', 'verifier', 'tenant'}}) do
+  if redis.call('HSTRLEN', KEYS[1], name) > {MAX_FIELD_BYTES} then return 'UNREADABLE' end
+end
+if redis.call('STRLEN', KEYS[2]) > {MAX_TOKENS_BYTES} then return 'UNREADABLE' end
+if redis.call('STRLEN', KEYS[3]) > {MAX_LOGPROBS_BYTES} then return 'UNREADABLE' end
+if (redis.call('HGET', KEYS[1], 'finish') or '0') == '0' then
+  redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+  redis.call('HSET', KEYS[1], 'owner', ARGV[1])
+end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('EXPIRE', KEYS[3], ARGV[2])
+local fields = redis.call('HMGET', KEYS[1], 'request', 'epoch', 'finish', 'model', 'verifier', 'tenant')
+return {{fields, redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or ''}}
+"""
+
+CANCEL = f"""{_SHAPES}
+-- KEYS: session. ARGV: finish, tenant. The owner learns of it by being fenced. Another tenant's session is not there.
+if absent(KEYS[1]) then return -1 end
+if epoch_of(KEYS[1]) == nil then return -2 end
+local tenant = redis.call('HGET', KEYS[1], 'tenant')
+if tenant and tenant ~= ARGV[2] then return -1 end
+if (redis.call('HGET', KEYS[1], 'finish') or '0') ~= '0' then return 0 end
+redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+redis.call('HSET', KEYS[1], 'finish', ARGV[1])
+return 1
+"""
+
+READ_WORKER = f"""{_SHAPES}
+-- KEYS: worker.
+if absent(KEYS[1]) then return false end
+if not is(KEYS[1], 'hash') or redis.call('HSTRLEN', KEYS[1], 'data') > {MAX_WORKER_BYTES} then return 'UNREADABLE' end
+for _, name in ipairs({{'coordinator', 'at', 'mac'}}) do
+  if redis.call('HSTRLEN', KEYS[1], name) > {MAX_FIELD_BYTES} then return 'UNREADABLE' end
+end
+return redis.call('HMGET', KEYS[1], 'data', 'coordinator', 'at', 'mac')
+"""
+
+REMOVE_WORKER = f"""{_SHAPES}
+-- KEYS: worker. ARGV: coordinator. Only the coordinator that wrote it last may remove it.
+if is(KEYS[1], 'hash') and redis.call('HGET', KEYS[1], 'coordinator') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
