@@ -210,8 +210,6 @@ class Roster:
 
     async def heard_from(self, info: WorkerInfo, link: Link) -> None:
         """A worker's stream says how it is doing; `link` is what that stream was given."""
-        if self._links.get(info.worker_id) is not link:
-            return
         if identity(info) != identity(link.info):
             raise InvalidRequest(
                 f"a worker's stream is about {link.info.worker_id} and stays so: identity, role, address and model may "
@@ -220,6 +218,8 @@ class Roster:
                 value=info.worker_id,
                 limit="as in the first message",
             )
+        if self._links.get(info.worker_id) is not link:
+            return  # it was sent away meanwhile
         link.info = replace(info, load=_fresher(link.info.load, info.load))
         self._seen[info.worker_id] = link.heard = time.monotonic()
         try:

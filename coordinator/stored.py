@@ -188,7 +188,7 @@ def _shown(name: str, value: Any) -> Any:
     if name == "acceptance":
         return [_number(name, one) for one in value[:MAX_POSITIONS]]
     if name == "paces":
-        return {way: _number(name, value[way]) for way in Way if way in value}
+        return {way: _number(name, pace) for way, pace in value.items() if way in set(Way)}
     return _number(name, value)
 
 

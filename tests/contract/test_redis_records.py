@@ -1,0 +1,205 @@
+"""A coordinator beside a Redis that a stranger can write to: it is told nothing, ends nothing and learns no key."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis
+
+from coordinator.record import SessionRequest, pack
+from coordinator.stored import seal_worker
+from outrider import wire
+from outrider.access import Access
+from outrider.keys import Keys
+from outrider.messages import ModelInfo, Role, SamplingParams, TokenKind, WorkerInfo
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.cluster import Cluster, ask, client, failure, generate, until
+from tests.contract.conftest import House
+
+pytestmark = pytest.mark.timeout(120)
+
+FLEET_KEY = "secret-of-the-fleet"
+HEARTBEAT_MS = 100
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A coordinator in a process of its own, with a fleet key; workers are the tests'."""
+    cluster = Cluster(
+        tmp_path_factory.mktemp("redis-records"),
+        heartbeat_ms=HEARTBEAT_MS,
+        flags=("--fleet-key", FLEET_KEY),
+        access=Access(key=FLEET_KEY),
+    )
+    cluster.add_coordinator()
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def stranger(fleet: Cluster) -> Iterator[Any]:
+    with redis.Redis.from_url(fleet.redis.url) as there:
+        yield there
+        there.flushall()
+
+
+def record(name: str, address: str = "127.0.0.1:1", **more: Any) -> bytes:
+    info = wire.worker_to_proto(WorkerInfo(name, Role.DRAFTER, address, ModelInfo("m", "f"), kind="ngram"))
+    for field, value in more.items():
+        setattr(info, field, value)
+    return info.SerializeToString()
+
+
+def skipped(fleet: Cluster) -> dict[str, float]:
+    """How many records were not believed, by why."""
+    with urllib.request.urlopen(f"{fleet.coordinators[0].web}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("outrider_redis_records_skipped_total{"):
+            counts[line.partition('reason="')[2].partition('"')[0]] = float(line.rpartition(" ")[2])
+    return counts
+
+
+def test_nothing_in_redis_ends_a_coordinator(fleet: Cluster, stranger: Any) -> None:
+    now = time.time()
+    keys = Keys([FLEET_KEY])
+
+    def put(name: str, data: bytes) -> None:
+        stranger.hset(f"outrider:worker:{name}", mapping=seal_worker(data, name, "c", now, keys))
+
+    put("newer-role", record("newer-role", role=7))
+    put("no-role", record("no-role", role=0))
+    put("bytes", b"\xff\xff\xff")
+    put("other-name", record("somebody-else"))
+    put("no-address", record("no-address", address=""))
+    put("bad-address", record("bad-address", address="unix:///etc/passwd"))
+    put("many-rows", record("many-rows", capacity=2**32 - 1, round_trip_ms=float("nan")))
+    put("good", record("good"))
+    stranger.set("outrider:worker:wrong-type", "x")
+    stranger.rpush("outrider:worker:a-list", "x")
+    stranger.hset("outrider:worker:huge", mapping={"data": b"x" * 10_000_000})
+    stranger.hset("outrider:worker:empty", mapping={"other": "x"})
+    stranger.hset(b"outrider:worker:\xff\xfe\x1b[2J", mapping={"data": b"x"})
+    stranger.hset("outrider:worker:" + "long" * 1000, mapping={"data": b"x", "at": "x" * 5000})
+
+    until(lambda: skipped(fleet).get("unreadable", 0) > 100, 20, "several rounds over all of them")
+    process = fleet.coordinators[0]
+    assert process.alive, process.log()
+    assert process.log().count("newer-role") < 5, "each is told once"
+    until(lambda: "good" in names(fleet), 10, "what is right among them is learnt")
+    assert not {"newer-role", "no-role", "other-name", "bad-address"} & names(fleet)
+
+
+def names(fleet: Cluster) -> set[str]:
+    with fleet.access.channel(fleet.address) as channel:
+        return {
+            worker.worker_id for worker in rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest()).workers
+        }
+
+
+def test_the_fleet_key_is_shown_to_nobody_that_only_redis_names(fleet: Cluster, stranger: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as evil, socket.create_server(("127.0.0.1", 0)) as good:
+        for listener in (evil, good):
+            listener.settimeout(10)
+        data = record("evil", f"127.0.0.1:{evil.getsockname()[1]}", role=int(Role.VERIFIER))
+        for fields in (
+            {"data": data, "coordinator": "c"},
+            seal_worker(data, "evil", "c", time.time(), Keys(["guessed"])),
+            seal_worker(data, "evil", "c", time.time() - 3600, Keys([FLEET_KEY])),
+        ):
+            before = skipped(fleet)
+            stranger.delete("outrider:worker:evil")
+            stranger.hset("outrider:worker:evil", mapping=fields)
+            until(lambda before=before: skipped(fleet) != before, 10, "it was read")
+        vouched = record("vouched", f"127.0.0.1:{good.getsockname()[1]}")
+        fields = seal_worker(vouched, "vouched", "c", time.time(), Keys([FLEET_KEY]))
+        stranger.hset("outrider:worker:vouched", mapping=fields)
+        good.accept()[0].close()  # a probe
+        evil.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            evil.accept()
+    assert {"unauthenticated", "stale"} <= set(skipped(fleet))
+
+
+GARBAGE: list[tuple[str, dict[str, Any]]] = [
+    ("request", {"request": b"{"}),
+    ("request", {"request": json.dumps({"prompt": [10**9]}).encode()}),
+    ("epoch", {"epoch": str(2**64 - 1)}),
+    ("epoch", {"epoch": "-1"}),
+    ("epoch", {"epoch": "soon"}),
+    ("finish", {"finish": "x" * 5000}),
+    ("finish", {"finish": "soon"}),
+]
+
+
+async def test_an_unreadable_session_is_an_error_of_its_own(house: House) -> None:
+    """Resume and Cancel say so; everybody else goes on."""
+    fingerprint = house.service.sessions.target.info.fingerprint
+    request = SessionRequest((1, 2), SamplingParams(seed=1, temperature=0.0)).to_json()
+    good = {"request": request, "epoch": "1", "model": fingerprint, "owner": "c"}
+    with redis.Redis.from_url(house.redis.url) as there:
+        async with client(house.coordinator) as stub:
+            for number, (_, changed) in enumerate(GARBAGE):
+                there.hset(f"outrider:session:{{bad{number}}}", mapping=good | changed)
+            there.set("outrider:session:{badtype}", "x")
+            there.hset("outrider:session:{badtokens}", mapping=good)
+            there.rpush("outrider:tokens:{badtokens}", "x")
+            there.hset("outrider:session:{badids}", mapping=good)
+            there.set("outrider:tokens:{badids}", pack([2**27], [TokenKind.PLAIN]))
+            for name in (*(f"bad{number}" for number in range(len(GARBAGE))), "badtype", "badtokens", "badids"):
+                status, error, _ = await failure(stub.Resume(pb.ResumeRequest(session_id=name), timeout=20))
+                assert status is grpc.StatusCode.FAILED_PRECONDITION, (name, error)
+                assert "Redis has a record that cannot be used" in error.message
+            assert (await generate(stub, ask("Hello", max_tokens=8))).finished
+            assert house.service.sessions._store.up
+
+
+async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house: House) -> None:
+    with redis.Redis.from_url(house.redis.url) as there:
+        async with client(house.coordinator) as stub:
+            call = stub.Generate(ask("Hello", max_tokens=400, ignore_eos=True))
+            session_id = (await call.read()).started.session_id
+            keys = [f"outrider:{kind}:{{{session_id}}}" for kind in ("session", "tokens")]
+            there.delete(*keys)
+            there.set(keys[0], "x")
+            there.rpush(keys[1], "x")
+            while (await call.read()) is not grpc.aio.EOF:
+                pass
+            assert await house.service.sessions._journal.flush(5)
+            assert there.hget(keys[0], "finish") is not None
+            assert there.strlen(keys[1]) == 4 * 400
+
+
+async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -> None:
+    with redis.Redis.from_url(house.redis.url) as there:
+        for link in house.service.sessions.roster.links():
+            for key in there.scan_iter(match="outrider:pair:*"):
+                there.delete(key)
+                there.rpush(key, link.info.worker_id)
+        store = house.service.sessions._store
+        there.rpush("outrider:pair:t:d", "x")
+        assert await store.pair("t", "d") is None
+        there.set("outrider:pair:t:e", json.dumps({"acceptance": [float("nan")]}))
+        assert await store.pair("t", "e") is None
+        assert store.up
+
+
+def test_an_address_of_a_worker_is_no_file(tmp_path: Path) -> None:
+    """What is believed of an address is host:port: gRPC would take others for a socket, or resolve them its own way."""
+    from coordinator.stored import Unreadable, read_worker
+
+    for address in ("unix:/tmp/x", "dns:///evil:1/x", "host", "a b:1"):
+        data = record("w", address)
+        with pytest.raises(Unreadable):
+            read_worker("w", [data, b"c", b"1", None], Keys(), time.time(), 5.0)
