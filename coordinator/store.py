@@ -27,7 +27,7 @@ from coordinator.stored import Unreadable
 from outrider import wire
 from outrider.errors import Fenced, Unavailable
 from outrider.keys import Keys
-from outrider.messages import FinishReason, ModelInfo, WorkerInfo
+from outrider.messages import FinishReason, ModelInfo, Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -163,17 +163,22 @@ class Store:
             await self._remove_worker(keys=[f"{_PREFIX}:worker:{worker_id}"], args=[self._owner])
 
     async def workers(self, age_s: float) -> list[WorkerInfo]:
-        """Every worker that some coordinator with our fleet key has heard of within `age_s`."""
-        found: list[WorkerInfo] = []
+        """Every worker that some coordinator with our fleet key has heard of within `age_s`.
+
+        Of two in one place, such as before and after a restart, the one that was written last.
+        """
+        found: dict[tuple[str, Role], tuple[int, WorkerInfo]] = {}
         async with self._answering():
             async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=256):
                 fields = await self._read_worker(keys=[key])
                 with contextlib.suppress(Unreadable), self._believing("worker"):
                     if fields:
-                        found.append(self._worker(key, fields, age_s))
+                        info, written = self._worker(key, fields, age_s), stored.written_at(fields)
+                        if written >= found.get((info.address, info.role), (0, info))[0]:
+                            found[info.address, info.role] = written, info
                 if len(found) >= MAX_WORKERS:
                     break
-        return found
+        return [info for _, info in found.values()]
 
     def _worker(self, key: bytes, fields: Any, age_s: float) -> WorkerInfo:
         if not isinstance(fields, list):

@@ -44,6 +44,7 @@ _RANGES = {
 }
 MAX_ADDRESS_CHARACTERS = 300
 CLOCKS_APART_S = 60.0  # coordinators' clocks may differ by so much
+MAX_DIGITS = 15
 _PURPOSE = b"outrider worker records 1"
 _RESERVED = re.compile(r"[\x21-\x7e]{1,128} [\x21-\x7e]{1,128}")
 _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
@@ -105,6 +106,12 @@ def read_worker(worker_id: str, given: Sequence[bytes | None], keys: Keys, now: 
     if len(info.address) > MAX_ADDRESS_CHARACTERS or not _ADDRESS.fullmatch(info.address):
         raise Unreadable(f"worker {worker_id}: its address is {info.address!r}")
     return info
+
+
+def written_at(given: Sequence[bytes | None]) -> int:
+    """Milliseconds; 0 for records of the release that did not tell."""
+    at = given[2] or b""
+    return int(at) if at.isdigit() and len(at) <= MAX_DIGITS else 0
 
 
 def _mac(secret: bytes, *parts: str | bytes) -> str:

@@ -40,10 +40,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         flags=("--fleet-key", FLEET_KEY),
         access=Access(key=FLEET_KEY),
     )
-    cluster.add_coordinator()
-    cluster.start()
-    yield cluster
-    cluster.stop()
+    coordinator = cluster.add_coordinator()
+    try:
+        cluster.redis.start().wait_ready()
+        coordinator.start().wait_ready()
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_nothing_in_redis_ends_a_coordinator(fleet: Cluster, stranger: Any) -> N
     put("other-name", record("somebody-else"))
     put("no-address", record("no-address", address=""))
     put("bad-address", record("bad-address", address="unix:///etc/passwd"))
-    put("many-rows", record("many-rows", capacity=2**32 - 1, round_trip_ms=float("nan")))
+    put("many-rows", record("many-rows", "127.0.0.1:2", capacity=2**32 - 1, round_trip_ms=float("nan")))
     put("good", record("good"))
     stranger.set("outrider:worker:wrong-type", "x")
     stranger.rpush("outrider:worker:a-list", "x")
