@@ -14,6 +14,7 @@ from outrider import wire
 from outrider.errors import OutriderError
 from outrider.messages import TokenKind, Verdict
 from outrider.metrics import ABANDONED, TargetMetrics
+from outrider.origin import current
 from outrider.tracing import UNSEEN, Span
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -140,6 +141,9 @@ class RequestStats:
         self._tell_trace(record, error, reason)
         log.info(
             "request ended",
+            request_id=current().request_id,
+            session_id=record.session_id,
+            **({"tenant": record.tenant} if record.tenant else {}),
             reason=reason if error is None else error.code,
             prompt_tokens=len(record.request.prompt),
             output_tokens=len(record.tokens),

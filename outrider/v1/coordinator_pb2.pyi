@@ -103,7 +103,7 @@ class GenerateRequest(google.protobuf.message.Message):
     prompt: builtins.str
     """taken as it is"""
     idempotency_key: builtins.str
-    """the same key never generates twice"""
+    """the same key never generates twice; an API key's own"""
     cache_salt: builtins.str
     """separates tenants: cached prefixes are shared among requests of equal salt only"""
     @property
@@ -503,7 +503,7 @@ class ResumeRequest(google.protobuf.message.Message):
     """output tokens the client has already"""
     @property
     def tail(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """their last ones; needed in rejection and block mode, where text cannot be made again"""
+        """their last ones; needed in rejection and block mode, where text cannot be made again,"""
 
     def __init__(
         self,

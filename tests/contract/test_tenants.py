@@ -12,6 +12,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
@@ -101,7 +102,7 @@ async def test_idempotency_keys_are_each_tenant_s_own(hotel: Hotel) -> None:
 async def test_what_is_cached_tells_nothing_of_others(hotel: Hotel) -> None:
     """Neither the count of cached tokens nor what a drafter guesses."""
     prompt = f"{secrets.token_hex(8)} {PROMPT * 2}"
-    request = ask(prompt, temperature=0.0, max_tokens=100, ignore_eos=True, gamma=4)
+    request = ask(prompt, temperature=0.0, max_tokens=100, ignore_eos=True, gamma=4, patience_us=100_000)
     async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
         await generate(alice, request)
         again = await generate(alice, request)
@@ -109,7 +110,7 @@ async def test_what_is_cached_tells_nothing_of_others(hotel: Hotel) -> None:
     assert again.stats.cached_tokens > 0
     assert other.stats.cached_tokens == 0
     assert again.token_ids == other.token_ids
-    assert again.stats.accepted_tokens > other.stats.accepted_tokens + 40, "the suffix drafter knows alice's own text"
+    assert again.stats.accepted_tokens > other.stats.accepted_tokens + 20, "the suffix drafter knows alice's own text"
 
 
 async def test_over_http_it_is_the_same(hotel: Hotel) -> None:
@@ -141,3 +142,17 @@ async def test_a_key_has_its_quotas(hotel: Hotel) -> None:
         assert (code, typed.field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "key.tokens_per_minute")
     async with hotel.guest(BOB) as bob:
         await generate(bob, ask(PROMPT, max_tokens=2))
+
+
+async def test_every_request_leaves_a_line_that_says_whose_it_was(hotel: Hotel) -> None:
+    with capture_logs() as lines:
+        async with hotel.guest(ALICE) as alice, hotel.web(BOB) as web:
+            output = await generate(alice, ask(PROMPT, max_tokens=5, ignore_eos=True))
+            await web.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3}, headers={"x-request-id": "b-1"})
+        assert await soon(lambda: sum(line["event"] == "request ended" for line in lines) == 2, 5)
+    first, second = [line for line in lines if line["event"] == "request ended"]
+    assert (first["tenant"], first["session_id"], first["reason"]) == ("alice", output.session_id, "length")
+    assert (first["output_tokens"], first["prompt_tokens"]) == (5, output.prompt_tokens)
+    assert len(first["request_id"]) == 32
+    assert (second["tenant"], second["request_id"]) == ("bob", "b-1")
+    assert not any("mine is mine" in str(line) for line in lines), "prompts are nobody's business"

@@ -20,6 +20,7 @@ import pytest
 
 from outrider.access import Access
 from outrider.cli.stack import Plan, stack
+from outrider.models import DEFAULT, choose_drafter
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, Output, ask, follow
 from tests.conftest import Models
@@ -121,9 +122,9 @@ async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_pa
 @pytest.mark.prove
 async def test_a_default_installation_keeps_others_at_nine_tenths() -> None:
     def run() -> tuple[Speed, Speed, float]:
-        plan = Plan(drafters=(("suffix+eagle", ""),), port=0, http_port=0, api_keys=KEYS)
+        plan = Plan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
         with stack(plan) as running:
-            return asyncio.run(compare(running.endpoints[0], rounds=4, tokens=120, settle_s=20.0))
+            return asyncio.run(compare(running.endpoints[0], rounds=3, tokens=100, settle_s=10.0))
 
     alone, beside, greedy = await asyncio.to_thread(run)
     assert beside.tokens_per_s > 0.9 * alone.tokens_per_s
