@@ -4,22 +4,35 @@ Registered with transformers under one name, so that any model whose
 attention goes through its attention interface runs here unchanged. The model
 hands over queries, keys and values of all sessions at once; keys and values
 go to their pages, and each session's rows attend to its own pages only.
+
+A mask over the rows of a step would mean nothing here, because the keys are
+elsewhere. So in place of a mask the model gets a stand-in for the rule that
+the mask would be made by (causal, sliding window, chunks), and attention asks
+the rule about every row's true position. A mask that comes from anywhere else
+is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from outrider.engine.kv import KvStore, Where
 from outrider.engine.paged import Segment, Step
 from outrider.engine.pages import PAGE_TOKENS
+from outrider.errors import ModelMismatch
 
 NAME = "outrider_ragged"
+
+# Of batch, head, query's and key's position: whether the key is seen. Broadcasts over positions.
+Rule = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 current_step: ContextVar[RaggedStep] = ContextVar("current_step")
 
@@ -31,7 +44,7 @@ class Part:
     segment: Segment
     device: torch.device
     where: Where = field(init=False)  # its tokens, cached and new
-    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[Rule, torch.Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         pages, length = self.segment.pages, self.segment.base + self.segment.count
@@ -48,22 +61,22 @@ class Part:
             return torch.arange(self.where.start + base, self.where.stop, device=self.device)
         return self.where[base:]
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, rule: Rule) -> torch.Tensor | None:
         """Which cached and new tokens each new row sees, made once per step; None: all.  # [rows, cached + rows]"""
-        if window not in self.masks:
-            self.masks[window] = self._make_mask(window)
-        return self.masks[window]
+        if rule not in self.masks:
+            self.masks[rule] = self._make_mask(rule)
+        return self.masks[rule]
 
-    def _make_mask(self, window: int | None) -> torch.Tensor | None:
+    def _make_mask(self, rule: Rule) -> torch.Tensor | None:
         old, new = self.segment.base, self.segment.count
-        if new == 1 and (window is None or old + 1 <= window):
+        if new == 1 and rule is causal_mask_function:
             return None
-        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.sees()], dim=1)
-        if window is not None:
-            depths = torch.tensor(self.segment.rows.depths())
-            key_positions = torch.cat([torch.arange(old), depths + old])
-            mask &= key_positions[None, :] > (depths[:, None] + old - window)
-        return mask.to(self.device)
+        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.sees()], dim=1).to(self.device)
+        if rule is not causal_mask_function:  # a row's ancestors are at lower positions: causal is what it sees anyway
+            rows = torch.tensor(self.segment.rows.depths(), device=self.device) + old
+            keys = torch.cat([torch.arange(old, device=self.device), rows])
+            mask &= allowed(rule, rows, keys)
+        return mask
 
 
 class RaggedStep:
@@ -71,7 +84,57 @@ class RaggedStep:
         self.store = store
         self.parts = [Part(segment, device) for segment in step.segments]
         self.slots = torch.cat([part.new_slots() for part in self.parts])
-        self.layers_run = 0
+        self.rules: dict[int, Rule] = {}  # by layer, of those that have run
+        self._masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address; a tensor that is kept keeps its address
+
+    def stand_in(self, rule: Rule, rows: int, keys: int, like: dict[str, Any]) -> torch.Tensor:
+        """What the model hands around in place of a mask."""
+        mask = torch.zeros(1, **like)
+        self._masks[mask.untyped_storage().data_ptr()] = mask, rule
+        return mask.expand(1, 1, rows, keys)
+
+    def enter(self, layer: int, rows: int, mask: torch.Tensor | None, window: int | None) -> Rule:
+        """The rule by which this layer attends. Raises ModelMismatch for what would be ignored here."""
+        if layer in self.rules:
+            raise ModelMismatch(f"layer {layer} attends twice in one step", field="target")
+        if rows != len(self.slots):
+            raise ModelMismatch(
+                f"layer {layer} attends to {rows} keys in a step of {len(self.slots)} tokens", field="target"
+            )
+        self.rules[layer] = rule = self._rule(layer, mask, window)
+        return rule
+
+    def _rule(self, layer: int, mask: torch.Tensor | None, window: int | None) -> Rule:
+        if mask is None:
+            return causal_mask_function if window is None else _sliding(window)
+        known = self._masks.get(mask.untyped_storage().data_ptr())
+        if known is None:
+            raise ModelMismatch(
+                f"layer {layer} makes an attention mask of its own, which may depend on the text: only masks that "
+                "depend on positions are known (causal, sliding window, chunks)",
+                field="target",
+            )
+        return known[1]
+
+
+@lru_cache
+def _sliding(window: int) -> Rule:
+    return sliding_window_causal_mask_function(window)  # type: ignore[no-any-return]
+
+
+def allowed(rule: Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys a rule shows to which queries, by their positions.  # [queries, keys]"""
+    try:
+        return rule(0, 0, queries[:, None], keys[None, :]).expand(len(queries), len(keys))
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelMismatch(f"its attention mask depends on more than positions: {error}", field="target") from error
+
+
+def ragged_mask(
+    *, q_length: int, kv_length: int, mask_function: Rule, dtype: torch.dtype, device: torch.device, **_: Any
+) -> torch.Tensor:
+    """Called by transformers where a mask is to be made."""
+    return current_step.get().stand_in(mask_function, q_length, kv_length, {"dtype": dtype, "device": device})
 
 
 def ragged_attention(
@@ -88,8 +151,8 @@ def ragged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Query [1, heads, tokens, dim], key and value [1, kv heads, tokens, dim] → [1, tokens, heads, dim]."""
     step = current_step.get()
-    step.layers_run += 1
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    rule = step.enter(layer, key.shape[2], attention_mask, sliding_window)
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
     scale = scaling if scaling is not None else dim**-0.5
@@ -101,7 +164,7 @@ def ragged_attention(
         keys, values = step.store.read(layer, part.where)
         # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
         grouped = query[0, :, here].reshape(kv_heads, group * new, dim)
-        mask = part.mask(sliding_window)
+        mask = part.mask(rule)
         if mask is not None and group > 1:
             mask = mask.repeat(group, 1)
         if softcap is None and s_aux is None:
@@ -139,3 +202,4 @@ def _explicit(
 
 
 AttentionInterface.register(NAME, ragged_attention)
+AttentionMaskInterface.register(NAME, ragged_mask)

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from outrider.config import WorkerSettings
-from outrider.engine.attention import NAME as RAGGED_ATTENTION
+from outrider.engine.conformity import Differs, check_windows, examine, hold_against
 from outrider.engine.cost import measure_cost
 from outrider.engine.graphs import GraphEngine
 from outrider.engine.interface import Engine, Rows
@@ -30,8 +30,9 @@ from outrider.engine.paced import PacedEngine, parse_blur, parse_pace
 from outrider.engine.paged import PagedEngine
 from outrider.engine.parallel import ParallelEngine, Team, whole
 from outrider.engine.plan import NoPlan, Plan, plan
+from outrider.engine.rotation import hold_rotations
 from outrider.engine.transformers_engine import TransformersEngine
-from outrider.errors import ModelMismatch, StartupError
+from outrider.errors import ModelMismatch, OutriderError, StartupError, shorten
 from outrider.messages import UNKNOWN_COST, CostCurve, ModelInfo
 from outrider.models import locate
 from outrider.threads import let_go
@@ -43,10 +44,9 @@ disable_progress_bar()
 
 _SAMPLED_WEIGHTS = 64
 _WARM_UP_TOKENS = 8
-_CHECK_TOKENS = 24
-# How far a fast engine may be from the model itself, by the weights' format: rounding, and no more.
-_TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-1}
-_GPU_TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # all arithmetic is in this format
+_NATIVE_WEIGHTS = ("float32", "bfloat16", "int8")
+_RULE_TOKENS = 2
+_ANY = 1 << 20  # tokens of context where neither the model nor its tokenizer names a length
 _CPU_IDLE_SHARE = 8  # of a CPU's cache, one part in this many may hold what nobody uses now
 
 
@@ -118,18 +118,22 @@ def load_model(
             **source,
             **_cut(source, options.layers),
             dtype=dtype,
-            attn_implementation=RAGGED_ATTENTION,
+            attn_implementation="eager",  # `make_engine` changes it
             use_safetensors=True,
             **({} if team is None else team.sharding()),
         )
-    except (OSError, ValueError, KeyError) as error:
+        vocabulary = Vocabulary.of(tokenizer)
+    except Exception as error:  # what a strange model breaks in transformers can be anything
         raise StartupError(
-            f"cannot load model {name!r}: {error}", field="target", value=name, limit="a model with safetensors or GGUF"
+            f"cannot load model {name!r}: {_cause(error)}",
+            field="target",
+            value=name,
+            limit="a model with safetensors or GGUF",
         ) from error
     change(model)
     model = model.to(place).eval()
-    vocabulary = Vocabulary.of(tokenizer)
-    info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
+    with refused_in_words(name, type(model).__name__):
+        info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
     if options.head_ids is not None:
         info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
     if options.pace:
@@ -193,12 +197,20 @@ def make_engine(
     progress: Callable[[str], None],
     team: Team | None = None,
 ) -> Engine:
-    """The fastest engine that answers what the model answers."""
+    """The fastest engine that answers what the model answers. Raises StartupError where none does."""
     idle = options.prefix_tokens
     if idle is None and model.device.type == "cpu":
         idle = options.kv_tokens // _CPU_IDLE_SHARE
+    with refused_in_words(info.name, info.architecture):
+        context = hold_rotations(model, info.context_length)
+        examine(model, context)
+    if context < info.context_length:
+        progress(
+            f"context limited to {context} of {info.context_length} tokens: past it all positions turn differently"
+        )
+        info = replace(info, context_length=context)
     if team is not None:
-        share = TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle)
+        share = _transformers_engine(model, info, options, idle)
         return ParallelEngine(share, team) if team.leads else share
     if options.compile != "off":
         make = _native_engine if model.device.type == "cpu" else _graph_engine
@@ -217,7 +229,37 @@ def make_engine(
             value=options.quantization,
             limit="none here",
         )
-    return TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle)
+    return _transformers_engine(model, info, options, idle)
+
+
+@contextlib.contextmanager
+def refused_in_words(name: str, architecture: str) -> Iterator[None]:
+    """What an unknown model breaks, in transformers or here, can be anything: the operator is told in a sentence."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(
+            f"{name} cannot be served, {architecture} is not a model that Outrider can run: {_cause(error)}",
+            field="target",
+            value=name,
+            limit="see docs/targets.md",
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    said = shorten(" ".join(str(error).split()))
+    return said if isinstance(error, (Differs, OutriderError, OSError)) else f"{type(error).__name__}: {said}"
+
+
+def _transformers_engine(
+    model: PreTrainedModel, info: ModelInfo, options: EngineOptions, idle_tokens: int | None
+) -> TransformersEngine:
+    with refused_in_words(info.name, info.architecture):
+        engine = TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
+        hold_against(model, engine)
+    return engine
 
 
 def _native_engine(
@@ -228,7 +270,7 @@ def _native_engine(
     progress: Callable[[str], None],
 ) -> NativeEngine:
     weights = options.quantization if options.quantization != "none" else str(model.dtype).removeprefix("torch.")
-    if weights not in _TOLERANCES:
+    if weights not in _NATIVE_WEIGHTS:
         raise NoPlan(f"weights in {weights} on a CPU")
     with torch.inference_mode():
         built = plan(model)
@@ -241,7 +283,7 @@ def _native_engine(
             weights=weights,
             threads=options.threads,
         )
-        _hold_against(model, engine, _TOLERANCES[weights])
+        _hold_against(model, built, engine, weights)
     _let_go(model, built)
     return engine
 
@@ -254,28 +296,27 @@ def _graph_engine(
     progress: Callable[[str], None],
 ) -> GraphEngine:
     weights = str(model.dtype).removeprefix("torch.")
-    if model.device.type != "cuda" or options.quantization != "none" or weights not in _GPU_TOLERANCES:
+    if model.device.type != "cuda" or options.quantization != "none" or weights not in DTYPES:
         named = options.quantization if options.quantization != "none" else weights
         raise NoPlan(f"weights in {named} on {model.device.type}")
     with torch.inference_mode():
         built = plan(model)
         engine = GraphEngine(built, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
-        _hold_against(model, engine, _GPU_TOLERANCES[weights])
+        _hold_against(model, built, engine)
     _let_go(model, built)
     engine.warm_up(progress)
     return engine
 
 
-def _hold_against(model: PreTrainedModel, engine: PagedEngine, tolerance: float) -> None:
+def _hold_against(model: PreTrainedModel, built: Plan, engine: PagedEngine, weights: str | None = None) -> None:
     """A family may change in a release of transformers: then its plan must not be trusted."""
-    asked = Rows("check", torch.randint(engine.info.vocab_size, (_CHECK_TOKENS,), generator=_seeded()).tolist())
-    truth = TransformersEngine(model, engine.info, kv_tokens=_CHECK_TOKENS).extend([asked]).logits[0].float()
-    found = engine.extend([asked]).logits[0].float()
-    engine.free(asked.session)
-    engine.forget_idle()
-    distance = float((found - truth).norm() / truth.norm())
-    if not distance <= tolerance:
-        raise NoPlan(f"its plan is {distance:.2g} away from the model itself")
+    probe = TransformersEngine(model, engine.info, kv_tokens=_RULE_TOKENS)
+    probe.extend([Rows("rules", [0] * _RULE_TOKENS)])
+    try:
+        check_windows(built, probe.rules, engine.info.context_length)
+        hold_against(model, engine, weights)
+    except Differs as reason:
+        raise NoPlan(f"its plan differs: {reason}") from reason
 
 
 def _let_go(model: PreTrainedModel, built: Plan) -> None:
@@ -286,10 +327,6 @@ def _let_go(model: PreTrainedModel, built: Plan) -> None:
     for parameter in model.parameters():
         if parameter.data_ptr() not in kept:
             parameter.data = torch.empty(0)
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def pick_device(device: str) -> torch.device:
@@ -346,7 +383,7 @@ def describe(
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         vocabulary_digest=vocabulary.digest,
-        context_length=int(getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length),
+        context_length=int(getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, _ANY)),
         eos_token_ids=_end_tokens(model, tokenizer),
         dtype=dtype,
         device=str(parameter.device),
@@ -387,7 +424,9 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
     """As transformers' generate ends: the generation config's ids, else the configuration's, and the tokenizer's."""
     ends: set[int] = set()
     generation: Any = getattr(model, "generation_config", None)
-    for source in (getattr(generation, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id):
+    config: Any = model.config  # a model of several parts may name its ends only in that of the text
+    named = (getattr(each, "eos_token_id", None) for each in (generation, config, config.get_text_config(), tokenizer))
+    for source in named:
         if source is not None:
             ends.update(source if isinstance(source, list) else [source])
     return tuple(sorted(ends))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from outrider.engine.attention import RaggedStep, current_step
+from outrider.engine.attention import NAME, RaggedStep, Rule, current_step
 from outrider.engine.kv import KvStore
 from outrider.engine.paged import PagedEngine, Step
 from outrider.engine.pages import PAGE_TOKENS
@@ -17,38 +18,49 @@ from outrider.messages import ModelInfo
 
 
 class TransformersEngine(PagedEngine):
-    """The model must have been loaded with the ragged attention: see `load.load_model`."""
+    """Sets the model to the ragged attention. `rules` says by which rule each layer attended in the last step."""
 
     def __init__(
         self, model: PreTrainedModel, info: ModelInfo, *, kv_tokens: int, idle_tokens: int | None = None
     ) -> None:
         super().__init__(info, next(model.parameters()).device, kv_tokens, idle_tokens)
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:  # noqa: SLF001 - there is no other way to ask
+            raise ModelMismatch("its attention does not go through transformers' attention interface", field="target")
         self._model = model
         self._store = KvStore(self.capacity_tokens, self.device)
         self._layers: int = model.config.get_text_config().num_hidden_layers
+        self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hidden = torch.empty(0)
+        self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self._store, self.device)
+        wanted = torch.tensor(step.wanted, dtype=torch.int64, device=self.device)
         token = current_step.set(ragged)
         try:
             logits = self._model(
                 **self._inputs(step),
                 position_ids=torch.tensor([step.positions], device=self.device),
-                logits_to_keep=torch.tensor(step.wanted, dtype=torch.int64, device=self.device),
+                # Without it transformers would look for several sequences in the positions.
+                attention_mask=torch.ones((1, len(step.ids)), dtype=torch.int64, device=self.device),
                 use_cache=False,
+                **({"logits_to_keep": wanted} if self._chooses else {}),
             ).logits[0]
         finally:
             current_step.reset(token)
-        if ragged.layers_run != self._layers:
+        self.rules = ragged.rules
+        if len(ragged.rules) != self._layers:
             raise ModelMismatch(
-                f"{self.info.architecture} ran {ragged.layers_run} of {self._layers} layers through the attention "
+                f"{self.info.architecture} ran {len(ragged.rules)} of {self._layers} layers through the attention "
                 "interface: it keeps state that Outrider cannot roll back",
                 field="target",
                 value=self.info.name,
             )
-        return logits, self._hidden[0]
+        if self._chooses:
+            return logits, self._hidden[0]
+        return logits[wanted], self._hidden[0, wanted]
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
         if step.inputs is None:
