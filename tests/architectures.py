@@ -29,7 +29,7 @@ FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOLERANCE = 1e-5
 CONTEXT = 96
 ORIGINAL = 32  # where a rotation changes
-TOKENS = 80  # of the text: past windows, chunks, and where a rotation changes
+TOKENS = 56  # of the text: past windows, chunks, and where a rotation changes
 LAYERS = 4
 KV_TOKENS = 512
 

@@ -11,7 +11,7 @@ from tests.architectures import ORIGINAL, fates
 FAST = {"native", "transformers"}
 SLOW = {"transformers"}
 SERVED = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_neox"), FAST),
+    **dict.fromkeys(("llama", "qwen3", "mistral", "gemma2", "gpt2"), FAST),
     **dict.fromkeys(("phi3, longrope", "llama, Llama 3's scaling", "qwen2, sliding window"), FAST),
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmo2", "gpt_oss", "gemma3", "phimoe, longrope"), SLOW),
     **dict.fromkeys(("llama4_text, without temperature",), SLOW),
