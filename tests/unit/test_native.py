@@ -5,13 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from outrider.config import home
 from outrider.engine import Rows
 from outrider.engine.load import EngineOptions, load_model
 from outrider.engine.native import NativeEngine, NoCompiler, build
@@ -24,20 +39,26 @@ from outrider.tiny import make_model
 VOCAB = 203  # no multiple of any panel
 TOKENS = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "initializer_range": 0.2,
+}
+
 
 def llama(**changes: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 72,
-        "intermediate_size": 100,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 20,
-        "initializer_range": 0.2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**shape | changes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).eval()
+
+
+def seeded(kind: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(config).eval()
 
 
 def engine(model: Any, weights: str = "float32", threads: int = 1) -> NativeEngine:
@@ -109,6 +130,71 @@ def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> No
         truth = model(torch.tensor([TOKENS[:40]])).logits[0]
     found = engine(model).extend([Rows("s", TOKENS[:40])]).logits[0]
     assert torch.allclose(found, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
+
+
+LEVELS = [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gpt2": lambda: SHAPES["biases and learnt positions"],
+    "relu": lambda: llama(hidden_act="relu", num_attention_heads=18, num_key_value_heads=1),
+    "gelu": lambda: llama(hidden_act="gelu", attention_bias=True, mlp_bias=True),
+    "window": lambda: seeded(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=40)),
+    "norms of heads": lambda: seeded(Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+    "caps": lambda: seeded(Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=20)),
+    "parallel": lambda: seeded(
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig(
+            vocab_size=VOCAB, hidden_size=72, num_hidden_layers=2, num_attention_heads=6, intermediate_size=99
+        ),
+    ),
+}
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor runs one kind of kernels")
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one verifier may go on where another of an unlike processor died."""
+    model = make()
+    found: dict[str, list[torch.Tensor]] = {}
+    for level in LEVELS:
+        built = build.load(build.compile_for(level, home() / "kernels"))
+        assert built.outrider_arithmetic() > 0
+        monkeypatch.setattr("outrider.engine.native.engine.library", lambda built=built: built)
+        for weights in ("float32", "bfloat16", "int8"):
+            runs = engine(model, weights)
+            whole = runs.extend([Rows("s", TOKENS[:150])])
+            tree = runs.extend([Rows("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), features_from=0)])
+            found.setdefault(weights, []).append(torch.cat([whole.logits[0], tree.logits[0]]).clone())
+    assert len({build.load(build.compile_for(level, home() / "kernels")).outrider_lanes() for level in LEVELS}) > 1
+    for narrow, wide in found.values():
+        assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("make", [llama, KINDS["window"]], ids=["all", "window"])
+def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callable[[], Any], bad: float) -> None:
+    """Siblings, tokens before it, and whoever gets its page later. Who continues it sees it."""
+    model = make()
+    runs = engine(model)
+    whole = runs.extend([Rows("whole", TOKENS[:70])]).logits[0].clone()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = bad
+    assert 7 not in TOKENS[:70]
+    for base in (1, 30, 31, 63):
+        runs.extend([Rows("tree", TOKENS[:base])])
+        right = TOKENS[base : base + 2]
+        tree, parents = [7, right[0], 7, right[1], 5], (-1, -1, 1, 1, 0)
+        found = runs.extend([Rows("tree", tree, parents)]).logits[0]
+        assert torch.equal(found[[1, 3]], whole[base : base + 2])
+        assert torch.isnan(found[[0, 2, 4]]).all()
+        runs.keep("tree", base, [1, 3])
+        chain = runs.extend([Rows("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
+        assert torch.equal(chain[0], whole[base + 2])
+        runs.free("tree")
+        runs.forget_idle()
+    runs.free("whole")
+    runs.forget_idle()
+    assert torch.equal(runs.extend([Rows("later", TOKENS[:70])]).logits[0], whole)
 
 
 def test_threads_do_not_change_the_bits() -> None:

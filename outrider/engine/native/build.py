@@ -22,7 +22,7 @@ from outrider.config import home
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _AHEAD = Path(__file__).with_name("built")
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # Machines that are compiled for ahead, best first, and what torch says of a processor that can run it.
 _LEVELS = {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}
 
@@ -35,12 +35,17 @@ class NoCompiler(Exception):
 def library() -> ctypes.CDLL:
     """The kernels for this machine. Raises NoCompiler."""
     built = _built_ahead() or _built_here()
+    return load(built)
+
+
+def load(built: Path) -> ctypes.CDLL:
     try:
         found = ctypes.CDLL(str(built))
     except OSError as error:
         raise NoCompiler(f"{built.name} cannot be loaded: {error}") from error
-    for name in ("outrider_lanes", "outrider_page", "outrider_most_queries", "outrider_forward"):
-        getattr(found, name).restype = ctypes.c_int
+    for name in ("arithmetic", "lanes", "page", "most_queries", "forward"):
+        getattr(found, f"outrider_{name}").restype = ctypes.c_int
+    found.outrider_cap.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float)
     return found
 
 

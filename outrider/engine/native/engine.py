@@ -154,6 +154,11 @@ class NativeEngine(PagedEngine):
         # The weights are packed: what is left of the plan must not keep the others in memory.
         self._plan = replace(plan, layers=(), head=plans.Linear(torch.empty(0)))
 
+    @property
+    def arithmetic(self) -> str:
+        """Equal names, equal bits, on whatever machine."""
+        return f"native {self._library.outrider_arithmetic()}"
+
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         plan, rows, wanted = self._plan, len(step.ids), len(step.wanted)
         positions = torch.tensor(step.positions)
@@ -193,7 +198,7 @@ class NativeEngine(PagedEngine):
         if self._library.outrider_forward(ctypes.byref(self._model), ctypes.byref(done)):
             raise MemoryError("no memory for a step")
         if plan.logit_softcap:
-            logits.div_(plan.logit_softcap).tanh_().mul_(plan.logit_softcap)
+            self._library.outrider_cap(logits.data_ptr(), logits.numel(), plan.logit_softcap)
         return logits, hidden
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:

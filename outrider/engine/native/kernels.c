@@ -7,6 +7,12 @@
  * - attention knows its largest score before it sums, and sums key by key in
  *   order, so unseen keys between seen ones change nothing (trees).
  *
+ * They are the same for every width of vectors, too: where a sum is spread
+ * over lanes, there are always 16 of them (`WIDE`), held in one register, two
+ * or four and added up in one order; what is fused is said (`fused`) and left
+ * to no compiler; and no function of the C library that rounds is called but
+ * the square root, which is exact everywhere.
+ *
  * Plain C with GCC's vector types: AVX-512, AVX2 and NEON come from -march.
  * Compiled and called by build.py and engine.py beside this file, which
  * mirror the structures below.
@@ -20,6 +26,15 @@
 
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define ARITHMETIC 1 /* to be counted up when any result's bits change */
+#if defined(__FMA__) || defined(__aarch64__)
+#define FUSED 1
+#else
+#define FUSED 0 /* other bits */
 #endif
 
 #if defined(__AVX512F__)
@@ -33,6 +48,8 @@
 #define MAX_ROWS 6
 #endif
 
+#define WIDE 16 /* lanes of a sum, on every machine */
+#define PARTS (WIDE / LANES)
 #define PANEL (2 * LANES) /* outputs that are computed together */
 #define PAGE 32           /* tokens of a page; a multiple of every PANEL */
 #define FAR 4096 /* how far ahead one block of rows asks memory for weights, bytes */
@@ -120,28 +137,84 @@ INLINE vec larger(vec a, vec b) {
     return (vec)(((ivec)a & which) | ((ivec)b & ~which));
 }
 
-INLINE float sum(vec v) {
+/* a · b + c, rounded once. */
+INLINE vec fused(vec a, vec b, vec c) {
+#if FUSED && defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FUSED && defined(__AVX__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif FUSED
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) { return FUSED ? __builtin_fmaf(a, b, c) : a * b + c; }
+
+INLINE float sum(const vec *parts) {
     float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
+    for (int p = 0; p < PARTS; p++)
+        for (int i = 0; i < LANES; i++) total += parts[p][i];
     return total;
 }
+
+INLINE vec where(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
+INLINE vec size(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+INLINE vec with_sign(vec x, vec of) { return (vec)((ivec)x | ((ivec)of & (ivec)spread(-0.0f))); }
 
 /* e^x, within 2 units in the last place; 0 below −87, and no more than e^88, which is nearly the largest number. */
 INLINE vec exponential(vec x) {
     ivec dead = x < spread(-87.0f);
     x = -larger(-larger(x, spread(-87.0f)), spread(-88.0f));
-    vec n = x * 1.44269504088896341f + 12582912.0f; /* rounds to an integer in the low bits */
+    vec n = fused(x, spread(1.44269504088896341f), spread(12582912.0f)); /* rounds to an integer in the low bits */
     ivec power = (ivec)n << 23;
     n -= 12582912.0f;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec r = fused(n, spread(2.12194440e-4f), fused(n, spread(-0.693359375f), x));
     vec p = spread(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, spread(1.3981999507e-3f));
+    p = fused(p, r, spread(8.3334519073e-3f));
+    p = fused(p, r, spread(4.1665795894e-2f));
+    p = fused(p, r, spread(1.6666665459e-1f));
+    p = fused(p, r, spread(5.0000001201e-1f));
+    p = fused(p * r, r, r) + 1.0f;
     return (vec)(((ivec)p + power) & ~dead);
+}
+
+/* Within 2 units in the last place: a polynomial near 0 (Cephes), elsewhere by e^2x. */
+INLINE vec hyperbolic_tangent(vec x) {
+    vec a = size(x), s = x * x, p = spread(-5.70498872745e-3f);
+    p = fused(p, s, spread(2.06390887954e-2f));
+    p = fused(p, s, spread(-5.37397155531e-2f));
+    p = fused(p, s, spread(1.33314422036e-1f));
+    p = fused(p, s, spread(-3.33332819422e-1f));
+    vec far = with_sign(1.0f - 2.0f / (exponential(2.0f * a) + 1.0f), x);
+    return where(a < spread(0.625f), fused(p * s, x, x), far);
+}
+
+/* The error function within 2 units in the last place, by N. Juffa's two polynomials. */
+INLINE vec error_function(vec x) {
+    vec t = size(x), s = x * x;
+    vec r = fused(spread(-1.72853470e-5f), t, spread(3.83197126e-4f));
+    vec u = fused(spread(-3.88396438e-3f), t, spread(2.42546219e-2f));
+    r = fused(r, s, u);
+    r = fused(r, t, spread(-1.06777877e-1f));
+    r = fused(r, t, spread(-6.34846687e-1f));
+    r = fused(r, t, spread(-1.28717512e-1f));
+    r = fused(r, t, -t);
+    vec far = with_sign(1.0f - exponential(r), x);
+    vec p = spread(-5.96761703e-4f);
+    p = fused(p, s, spread(4.99119423e-3f));
+    p = fused(p, s, spread(-2.67681349e-2f));
+    p = fused(p, s, spread(1.12819925e-1f));
+    p = fused(p, s, spread(-3.76125336e-1f));
+    p = fused(p, s, spread(1.28379166e-1f));
+    return where(t > spread(0.927734375f), far, fused(p, x, x));
+}
+
+/* x into (−cap, cap). `count` is a multiple of LANES. */
+INLINE void cap_scores(float *x, int count, float cap) {
+    for (int i = 0; i < count; i += LANES) store(x + i, hyperbolic_tangent(load(x + i) / cap) * cap);
 }
 
 /* -- products ------------------------------------------------------------ */
@@ -202,7 +275,7 @@ INLINE void accumulate(const int kind, const int rows, const float *x, long x_st
         for (int r = 0; r < rows; r++) {
             vec xs = spread(x[r * x_stride + k]);
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) acc[r][i] += w[i] * xs;
+            for (int i = 0; i < 2; i++) acc[r][i] = fused(w[i], xs, acc[r][i]);
         }
     }
 #pragma GCC unroll 12
@@ -294,14 +367,15 @@ static void normalise(const Norm *norm, const float *x, int width, float *y) {
         for (int i = 0; i < width; i++) mean += x[i];
         mean /= width;
     }
-    vec squares = {0};
+    vec squares[PARTS] = {{0}};
     float rest = 0;
     int i = 0;
-    for (; i + LANES <= width; i += LANES) {
-        vec v = load(x + i) - mean;
-        squares += v * v;
-    }
-    for (; i < width; i++) rest += (x[i] - mean) * (x[i] - mean);
+    for (; i + WIDE <= width; i += WIDE)
+        for (int p = 0; p < PARTS; p++) {
+            vec v = load(x + i + p * LANES) - mean;
+            squares[p] = fused(v, v, squares[p]);
+        }
+    for (; i < width; i++) rest = fused_one(x[i] - mean, x[i] - mean, rest);
     float factor = 1.0f / sqrtf((sum(squares) + rest) / width + norm->eps);
     for (i = 0; i < width; i++) y[i] = (x[i] - mean) * factor * norm->weight[i];
     if (norm->bias)
@@ -323,13 +397,11 @@ static void add_normalised(const Norm *norm, const float *y, int rows, int width
 INLINE vec activated(vec x, const int kind) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
     if (kind == GELU_TANH) {
-        vec z = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+        vec z = 0.7978845608028654f * fused(0.044715f * x * x, x, x);
         return x * (1.0f - 1.0f / (exponential(2.0f * z) + 1.0f));
     }
     if (kind == RELU) return larger(x, (vec){0});
-    vec y;
-    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678118654752f));
-    return y;
+    return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
 }
 
 /* In place: [gate and up] → the first `inner` of them. */
@@ -371,8 +443,8 @@ static void turn(float *restrict head, const float *restrict cos, const float *r
     int half = rotated / 2;
     for (int i = 0; i < half; i++) {
         float a = head[i], b = head[half + i];
-        head[i] = a * cos[i] - b * sin[i];
-        head[half + i] = b * cos[half + i] + a * sin[half + i];
+        head[i] = fused_one(a, cos[i], -(b * sin[i]));
+        head[half + i] = fused_one(b, cos[half + i], a * sin[half + i]);
     }
 }
 
@@ -435,6 +507,31 @@ static void hide(const Segment *segment, int i, int window, int first, float *sc
     }
 }
 
+INLINE int all_finite(const float *x, long count) {
+    vec zeros = {0};
+    for (long i = 0; i < count; i += LANES) zeros = fused(load(x + i), (vec){0}, zeros);
+    for (int i = 0; i < LANES; i++)
+        if (zeros[i] != 0) return 0;
+    return 1;
+}
+
+/* A weight of 0 does not keep a NaN or an infinity out of a sum: what a row does not see is left out instead. Every
+ * other row has the bits that it has anyway. */
+static void weigh_seen(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int row, int begin,
+                       int end, const float *weights, float *out) {
+    int panels = value_panels(model);
+    memset(out, 0, 4 * (size_t)panels * PANEL);
+    for (int first = begin; first < end; first += PAGE, weights += PAGE) {
+        float seen[PAGE] = {0};
+        if (first + PAGE > segment->base || layer->window) hide(segment, row, layer->window, first, seen);
+        const float *values = layer->values + value_at(model, segment->table[first / PAGE], kv_head, 0, 0);
+        for (int j = 0; j < PAGE && first + j < end; j++)
+            for (int v = 0; v < panels && seen[j] == 0; v++)
+                go_on_floats(1, weights, PAGE, values + v * PANEL * PAGE, PAGE, j, j + 1,
+                             (Ahead){(const char *)values, 0}, out + v * PANEL, PANEL);
+    }
+}
+
 /* Some queries of a session that share a key head: query q belongs to row q / group. */
 static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
                    int count, const float *qkv, long qkv_stride, float *attended, float *scores) {
@@ -470,7 +567,7 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
         for (int q = 0; q < count; q++) {
             float *row = scores + q * stride + p * PAGE;
             if (model->softcap > 0)
-                for (int j = 0; j < PAGE; j++) row[j] = tanhf(row[j] / model->softcap) * model->softcap;
+                cap_scores(row, PAGE, model->softcap);
             if (hidden) hide(segment, rows[q], layer->window, first, row);
             vec peak = load(row);
             for (int j = LANES; j < PAGE; j += LANES) peak = larger(peak, load(row + j));
@@ -500,6 +597,8 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
     }
     for (int q = 0; q < count; q++) {
         float *to = attended + ((long)(segment->start + rows[q]) * model->heads + heads[q]) * dim;
+        if (!all_finite(out + q * panels * PANEL, (long)panels * PANEL))
+            weigh_seen(model, layer, segment, kv_head, rows[q], begin, end, scores + q * stride, out + q * panels * PANEL);
         float factor = 1.0f / totals[q];
         for (int d = 0; d < dim; d++) to[d] = out[q * panels * PANEL + d] * factor;
     }
@@ -580,6 +679,8 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         product(&layer->down, activated, rows, step->x, hidden, 1, threads);
 }
 
+/* The kernels' arithmetic: equal numbers, equal bits. */
+int outrider_arithmetic(void) { return FUSED ? ARITHMETIC : -ARITHMETIC; }
 int outrider_lanes(void) { return LANES; }
 int outrider_page(void) { return PAGE; }
 int outrider_most_queries(void) { return MAX_ROWS; }
@@ -604,6 +705,18 @@ int outrider_forward(const Model *model, const Step *step) {
     return 0;
 }
 
+/* Logits into (−cap, cap), in place. */
+void outrider_cap(float *x, int64_t count, float cap) {
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) cap_scores(x + i, LANES, cap);
+    if (whole < count) {
+        float left[LANES] = {0};
+        memcpy(left, x + whole, 4 * (size_t)(count - whole));
+        cap_scores(left, LANES, cap);
+        memcpy(x + whole, left, 4 * (size_t)(count - whole));
+    }
+}
+
 /* What memory can bring at most, for `outrider bench engine`: two streams a thread, asked for ahead like weights. */
 float outrider_read(const float *data, int64_t count, int threads) {
     float total = 0;
@@ -611,13 +724,13 @@ float outrider_read(const float *data, int64_t count, int threads) {
 #pragma omp parallel reduction(+ : total) num_threads(threads)
     {
         const float *p = data + 2 * share * omp_get_thread_num();
-        vec acc[2] = {0};
+        vec acc[2] = {{0}};
         for (int64_t i = 0; i < share; i += LANES)
             for (int s = 0; s < 2; s++) {
                 __builtin_prefetch((const char *)(p + s * share + i) + FAR, 0, 2);
                 acc[s] += load(p + s * share + i);
             }
-        total += sum(acc[0] + acc[1]);
+        for (int i = 0; i < LANES; i++) total += acc[0][i] + acc[1][i];
     }
     return total;
 }
