@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from coordinator.chat import Cut, control_tokens
 from outrider.errors import InvalidRequest
 from outrider.grammar import Grammars
 from outrider.messages import ModelInfo
@@ -54,11 +55,12 @@ class Target:
                 value=self.info.name,
                 limit="a target with a chat template",
             )
+        cut = Cut(messages, self._control)
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(cut.messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise InvalidRequest(f"the chat template refuses these messages: {error}", field="chat.messages") from error
-        return self.encode(str(text), special=False)
+        return tuple(token for piece in cut.pieces(str(text)) for token in self.encode(piece, special=False))
 
     def token_bytes(self, token: int) -> bytes:
         """Return what one token stands for, also where that is no text by itself.
@@ -83,6 +85,10 @@ class Target:
             return frozenset()
         decoder = json.loads(backend.decoder.__getstate__())
         return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        return control_tokens(self.tokenizer)
 
     @cached_property
     def _added(self) -> frozenset[int]:

@@ -18,7 +18,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
-from outrider.errors import OutriderError
+from outrider.endpoint import is_loopback
+from outrider.errors import OutriderError, StartupError
 
 PREFIX = "OUTRIDER_"
 SettingsT = TypeVar("SettingsT", bound="Settings")
@@ -59,6 +60,7 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
+    insecure: bool = Field(False, description="Listen on another address than loopback without asking for keys.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message taken, MiB.")
     max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
     max_connections: int = Field(
@@ -134,6 +136,7 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         try:
+            refuse_open_door(made)
             run(made)
         except OutriderError as error:
             typer.echo(f"{program}: {error.message}", err=True)
@@ -151,6 +154,21 @@ def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: s
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
     app.command()(command(settings, run, program))
     app()
+
+
+def refuse_open_door(settings: Settings) -> None:
+    """Raise StartupError where anybody on the network could call and nobody has said that this is meant."""
+    asked: SecretStr | None = getattr(settings, "api_keys", None)  # what a coordinator asks clients for
+    field, keys = settings.own_key if asked is None else ("api_keys", asked)
+    if is_loopback(settings.host) or keys.get_secret_value() or settings.tls_client_auth or settings.insecure:
+        return
+    raise StartupError(
+        f"host is {settings.host} and there are no keys: anybody who reaches it could use it; give {_flag(field)}, or "
+        "--insecure if that is meant",
+        field=field,
+        value="empty",
+        limit="keys, or --insecure",
+    )
 
 
 def flags(settings: Settings) -> list[str]:

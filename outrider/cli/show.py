@@ -11,6 +11,7 @@ from rich.text import Text
 
 from outrider.client import Finished, Generation, Tokens
 from outrider.messages import TokenKind
+from outrider.printable import printable
 from outrider.v1 import coordinator_pb2 as pb
 
 STYLES = {
@@ -25,15 +26,20 @@ LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("
 
 def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:
     """A chunk of text as it arrives, coloured by what became of the guesses if so wished."""
-    text: Text | str = coloured(tokens) if colour else tokens.text
+    text: Text | str = coloured(tokens, console) if colour else harmless(tokens.text, console)
     console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
 
 
-def coloured(tokens: Tokens) -> Text:
+def harmless(text: str, console: Console) -> str:
+    """What a model wrote must not command a terminal; what is piped elsewhere is handed on as it is."""
+    return printable(text) if console.is_terminal else text
+
+
+def coloured(tokens: Tokens, console: Console) -> Text:
     text = Text()
     start = 0
     for kind, count in zip(tokens.kinds, tokens.characters, strict=True):
-        text.append(tokens.text[start : start + count], STYLES[kind])
+        text.append(harmless(tokens.text[start : start + count], console), STYLES[kind])
         start += count
     return text
 

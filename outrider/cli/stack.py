@@ -41,6 +41,7 @@ class Plan:
     verifiers: int = 1
     coordinators: int = 1
     host: str = "127.0.0.1"
+    insecure: bool = False  # though others can reach the host and there are no API keys
     port: int = 50050
     http_port: int = -1  # of the first coordinator; 0: any free one, -1: none
     device: str = "auto"
@@ -112,6 +113,7 @@ class Stack:
             port = self.plan.port + i if self.plan.port else 0
             http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
             flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
+            flags += ["--insecure"] if self.plan.insecure else []
             self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=self._redis)
 
     def start_workers(self) -> None:

@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from outrider.cli import options
-from outrider.cli.show import LEGEND, as_json, explanation, show_tokens, summary
+from outrider.cli.show import LEGEND, as_json, explanation, harmless, show_tokens, summary
 from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
 from outrider.errors import InvalidRequest
+from outrider.printable import printable
 
 _INTERRUPTED = 130
 
@@ -113,7 +115,7 @@ def chat(
     history = list(opening)
     console = Console()
     with options.connect(endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key) as client:
-        console.print(f"[bold]{client.model().name}[/bold]  /reset  /exit")
+        console.print(Text.assemble((printable(client.model().name), "bold"), "  /reset  /exit"))
         while (line := _ask(console)) is not None:
             if line == "/reset":
                 history = list(opening)
@@ -147,7 +149,7 @@ def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: b
                 show_tokens(out, reply, colour=colour)
             elif isinstance(reply, Finished):
                 parts.append(reply.text)
-                out.print(reply.text, markup=False, soft_wrap=True)
+                out.print(harmless(reply.text, out), markup=False, soft_wrap=True)
                 notes.print(summary(reply.stats, reply), style="dim")
                 if explain:
                     notes.print(explanation(reply.stats))

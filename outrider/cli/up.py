@@ -16,7 +16,8 @@ from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.cli.stack import Plan, Stack, stack, watch
 from outrider.client import Client, Finished, Tokens
-from outrider.errors import OutriderError
+from outrider.endpoint import is_loopback
+from outrider.errors import OutriderError, StartupError
 from outrider.messages import SamplingParams
 from outrider.models import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
 from outrider.state import State
@@ -47,6 +48,9 @@ def up(
     drafters: Annotated[int, options.option("--drafters", "How many drafters.", min=0)] = 1,
     coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
     host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
+    insecure: Annotated[
+        bool, options.option("--insecure", "With another --host than loopback: ask nobody for a key.")
+    ] = False,
     port: Port = 50050,
     http_port: Annotated[
         int, options.option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
@@ -85,12 +89,20 @@ def up(
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again. The next run finds the sessions of this
     one."""
+    if not (is_loopback(host) or api_keys or insecure):
+        raise StartupError(
+            f"host is {host} and there are no keys: give --api-keys, or --insecure if everybody may use it",
+            field="api_keys",
+            value="empty",
+            limit="keys, or --insecure",
+        )
     plan = Plan(
         target=target,
         drafters=(choose_drafter(drafter, target),) * drafters,
         verifiers=verifiers,
         coordinators=coordinators,
         host=host,
+        insecure=insecure,
         port=port,
         http_port=http_port,
         device=device,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 from structlog.testing import capture_logs
 
@@ -15,6 +16,7 @@ from outrider import wire
 from outrider.errors import MAX_SHOWN
 from outrider.messages import WHOLE
 from outrider.serving import channel_options
+from outrider.tiny import EOS
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -402,3 +404,17 @@ async def test_faults_of_ours_are_told_by_a_reference(house: House, monkeypatch:
                 assert code is grpc.StatusCode.INTERNAL
                 assert "secret" not in error.message
                 assert sum(entry.get("reference", "-") in error.message for entry in logs) == 1
+
+
+async def test_a_user_ends_no_turn(house: House) -> None:
+    """The control token is as many tokens as it has letters, over both protocols."""
+    lengths = []
+    for text in ("x" * len(EOS), EOS):
+        async with client(house.coordinator) as stub:
+            over_grpc = await generate(stub, ask("", chat=[("user", text)], max_tokens=1, temperature=0.0))
+        async with httpx.AsyncClient(base_url=f"http://{house.service.http_address}") as web:
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
+            over_http = (await web.post("/v1/chat/completions", json=body)).json()
+        assert over_http["usage"]["prompt_tokens"] == over_grpc.prompt_tokens
+        lengths.append(over_grpc.prompt_tokens)
+    assert lengths[0] == lengths[1]

@@ -433,7 +433,18 @@ BY_CHART = {"advertise", "coordinators", "drain_s", "host", "kind", "model", "po
 # What the chart sets by itself, from other values.
 BY_CHART = {
     *("host", "port", "drain_s", "fleet_key", "otlp_endpoint", "tls_ca", "tls_cert", "tls_client_auth", "tls_key"),
-    *("advertise", "api_keys", "coordinators", "http_port", "kind", "metrics_port", "model", "redis_url", "target"),
+    *(
+        "insecure",
+        "advertise",
+        "api_keys",
+        "coordinators",
+        "http_port",
+        "kind",
+        "metrics_port",
+        "model",
+        "redis_url",
+        "target",
+    ),
 }
 
 

@@ -176,7 +176,9 @@ def test_settings_are_frozen_and_know_their_fields() -> None:
 
 CHANGED = [
     Example(),
-    Example(gamma_max=0, patience_s=1e-3, kind="model", keep=False, log_json=True, host="0.0.0.0", port=5),
+    Example(
+        gamma_max=0, patience_s=1e-3, kind="model", keep=False, log_json=True, host="0.0.0.0", insecure=True, port=5
+    ),
     DrafterSettings(kind="model", model="a path with spaces", coordinators="a:1,b:2"),
     VerifierSettings(max_sessions=3),
     CoordinatorSettings(redis_url="redis://:pass@host:1/0", gamma_max=0),
@@ -209,3 +211,19 @@ def test_home_and_redis_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
     assert config.redis_url() is None
     monkeypatch.setenv("REDIS_URL", "redis://x")
     assert config.redis_url() == "redis://x"
+
+
+@pytest.mark.parametrize("kind", [CoordinatorSettings, VerifierSettings, DrafterSettings])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "bigbox"])
+def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host: str) -> None:
+    key = "api_keys" if kind is CoordinatorSettings else "fleet_key"
+    with pytest.raises(StartupError, match=f"{host}.*--{key.replace('_', '-')}.*--insecure"):
+        config.refuse_open_door(kind(host=host))
+    for more in (
+        {key: "secret"},
+        {"insecure": True},
+        {"tls_client_auth": True},
+        {"host": "127.0.0.1"},
+        {"host": "::1"},
+    ):
+        config.refuse_open_door(kind(**{"host": host} | more))

@@ -77,6 +77,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* The environment of every container of ours: keys and certificates are named, never written out. The health check of
      an exec probe and `outrider` inside the container read the same variables. */}}
 {{- define "outrider.identity" -}}
+{{- if not (ternary (include "outrider.hasApiKeys" .root) .root.Values.auth.fleetKey.enabled (eq .component "coordinator")) }}
+# Open to everything in the cluster: no keys were given for it.
+- name: OUTRIDER_INSECURE
+  value: "true"
+{{- end }}
 {{- if .root.Values.auth.fleetKey.enabled }}
 - name: OUTRIDER_FLEET_KEY
   value: "@/etc/outrider/keys/fleet-key"
