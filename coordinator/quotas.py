@@ -8,6 +8,7 @@ there is always room for another, however many keys there are.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.settings import CoordinatorSettings
@@ -57,8 +58,8 @@ class _Account:
 
 
 class Quotas:
-    def __init__(self, settings: CoordinatorSettings, *, several: bool) -> None:
-        """`several`: there is more than one tenant."""
+    def __init__(self, settings: CoordinatorSettings, *, several: Callable[[], bool]) -> None:
+        """`several`: whether there is more than one tenant."""
         self._settings = settings
         self._several = several
         self._accounts: dict[str, _Account] = {}
@@ -71,7 +72,7 @@ class Quotas:
             raise _full("sessions", f"{live} sessions are going on", live, limit)
         if account.max_sessions and held >= account.max_sessions:
             raise _full("key.max_sessions", f"{held} sessions of this key are going on", held, account.max_sessions)
-        if self._several and not within_share(held + 1, limit - live - 1):
+        if self._several() and not within_share(held + 1, limit - live - 1):
             raise _full("key.sessions", f"{held} sessions of this key are going on, of {live}", held, "a fair share")
         _within("requests_per_minute", account.requests)
         _within("tokens_per_minute", account.tokens)

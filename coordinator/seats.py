@@ -45,20 +45,26 @@ class _Held:
 
 
 class Seats:
-    def __init__(self, room: Callable[[], Room], *, several: bool) -> None:
+    def __init__(self, room: Callable[[], Room], *, several: Callable[[], bool]) -> None:
         self._room = room
         self._several = several
         self._tenants: dict[str, _Held] = {}
 
     @contextlib.asynccontextmanager
-    async def taken(self, tenant: str, tokens: int) -> AsyncIterator[None]:
-        """Around the time at a verifier of a session that may come to need room for `tokens`."""
-        if not self._several:
+    async def taken(self, tenant: str, tokens: int, *, going_on: bool = False) -> AsyncIterator[None]:
+        """Around the time at a verifier of a session that may come to need room for `tokens`.
+
+        `going_on`: it has lost its verifier in the middle, and comes before those of its tenant that have yet to begin.
+        """
+        if not self._several():
             yield
             return
         waiting = _Waiting(tokens)
         held = self._tenants.setdefault(tenant, _Held())
-        held.line.append(waiting)
+        if going_on:
+            held.line.appendleft(waiting)
+        else:
+            held.line.append(waiting)
         try:
             self._let_in()
             while not waiting.admitted.is_set():

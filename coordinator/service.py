@@ -46,7 +46,7 @@ class CoordinatorService(rpc.OutriderServicer):
         # A drafter's key opens nothing but the registry.
         doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
         self.guard = Guard(doors, others=self.api_keys | self.fleet.verifiers)
-        self.sessions = Sessions(settings, redis_url, self.fleet, self.api_keys.num_holders)
+        self.sessions = Sessions(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:

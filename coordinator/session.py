@@ -170,7 +170,8 @@ class Session:
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    async with self._deps.seats.taken(self.record.tenant, self._room_needed):
+                    going_on = before > 0
+                    async with self._deps.seats.taken(self.record.tenant, self._room_needed, going_on=going_on):
                         await self._with_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1

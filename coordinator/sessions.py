@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import structlog
@@ -51,8 +51,10 @@ _TRACE_WAIT_S = 0.1
 
 
 class Sessions:
-    def __init__(self, settings: CoordinatorSettings, redis_url: str, fleet: Fleet, tenants: int = 1) -> None:
-        """`tenants`: how many there are."""
+    def __init__(
+        self, settings: CoordinatorSettings, redis_url: str, fleet: Fleet, several: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`several`: whether there are several tenants."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
         self.metrics = CoordinatorMetrics(Way)
@@ -64,7 +66,7 @@ class Sessions:
         self.roster = Roster(self._store, settings.heartbeat_ms, fleet)
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
-        self._quotas = Quotas(settings, several=tenants > 1)
+        self._quotas = Quotas(settings, several=several)
         self._deps = Deps(
             self.roster,
             self._journal,
@@ -72,7 +74,7 @@ class Sessions:
             self.metrics,
             self._tracing,
             settings.worker_wait_s,
-            Seats(lambda: room_at(self.roster), several=tenants > 1),
+            Seats(lambda: room_at(self.roster), several=several),
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}

@@ -121,12 +121,9 @@ async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_pa
 
 @pytest.mark.prove
 async def test_a_default_installation_keeps_others_at_nine_tenths() -> None:
-    def run() -> tuple[Speed, Speed, float]:
-        plan = Plan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
-        with stack(plan) as running:
-            return asyncio.run(compare(running.endpoints[0], rounds=3, tokens=100, settle_s=10.0))
-
-    alone, beside, greedy = await asyncio.to_thread(run)
+    plan = Plan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
+    with stack(plan) as running:
+        alone, beside, greedy = await compare(running.endpoints[0], rounds=3, tokens=100, settle_s=10.0)
     assert beside.tokens_per_s > 0.9 * alone.tokens_per_s
     assert beside.first_token_s < alone.first_token_s + 1.0
     assert greedy > 1

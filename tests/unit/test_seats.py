@@ -22,16 +22,16 @@ class Crowd:
 
     def __init__(self, room: Room, *, several: bool = True) -> None:
         self.room = room
-        self.seats = Seats(lambda: self.room, several=several)
+        self.seats = Seats(lambda: self.room, several=lambda: several)
         self.inside: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, tenant: str, count: int, tokens: int = 10) -> None:
+    async def come(self, tenant: str, count: int, tokens: int = 10, *, going_on: bool = False) -> None:
         for _ in range(count):
             name = f"{tenant} {len(self._tasks)}"
             self._leave[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._one(name, tokens))
+            self._tasks[name] = asyncio.create_task(self._one(name, tokens, going_on))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -48,8 +48,8 @@ class Crowd:
     def of(self, tenant: str) -> int:
         return sum(name.startswith(tenant) for name in self.inside)
 
-    async def _one(self, name: str, tokens: int) -> None:
-        async with self.seats.taken(name.split()[0], tokens):
+    async def _one(self, name: str, tokens: int, going_on: bool) -> None:
+        async with self.seats.taken(name.split()[0], tokens, going_on=going_on):
             self.inside.append(name)
             with contextlib.suppress(asyncio.CancelledError):
                 await self._leave[name].wait()
@@ -128,6 +128,15 @@ async def test_a_verifier_that_comes_makes_room() -> None:
     await crowd.cancel()
 
 
+async def test_one_that_lost_its_verifier_does_not_wait_behind_those_that_have_yet_to_begin() -> None:
+    crowd = Crowd(Room(8, 0))
+    await crowd.come("greedy", 20)
+    await crowd.come("greedy", 1, going_on=True)
+    await crowd.leave(crowd.inside[0])
+    assert crowd.inside[-1] == "greedy 20"
+    await crowd.cancel()
+
+
 def refusal(quotas: Quotas, tenant: Tenant, held: int, live: int) -> Overloaded | None:
     try:
         quotas.admit(tenant, held, live)
@@ -137,20 +146,20 @@ def refusal(quotas: Quotas, tenant: Tenant, held: int, live: int) -> Overloaded 
 
 
 def test_one_key_cannot_hold_all_sessions() -> None:
-    quotas = Quotas(CoordinatorSettings(max_sessions=512), several=True)
+    quotas = Quotas(CoordinatorSettings(max_sessions=512), several=lambda: True)
     assert refusal(quotas, GREEDY, 383, 383) is None
     full = refusal(quotas, GREEDY, 384, 384)
     assert full is not None
     assert (full.field, full.retry_after_ms) == ("key.sessions", 1000)
     assert refusal(quotas, MODEST, 0, 384) is None
     assert refusal(quotas, THIRD, 0, 512) is not None
-    alone = Quotas(CoordinatorSettings(max_sessions=512), several=False)
+    alone = Quotas(CoordinatorSettings(max_sessions=512), several=lambda: False)
     assert refusal(alone, GREEDY, 511, 511) is None
 
 
 def test_limits_of_a_key_and_of_all_keys() -> None:
     settings = CoordinatorSettings(default_requests_per_minute=2, default_max_sessions=3, default_tokens_per_minute=100)
-    quotas = Quotas(settings, several=True)
+    quotas = Quotas(settings, several=lambda: True)
     assert [refusal(quotas, MODEST, 0, 0) is None for _ in range(3)] == [True, True, False]
     late = refusal(quotas, MODEST, 0, 0)
     assert late is not None
