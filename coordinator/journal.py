@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 BATCH_S = 0.01
 RETRY_S = 0.25
 OPEN_S = 0.25
+OPEN_AWAY_S = 0.05
 
 
 class Entry:
@@ -59,12 +60,16 @@ class Journal:
 
     async def opened(self, entry: Entry) -> None:
         """Redis has the request, or does not take it just now: whoever hears of a session may ask for it again."""
-        if self._store.up and not entry.known:
-            try:
-                async with asyncio.timeout(OPEN_S):
-                    await self._write(entry)
-            except (StoreDown, TimeoutError) as error:
-                log.warning("a session begins that redis does not know", error=str(error))
+        if entry.known:
+            return
+        # One slow answer makes it seem away for a moment, in which it may well take a session.
+        seconds = OPEN_S if self._store.up else OPEN_AWAY_S
+        try:
+            async with asyncio.timeout(seconds):
+                await self._write(entry)
+        except (StoreDown, TimeoutError) as error:
+            told = str(error) or f"no answer within {seconds:g} s"
+            log.warning("a session begins that redis does not know", session_id=entry.record.session_id, error=told)
 
     async def run(self) -> None:
         while True:

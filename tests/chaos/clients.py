@@ -163,7 +163,8 @@ class GrpcCustomer(Customer):
 
     def _same(self, one: _Asking, other: _Asking, talk: Talk) -> None:
         """The same key is one generation, unless Redis has forgotten it."""
-        if one.session_id != other.session_id and not self.ledger.may_be_lost(talk):
+        unknown = self.fleet.was_unknown(one.session_id) or self.ledger.may_be_lost(talk)
+        if one.session_id != other.session_id and not unknown:
             raise Violation("key", f"{one.case.name}: one key, two sessions {one.session_id}, {other.session_id}")
         if one.session_id == other.session_id and one.got.token_ids != other.got.token_ids:
             raise Violation("key", f"{one.case.name}: one session, two answers")
@@ -252,7 +253,7 @@ class _Asking:
         """Begin again: by the key and the seed it is the same answer."""
         ledger = self._customer.ledger
         told = f"{self.case.name}: {error.message} after {len(self.got.token_ids)} tokens"
-        if not ledger.may_be_lost(self._talk):
+        if not ledger.may_be_lost(self._talk) and not self._customer.fleet.was_unknown(self.session_id):
             raise Violation("lost session", told)
         ledger.counts["begun again"] += 1
         ledger.lost_by_design.append(told)

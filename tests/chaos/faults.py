@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from outrider.link import Shape
 from tests.chaos.fleet import Fleet, Member
 from tests.chaos.ledger import Fault, Ledger
-from tests.cluster import until_async
 
 MEAN_PAUSE_S = 2.5
 ALONE = 0.4  # share of the strikes that wait until all is well before, and until it is well again after
@@ -100,7 +99,10 @@ class Faults:
     async def settle(self) -> None:
         """All that was begun has ended, and the fleet is whole."""
         await asyncio.gather(*self._busy.values())
-        await until_async(self._fleet.whole, RECOVERS_S, "the fleet whole again")
+        try:
+            await self._fleet.until_whole(RECOVERS_S)
+        except AssertionError as error:
+            self._ledger.wrong("not whole", 1, str(error))
 
     def _begin(self, strike: Strike) -> None:
         """How it is to be told: a seed and the order of these lines make a campaign again."""

@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from outrider.link import Link
 from tests.cluster import ROOT, Process, environment, free_port, until_async
 
 START_S = 120.0
+LOOK_S = 0.25
 HERE = Path(__file__).parent
 _NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -163,7 +165,7 @@ class Fleet:
             for member in self.members:
                 member.start()
             await asyncio.gather(*(self.ready(member) for member in self.members))
-            await until_async(self.whole, START_S, "the whole fleet")
+            await self.until_whole()
         except BaseException:
             await self.close()
             raise
@@ -280,28 +282,47 @@ class Fleet:
     async def state(self, coordinator: Member) -> dict[str, Any]:
         """What a coordinator knows of itself and its workers. Raises httpx.HTTPError."""
         headers = {"authorization": f"Bearer {self.keys.api}"}
-        async with httpx.AsyncClient(timeout=5, headers=headers) as web:
+        async with httpx.AsyncClient(timeout=5, headers=headers, verify=False) as web:
             reply = await web.get(f"http://127.0.0.1:{coordinator.http_port}/fleet")
             reply.raise_for_status()
             found: dict[str, Any] = reply.json()
             return found
 
-    async def whole(self) -> bool:
-        """Everybody lives, every coordinator knows everybody and could answer, and Redis keeps what is said."""
-        wanted = {member.links[0].address for member in (*self.verifiers, *self.drafters)}
+    async def until_whole(self, seconds: float = START_S) -> None:
+        """Raises AssertionError with what is missing."""
+        deadline = time.monotonic() + seconds
+        while missing := await self.missing():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not whole within {seconds:g} s: {missing}")
+            await asyncio.sleep(LOOK_S)
+
+    async def missing(self) -> str:
+        """Nothing, where everybody lives, every coordinator knows everybody and Redis keeps what is said."""
+        for member in self.members:
+            if not member.alive:
+                return f"{member.name} has ended"
+        wanted = {member.links[0].address: member.name for member in (*self.verifiers, *self.drafters)}
         for coordinator in self.coordinators:
             try:
                 state = await self.state(coordinator)
-            except (httpx.HTTPError, OSError):
-                return False
+            except (httpx.HTTPError, OSError) as error:
+                return f"{coordinator.name} does not answer: {type(error).__name__}"
             known = {worker["address"] for worker in state["workers"] if not worker["draining"]}
-            if not state["durable"] or not wanted <= known:
-                return False
-        return all(member.alive for member in self.members)
+            if absent := [name for address, name in wanted.items() if address not in known]:
+                return f"{coordinator.name} does not know {', '.join(absent)}"
+            if not state["durable"]:
+                return f"{coordinator.name} cannot reach redis"
+        return ""
 
     async def flush(self) -> None:
         async with redis.Redis(host="127.0.0.1", port=self.redis.port, password=self.keys.redis) as store:
             await store.flushall()
+
+    def was_unknown(self, session_id: str) -> bool:
+        """A coordinator said in its log that Redis did not take this session when it began."""
+        logs = [path.read_text(errors="replace") for path in self.folder.glob("coordinator-*.log")]
+        lines = (line for log in logs for line in log.splitlines() if session_id in line)
+        return any("a session begins that redis does not know" in line for line in lines)
 
     async def redis_clients(self) -> int:
         async with redis.Redis(host="127.0.0.1", port=self.redis.port, password=self.keys.redis) as store:

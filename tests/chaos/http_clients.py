@@ -69,7 +69,7 @@ class HttpCustomer(Customer):
         base = self.fleet.webs[turn % 2]
         try:
             silent_s = SILENT_S if body["stream"] else LONGEST_S  # a whole answer is silent until it is there
-            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=silent_s) as web:
+            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=silent_s, verify=False) as web:
                 if not body["stream"]:
                     reply = await web.post(path, json=body)
                     _accept(reply.status_code, reply.headers, reply.text)

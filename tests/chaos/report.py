@@ -15,7 +15,7 @@ from tests.chaos.ledger import Fault, Ledger
 
 AFTER_S = 1.0  # a gap that begins so soon after a fault is its doing
 MAX_GAP_AFTER_KILL_S = 3.0
-NEVER = ("wrong", "lost", "doubled", "error", "hang", "key", "lost session")
+NEVER = ("wrong", "lost", "doubled", "error", "hang", "key", "lost session", "not whole")
 
 
 @dataclass(frozen=True, slots=True)

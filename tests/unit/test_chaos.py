@@ -104,7 +104,7 @@ def test_sessions_of_slow_readers_say_nothing_of_gaps() -> None:
 def test_every_kind_of_failure_fails_the_campaign() -> None:
     fine = Outcome(1, 1.0, Ledger(), [], normal_s=1.0)
     assert fine.failures == []
-    for what in ("wrong", "lost", "doubled", "error", "hang", "key", "lost session"):
+    for what in ("wrong", "lost", "doubled", "error", "hang", "key", "lost session", "not whole"):
         ledger = Ledger()
         ledger.wrong(what, 1, "told")
         assert Outcome(1, 1.0, ledger, [], normal_s=1.0).failures == [f"1 {what}"]

@@ -20,14 +20,15 @@ class SlowStore:
     """Takes every write after a while, and what was told how far is held here."""
 
     def __init__(self, write_s: float = WRITE_S) -> None:
-        self.up = True
+        self.up = True  # as far as is known
+        self.answers = True
         self.write_s = write_s
         self.known: dict[str, int] = {}
         self.finished: set[str] = set()
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
         await asyncio.sleep(self.write_s)
-        if not self.up:
+        if not self.answers:
             raise StoreDown("away")
         if not whole and record.session_id not in self.known:
             return "MISSING"
@@ -99,7 +100,15 @@ async def test_opening_waits_for_redis_but_not_for_long() -> None:
     async with asyncio.timeout(2 * OPEN_S):
         await journal.opened(entry_of("slow"))
 
-    store.up = False
+    store.up = store.answers = False
     async with asyncio.timeout(OPEN_S / 2):
         await journal.opened(entry_of("away"))
     assert set(store.known) == {"quick"}
+
+
+async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers() -> None:
+    """One slow answer marks it as away for a moment: sessions of that moment are to survive their coordinator, too."""
+    journal = journal_over(store := SlowStore())
+    store.up = False
+    await journal.opened(entry_of("in between"))
+    assert "in between" in store.known
