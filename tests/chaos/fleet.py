@@ -138,6 +138,7 @@ def clock_library(folder: Path) -> Path | None:
 class Keys:
     api: str = field(default_factory=lambda: secrets.token_hex(16))
     fleet: str = field(default_factory=lambda: secrets.token_hex(16))
+    drafter: str = field(default_factory=lambda: secrets.token_hex(16))
     redis: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
@@ -243,6 +244,7 @@ class Fleet:
             REDIS_URL=f"redis://:{self.keys.redis}@{store.address}/0",
             OUTRIDER_API_KEYS=self.keys.api,
             OUTRIDER_FLEET_KEY=self.keys.fleet,
+            OUTRIDER_DRAFTER_KEY=self.keys.drafter,
         )
         member.http_port = http_port
         member.links.append(store)
@@ -255,9 +257,9 @@ class Fleet:
         name = f"{role}-{len(group)}"
         link = await self._link(name, port)
         reach = ["--port", str(port), "--advertise", link.address]
-        member = Member(
-            role, name, [sys.executable, *command, *reach], port, self.folder, OUTRIDER_FLEET_KEY=self.keys.fleet
-        )
+        drafts = role == "drafter"
+        key = {"OUTRIDER_DRAFTER_KEY": self.keys.drafter} if drafts else {"OUTRIDER_FLEET_KEY": self.keys.fleet}
+        member = Member(role, name, [sys.executable, *command, *reach], port, self.folder, **key)
         member.links.append(link)
         group.append(member)
 

@@ -83,15 +83,14 @@ def main(
     advertise: Annotated[str, typer.Option()],
     coordinators: Annotated[str, typer.Option()],
     seed: Annotated[int, typer.Option()] = 0,
-    fleet_key: Annotated[str, typer.Option(envvar="OUTRIDER_FLEET_KEY")] = "",
+    drafter_key: Annotated[str, typer.Option(envvar="OUTRIDER_DRAFTER_KEY")] = "",
 ) -> None:
     """Serve and register until SIGTERM."""
-    asyncio.run(_serve(port, advertise, coordinators.split(","), seed, fleet_key))
+    asyncio.run(_serve(port, advertise, coordinators.split(","), seed, drafter_key))
 
 
-async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, fleet_key: str) -> None:
-    settings = Settings(fleet_key=fleet_key)  # type: ignore[arg-type]
-    server = grpc.aio.server(options=server_options(settings))
+async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, key: str) -> None:
+    server = grpc.aio.server(options=server_options(Settings()))
     drafter_rpc.add_DrafterServicer_to_server(Hostile(seed), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -116,7 +115,7 @@ async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, 
             parameters=0,
         ),
     )
-    enlistment = asyncio.create_task(Enlistment(coordinators, lambda: info, None, Access.of(settings)).run())
+    enlistment = asyncio.create_task(Enlistment(coordinators, lambda: info, None, Access(None, key)).run())
     print(f"progress: ready at 127.0.0.1:{port}", flush=True)
     await leave.wait()
     enlistment.cancel()
