@@ -210,12 +210,12 @@ def make_engine(
         )
         info = replace(info, context_length=context)
     if team is not None:
-        share = _transformers_engine(model, info, options, idle)
+        share = _transformers_engine(model, info, options, idle).signed(team.size)
         return ParallelEngine(share, team) if team.leads else share
     if options.compile != "off":
         make = _native_engine if model.device.type == "cpu" else _graph_engine
         try:
-            return make(model, info, options, idle, progress)
+            return make(model, info, options, idle, progress).signed()
         except (NoPlan, NoCompiler) as reason:
             if options.compile == "on":
                 raise StartupError(
@@ -229,7 +229,7 @@ def make_engine(
             value=options.quantization,
             limit="none here",
         )
-    return _transformers_engine(model, info, options, idle)
+    return _transformers_engine(model, info, options, idle).signed()
 
 
 @contextlib.contextmanager

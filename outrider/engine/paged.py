@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 
+from outrider.engine.arithmetic import of_torch, signed
 from outrider.engine.interface import Rows, StepResult
 from outrider.engine.pages import PAGE_TOKENS, PageBook, pages_for
 from outrider.messages import ModelInfo
@@ -80,6 +82,18 @@ class PagedEngine(ABC):
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def arithmetic(self) -> str:
+        """Equal names, equal bits, on whatever machine."""
+        return of_torch(type(self).__name__, self._device)
+
+    def signed(self, ranks: int = 1) -> Self:
+        """Put the arithmetic into the model's fingerprint: an unlike verifier must not go on with a session of this
+        one. `ranks` share the model."""
+        arithmetic = self.arithmetic if ranks == 1 else f"{self.arithmetic}, {ranks} ranks"
+        self._info = replace(self._info, fingerprint=signed(self._info.fingerprint, arithmetic))
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.engine import plan as plans
+from outrider.engine.arithmetic import of_kernels
 from outrider.engine.native.build import library
 from outrider.engine.paged import PagedEngine, Step
 from outrider.engine.pages import PAGE_TOKENS
@@ -157,7 +158,7 @@ class NativeEngine(PagedEngine):
     @property
     def arithmetic(self) -> str:
         """Equal names, equal bits, on whatever machine."""
-        return f"native {self._library.outrider_arithmetic()}"
+        return of_kernels(self._library.outrider_arithmetic())
 
     def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         plan, rows, wanted = self._plan, len(step.ids), len(step.wanted)
