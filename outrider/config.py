@@ -26,7 +26,7 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ALLOWED_HOSTS DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS STATE_DIR "
+    "ALLOWED_HOSTS DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS METRICS_KEY METRICS_TLS STATE_DIR "
     "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
     "CORS_ORIGINS DATA DEFAULT_MAX_SESSIONS DEFAULT_REQUESTS_PER_MINUTE DEFAULT_TOKENS_PER_MINUTE DEVICE DRAFTER "
     "DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT "
@@ -102,6 +102,10 @@ class WorkerSettings(Settings):
     coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
     advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
+    metrics_key: SecretStr = Field(
+        SecretStr(""), description="Key that /metrics asks for, or @FILE; empty: open to all who reach the port."
+    )
+    metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")

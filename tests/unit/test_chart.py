@@ -435,6 +435,7 @@ BY_CHART = {
     *("host", "port", "drain_s", "fleet_key", "otlp_endpoint", "tls_ca", "tls_cert", "tls_client_auth", "tls_key"),
     *(
         "insecure",
+        "metrics_key",
         "advertise",
         "api_keys",
         "coordinators",
