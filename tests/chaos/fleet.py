@@ -29,6 +29,9 @@ from tests.cluster import ROOT, Process, environment, free_port, until_async
 
 START_S = 120.0
 LOOK_S = 0.25
+# Of the second verifier: other batches, other pieces of prompts, nothing kept of them. Another engine would have
+# another fingerprint, and a fleet has one.
+OTHER_KIND = ("--threads", "2", "--guess-rows", "8", "--prefill-rows", "48", "--prefix-tokens", "0")
 HERE = Path(__file__).parent
 _NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
@@ -204,9 +207,7 @@ class Fleet:
         on_cpu = ["--threads", "1", "--device", "cpu", *report]
         target, draft = ["--target", str(self.folder / "target")], str(self.folder / "draft")
         await self._add_worker(self.verifiers, "verifier", ["-m", "verifier", *target, *on_cpu])
-        await self._add_worker(
-            self.verifiers, "verifier", ["-m", "verifier", *target, *on_cpu, "--compile", "off", "--guess-rows", "8"]
-        )
+        await self._add_worker(self.verifiers, "verifier", ["-m", "verifier", *target, *on_cpu, *OTHER_KIND])
         await self._add_worker(
             self.drafters, "drafter", ["-m", "drafter", "--kind", "model", "--model", draft, *on_cpu]
         )
