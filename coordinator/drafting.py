@@ -18,7 +18,7 @@ from coordinator.attached import Attached
 from coordinator.budget import Budget
 from coordinator.features import FeatureWindow
 from coordinator.gamma import Controller, Estimator, Pair, PairHistory, Wishes
-from coordinator.hops import DrafterHop, Refusal, VerifierHop
+from coordinator.hops import DrafterHop, VerifierHop
 from coordinator.pairs import PairMemory
 from coordinator.plans import PLAIN, Plan
 from coordinator.record import SessionRecord
@@ -26,6 +26,7 @@ from coordinator.roster import LOOK_EVERY_S, Link, Roster
 from coordinator.seeds import drafter_params
 from coordinator.stats import RequestStats
 from coordinator.target import Target
+from coordinator.verdicts import Refusal
 from outrider import wire
 from outrider.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
 from outrider.messages import Role, Steering, Verdict, WorkerInfo

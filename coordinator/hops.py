@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
 
+from coordinator.record import SessionRecord
 from coordinator.roster import Link, worker_error
+from coordinator.verdicts import Asked, Refusal, VerdictReader
 from outrider import wire
 from outrider.errors import OutriderError, PeerLost, ProtocolViolation
-from outrider.messages import Features, Steering, Verdict
+from outrider.messages import Features, ModelInfo, Steering, Verdict
 from outrider.origin import current
 from outrider.tracing import Span
 from outrider.v1 import common_pb2 as common
@@ -121,31 +122,38 @@ class Hop(Generic[Out, In]):
                 return  # the reader learns why
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The verifier did not take a guess of this source, or a steer."""
-
-    source: int
-    error: OutriderError
-
-
 class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
-    def __init__(self, link: Link, opening: verify.OpenVerify, span: Span) -> None:
+    def __init__(
+        self, link: Link, opening: verify.OpenVerify, span: Span, record: SessionRecord, target: ModelInfo
+    ) -> None:
         super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening), span)
+        self._asked = Asked(features=opening.features)
+        self._reader = VerdictReader(record, target, self._asked, time.monotonic())
+
+    async def opened(self) -> verify.VerifyReply:
+        reply = await super().opened()
+        self._reader.opened(reply.opened)
+        return reply
 
     def guess(self, guess: common.Guess) -> None:
+        self._asked.guess(guess)
         self.send(verify.VerifyRequest(guess=guess))
 
     def steer(self, steering: Steering) -> None:
-        self.send(verify.VerifyRequest(steer=wire.steering_to_proto(steering)))
+        steer = wire.steering_to_proto(steering)
+        self._asked.steer(steer)
+        self.send(verify.VerifyRequest(steer=steer))
 
     async def news(self) -> AsyncIterator[Verdict | Refusal]:
+        """Raises ProtocolViolation for what no honest verifier sends."""
         while (reply := await self.receive()) is not None:
             kind = reply.WhichOneof("message")
             if kind == "verdict":
-                yield wire.verdict_from_proto(reply.verdict)
+                yield self._reader.verdict(reply.verdict, time.monotonic())
             elif kind == "refused":
-                yield Refusal(reply.source, wire.error_from_proto(reply.refused))
+                yield self._reader.refusal(reply)
+            else:
+                raise ProtocolViolation(f"{self.link.info.address} sent a message that is {kind or 'empty'}")
 
 
 class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):

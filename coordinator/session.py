@@ -17,7 +17,7 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from coordinator.drafting import Drafting, Means
-from coordinator.hops import Refusal, VerifierHop
+from coordinator.hops import VerifierHop
 from coordinator.journal import Entry, Journal
 from coordinator.plans import Plan
 from coordinator.quotas import Quotas
@@ -29,8 +29,9 @@ from coordinator.stats import RequestStats
 from coordinator.store import fenced
 from coordinator.target import Target
 from coordinator.text import Piece, TextStream
+from coordinator.verdicts import Refusal
 from outrider import wire
-from outrider.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.errors import Expired, Fenced, OutriderError, Overloaded, PeerLost, ProtocolViolation, Unavailable
 from outrider.messages import FinishReason, Role, TokenKind, TokenLogprobs, Verdict
 from outrider.metrics import CoordinatorMetrics
 from outrider.origin import current
@@ -88,6 +89,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         request = record.request
         self._text = TextStream(target.decode, request.prompt, request.params.stop)
+        self._dropped: set[str] = set()  # verifiers that this session does not go back to
         self._drafting = Drafting(record, target, deps.means, self.stats)
         for index, (token, kind) in enumerate(zip(record.tokens, record.kinds, strict=True)):
             if self._show(token, kind, record.logprobs_of(index)).stop:
@@ -192,7 +194,7 @@ class Session:
         try:
             features = self._drafting.wants_features
             span = self.stats.span.child("verify", link.attributes)
-            async with VerifierHop(link, self._open_verify(features), span) as verifier:
+            async with VerifierHop(link, self._open_verify(features), span, self.record, self.target.info) as verifier:
                 await verifier.opened()
                 link.worked()
                 self.record.verifier = link.info.worker_id
@@ -208,11 +210,25 @@ class Session:
                     raise PeerLost(f"{link.info.address} ended the stream before the output was complete")
         except Overloaded:
             link.full()
-            if self._deps.roster.choose(Role.VERIFIER) is None and not self.record.tokens:
+            if self._deps.roster.choose(Role.VERIFIER, self._may_have) is None and not self.record.tokens:
                 raise
-        except (PeerLost, Unavailable, Expired):
+        except OutriderError as error:
+            if (meant := self._failed_at(link, error)) is error:
+                raise
+            raise meant from error
+
+    def _failed_at(self, link: Link, error: OutriderError) -> OutriderError:
+        """A verifier did not do; what that means for the session."""
+        if isinstance(error, ProtocolViolation):
+            self._dropped.add(link.info.worker_id)
+            self._deps.roster.shunning.report(link.info, error.message)
+        elif isinstance(error, PeerLost | Unavailable | Expired):
             link.failed()
-            raise
+        elif not isinstance(error, Fenced):
+            self._dropped.add(link.info.worker_id)
+            if self._deps.roster.choose(Role.VERIFIER, self._may_have) is not None:  # one may be alone in what it says
+                return PeerLost(f"{link.info.address} does not take the session: {error.message}")
+        return error
 
     @property
     def _room_needed(self) -> int:
@@ -222,8 +238,6 @@ class Session:
     def _commit(self, verdict: Verdict) -> None:
         """What the target has said is final: show it, record it, tell the drafters."""
         record = self.record
-        if verdict.position != record.position:
-            raise PeerLost(f"a verdict for position {verdict.position}, not {record.position}")
         self._drafting.judged(verdict)
         self.stats.judged(verdict, self.plan)
         reason = verdict.finish_reason
@@ -248,17 +262,21 @@ class Session:
         roster = self._deps.roster
         link = await roster.wait_for(
             self._deps.worker_wait_s,
-            lambda: roster.choose(Role.VERIFIER, prefer=self.record.verifier),
+            lambda: roster.choose(Role.VERIFIER, self._may_have, prefer=self.record.verifier),
         )
         if link is None:
+            dropped = f"; this session has dropped {len(self._dropped)}" if self._dropped else ""
             raise _NobodyThere(
-                f"no verifier has been available for {self._deps.worker_wait_s:g} s", retry_after_ms=5000
+                f"no verifier has been available for {self._deps.worker_wait_s:g} s{dropped}", retry_after_ms=5000
             )
         return link
 
+    def _may_have(self, link: Link) -> bool:
+        return link.info.worker_id not in self._dropped
+
     def _should_move(self, link: Link) -> bool:
         """A verifier that drains hands its sessions over, if there is somebody to take them."""
-        return link.info.draining and self._deps.roster.choose(Role.VERIFIER) is not None
+        return link.info.draining and self._deps.roster.choose(Role.VERIFIER, self._may_have) is not None
 
     def _open_verify(self, features: bool) -> verify.OpenVerify:
         request = self.record.request

@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from coordinator.chat import Cut, control_tokens
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, shorten
 from outrider.grammar import Grammars
 from outrider.messages import ModelInfo
 from outrider.tokenizer import as_json, load_tokenizer, write_file
@@ -23,6 +23,8 @@ from outrider.v1 import verifier_pb2_grpc as rpc
 from outrider.vocabulary import Vocabulary
 
 FETCH_TIMEOUT_S = 60.0
+MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
+_CHUNK_COST = 1024  # so that empty ones come to an end too
 _WORD_START = "▁"  # how vocabularies with a Metaspace write a space
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
@@ -105,8 +107,15 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
     with tempfile.TemporaryDirectory(prefix="outrider-tokenizer-") as name:
         folder = Path(name)
         seen: set[str] = set()
+        left = MAX_TOKENIZER_BYTES
         async for chunk in verifier.GetTokenizer(pb.GetTokenizerRequest(), timeout=FETCH_TIMEOUT_S):
+            left -= len(chunk.data) + _CHUNK_COST
+            if left < 0:
+                raise InvalidRequest.of("tokenizer files", "larger", f"at most {MAX_TOKENIZER_BYTES} bytes together")
             write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
             seen.add(chunk.name)
-        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        except Exception as error:  # files of a stranger, read by a library that raises what it likes
+            raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
     return Target(info, tokenizer, Vocabulary.of(tokenizer), Grammars(partial(as_json, tokenizer), info.eos_token_ids))

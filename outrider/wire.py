@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from outrider import sizes
 from outrider.errors import (
@@ -384,7 +385,10 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderError:
     """What a failed call means: our own error if the peer sent one, else by the status."""
     for name, value in _trailing(error):
         if name == ERROR_KEY and isinstance(value, bytes):
-            return error_from_proto(common.Error.FromString(value))
+            try:
+                return error_from_proto(common.Error.FromString(value))
+            except DecodeError:
+                break  # the status says what there is to say
     code: grpc.StatusCode = error.code()
     message = f"{code.name.lower()}: {error.details() or 'no details'}"
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
