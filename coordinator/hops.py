@@ -13,23 +13,27 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from coordinator.record import SessionRecord
 from coordinator.roster import Link, worker_error
 from coordinator.verdicts import Asked, Refusal, VerdictReader
+from coordinator.watching import Debt
 from outrider import wire
 from outrider.errors import OutriderError, PeerLost, ProtocolViolation
-from outrider.messages import Features, ModelInfo, Steering, Verdict
+from outrider.messages import Features, ModelInfo, Steering, Verdict, WorkerLoad
 from outrider.origin import current
 from outrider.tracing import Span
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 
-Out = TypeVar("Out")
+Out = TypeVar("Out", bound=Message)
 In = TypeVar("In")
 
 OPEN_TIMEOUT_S = 30.0
+MAX_UNSENT = 1024  # messages that a peer may be behind in reading
+MAX_UNSENT_BYTES = 16 * 1024 * 1024  # besides the first
 _MESSAGE_S = 0.004  # between two messages of a drafter, on average: 250 a second
 _BURST = 128  # messages that may come at once
 
@@ -43,20 +47,22 @@ class Hop(Generic[Out, In]):
         self._span = span
         self._outbox: asyncio.Queue[Out] = asyncio.Queue()
         self._outbox.put_nowait(opening)
+        self._unsent_bytes = opening.ByteSize()
+        self._most_bytes = self._unsent_bytes + MAX_UNSENT_BYTES
         self._call: Any = None
         self._writing: asyncio.Task[None] | None = None
         self._why: OutriderError | None = None  # this side has hung up
 
     async def __aenter__(self) -> Self:
         self._call = self._start(metadata=current().metadata(self._span))
-        self.link.sessions += 1
+        self.link.streams.add(self)
         self._writing = asyncio.create_task(self._write())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.link.sessions -= 1
+        self.link.streams.discard(self)
         if isinstance(error, OutriderError):
             self._span.failed(error.message)
         self._span.end()
@@ -71,7 +77,15 @@ class Hop(Generic[Out, In]):
         self._call.cancel()
 
     def send(self, message: Out) -> None:
-        self._outbox.put_nowait(message)
+        self._unsent_bytes += message.ByteSize()
+        if self._outbox.qsize() >= MAX_UNSENT or self._unsent_bytes > self._most_bytes:
+            self.hang_up(PeerLost(f"{self.link.info.address} does not read what is sent to it"))
+        else:
+            self._outbox.put_nowait(message)
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        """A drafter owes nothing."""
+        return 0.0
 
     async def receive(self) -> In | None:
         """The peer's next message; None when it has ended the stream in order."""
@@ -90,6 +104,7 @@ class Hop(Generic[Out, In]):
             return None
         if message is None:  # gRPC's word for bytes that it cannot decode
             raise ProtocolViolation(f"{self.link.info.address} sent bytes that are no message")
+        self.link.silence.heard()
         return cast(In, message)
 
     async def opened(self) -> In:
@@ -118,6 +133,7 @@ class Hop(Generic[Out, In]):
             message = await self._outbox.get()
             try:
                 await self._call.write(message)
+                self._unsent_bytes -= message.ByteSize()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader learns why
 
@@ -128,6 +144,7 @@ class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
     ) -> None:
         super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening), span)
         self._asked = Asked(features=opening.features)
+        self._debt = Debt(len(opening.tokens))
         self._reader = VerdictReader(record, target, self._asked, time.monotonic())
 
     async def opened(self) -> verify.VerifyReply:
@@ -142,13 +159,19 @@ class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
     def steer(self, steering: Steering) -> None:
         steer = wire.steering_to_proto(steering)
         self._asked.steer(steer)
+        if steering.patience_us is not None:
+            self._debt.patience_s = steering.patience_us / 1e6
         self.send(verify.VerifyRequest(steer=steer))
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        return self._debt.overdue_s(tick_s, load, timeout_s)
 
     async def news(self) -> AsyncIterator[Verdict | Refusal]:
         """Raises ProtocolViolation for what no honest verifier sends."""
         while (reply := await self.receive()) is not None:
             kind = reply.WhichOneof("message")
             if kind == "verdict":
+                self._debt.paid()
                 yield self._reader.verdict(reply.verdict, time.monotonic())
             elif kind == "refused":
                 yield self._reader.refusal(reply)

@@ -18,6 +18,7 @@ from coordinator.fleet import Fleet
 from coordinator.shunning import Shunning
 from coordinator.store import Store, StoreDown
 from coordinator.target import Target, fetch_target
+from coordinator.watching import Silence, Stream, watch
 from outrider import wire
 from outrider.access import Access
 from outrider.errors import (
@@ -38,6 +39,7 @@ from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 log = structlog.get_logger(__name__)
 
 PROBE_S = 1.0
+PROBE_BUSY_S = 0.5  # of a worker that has sessions of ours
 PROBE_TIMEOUT_S = 2.0
 COOLDOWN_S = 0.5
 MAX_COOLDOWN_S = 5.0
@@ -57,7 +59,8 @@ class Link:
 
     def __init__(self, info: WorkerInfo, access: Access) -> None:
         self.info = info
-        self.sessions = 0  # that this coordinator has there
+        self.streams: set[Stream] = set()  # of sessions that this coordinator has there
+        self.silence = Silence()
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
         self.heard = time.monotonic()  # when such a stream last brought something
@@ -67,6 +70,10 @@ class Link:
         drafter = info.role is Role.DRAFTER
         self._channel = access.aio_channel(info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
         self._probing = asyncio.create_task(self._probe())
+
+    @property
+    def sessions(self) -> int:
+        return len(self.streams)
 
     @property
     def verifier(self) -> verifier_pb2_grpc.VerifierAsyncStub:
@@ -131,11 +138,12 @@ class Link:
                 self._probe_failed(error)
                 reply = None
             if reply is not None:  # None is also gRPC's word for bytes that it cannot decode
+                self.silence.heard()
                 taken = 1000 * (time.perf_counter() - started)
                 known = self.round_trip_ms
                 self.round_trip_ms = taken if known == 0.0 else known + _trust(known, taken) * (taken - known)
                 self.info = replace(self.info, load=wire.load_from_proto(reply.load), draining=reply.draining)
-            await asyncio.sleep(PROBE_S)
+            await asyncio.sleep(PROBE_BUSY_S if self.streams else PROBE_S)
 
     def _probe_failed(self, error: grpc.aio.AioRpcError) -> None:
         log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
@@ -166,8 +174,9 @@ def _anybody(_: Link) -> bool:
 
 
 class Roster:
-    def __init__(self, store: Store, heartbeat_ms: int, fleet: Fleet) -> None:
+    def __init__(self, store: Store, heartbeat_ms: int, fleet: Fleet, verdict_timeout_s: float) -> None:
         self._store = store
+        self._verdict_timeout_s = verdict_timeout_s
         self._heartbeat_ms = heartbeat_ms
         self._fleet = fleet
         self.shunning = Shunning()
@@ -246,6 +255,7 @@ class Roster:
     def choose(self, role: Role, fits: Callable[[Link], bool] = _anybody, *, prefer: str = "") -> Link | None:
         """Of those that fit the preferred worker if it can be had, else the least loaded."""
         able = [link for link in self._of(role) if self.usable(link) and fits(link)]
+        able = [link for link in able if not link.silence] or able
         chosen = next((link for link in able if link.info.worker_id == prefer), None)
         if chosen is not None or not able:
             return chosen
@@ -277,6 +287,14 @@ class Roster:
             for info in known:
                 await self._learn(info)
             await self._forget_silent({info.worker_id for info in known})
+
+    async def watch(self) -> None:
+        """Take sessions from workers that fall silent."""
+        await watch(self.links, self._has_spare, self._verdict_timeout_s)
+
+    def _has_spare(self, silent: Link) -> bool:
+        others = [link for link in self._of(silent.info.role) if link is not silent]
+        return any(self.usable(link) and not link.silence for link in others)
 
     async def close(self) -> None:
         for worker_id in list(self._links):

@@ -63,7 +63,7 @@ class Sessions:
         )
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
-        self.roster = Roster(self._store, settings.heartbeat_ms, fleet)
+        self.roster = Roster(self._store, settings.heartbeat_ms, fleet, settings.verdict_timeout_s)
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
@@ -91,6 +91,7 @@ class Sessions:
             vital(self._journal.run(), "journal"),
             vital(self._pairs.run(), "pairs"),
             vital(self.roster.run(), "roster"),
+            vital(self.roster.watch(), "watch"),
         ]
 
     def drain(self) -> None:

@@ -30,6 +30,9 @@ class CoordinatorSettings(Settings, DrafterKey):
     drafters_per_session: int = Field(1, ge=1, le=8, description="Different drafters that guess for one session.")
     heartbeat_ms: int = Field(1000, ge=50, description="How often workers report, ms; lost after five times this.")
     worker_wait_s: float = Field(30.0, ge=0, description="How long a session waits for a verifier, seconds.")
+    verdict_timeout_s: float = Field(
+        10.0, gt=0, description="A verifier that owes a verdict for longer loses the session; prompts have longer, s."
+    )
     session_ttl_s: int = Field(3600, ge=10, description="How long Redis keeps a session after its last write, seconds.")
     api_keys: SecretStr = Field(
         SecretStr(""), description="Keys of clients, separated by commas, or @FILE with one a line; empty: open to all."

@@ -24,6 +24,7 @@ from outrider.messages import (
 )
 
 MAX_TREE = 128  # guesses of a session that are open at the same time
+MAX_UNREAD = 256  # messages; a peer that is so far behind is drafted for no further
 ASK_US = 4_000  # what one ask of an eager session may take, about: commits take effect between two
 EAGER_SHARE = 8  # guesses that an eager session adds to a tree at once: the likeliest, wherever they are
 _SMOOTHING = 0.2
@@ -220,7 +221,7 @@ class Session:
 
     @property
     def _wants_more(self) -> bool:
-        if self._exhausted or self._depth <= 0 or self._budget <= 0:
+        if self._exhausted or self._depth <= 0 or self._budget <= 0 or self.outbox.qsize() > MAX_UNREAD:
             return False
         return self._deepest < self._depth or (self._eager and self._siblings > 1)
 

@@ -38,7 +38,7 @@ _NAMES = (
     "QUANTIZATION QUICK REDIS_URL REGEX RESTART ROUNDS RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S SHAPE SHARE_PREFIXES "
     "SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SUMMARY SYSTEM TARGET TEMPERATURE "
     "TENANT_STRETCH TENSOR_PARALLEL THREADS TIMEOUT_S TIMES TLS_CA TLS_CERT TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K TOP_P "
-    "UNROLL VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S WRITE_TIMEOUT_S"
+    "UNROLL VERDICT_TIMEOUT_S VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S WRITE_TIMEOUT_S"
 )
 VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
@@ -107,6 +107,9 @@ class WorkerSettings(Settings):
     )
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="How long a peer may leave unread what is sent to it, seconds; then its stream ends."
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")

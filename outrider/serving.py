@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider import wire
-from outrider.config import Settings, has_secrets
+from outrider.config import Settings, WorkerSettings, has_secrets
 from outrider.endpoint import is_loopback
 from outrider.errors import Expired, InvalidRequest, OutriderError, StartupError, grpc_status
 from outrider.limits import check_fields
@@ -39,6 +39,7 @@ IDLE_MS = 120_000  # without a call; a client that comes again connects again
 HEALTH_S = 0.1
 _OWN_DESCRIPTORS = 64  # for files, Redis and the like
 CANCEL_AGAIN_S = 1.0
+UNREAD_STATUS_S = 1.0
 _MIB = 1024 * 1024
 # Of the compression algorithms only "none", bit 0. gRPC inflates a message before it looks at its size, and a megabyte
 # becomes a gigabyte. A peer that names another algorithm is refused by its headers.
@@ -135,7 +136,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     """Run until SIGTERM or SIGINT, then drain and leave."""
     raise_descriptor_limit()
     tls = Tls.of(settings)
-    server = grpc.aio.server(options=server_options(settings), interceptors=[service.guard, ErrorInterceptor()])
+    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -166,6 +167,12 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     await service.stop()
     await server.stop(grace=1.0)
     log.info("stopped")
+
+
+def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
+    """What every call goes through. How long clients of a coordinator may read is for its sessions to say."""
+    write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
+    return [service.guard, ErrorInterceptor(write_timeout_s)]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> int:
@@ -278,6 +285,10 @@ class _Undecodable:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns exceptions into statuses, in one place, and bytes that are no message into INVALID_ARGUMENT."""
 
+    def __init__(self, write_timeout_s: float | None = None) -> None:
+        """`write_timeout_s`: how long the other end of a stream may leave a reply unread."""
+        self._write_timeout_s = write_timeout_s
+
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
@@ -287,11 +298,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         decode = _lenient(handler.request_deserializer)
         if inspect.isasyncgenfunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream, streams_in=True), decode, handler.response_serializer
+                _guard_stream(handler.stream_stream, self._write_timeout_s, streams_in=True),
+                decode,
+                handler.response_serializer,
             )
         if inspect.isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, streams_in=False), decode, handler.response_serializer
+                _guard_stream(handler.unary_stream, self._write_timeout_s, streams_in=False),
+                decode,
+                handler.response_serializer,
             )
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
@@ -339,19 +354,40 @@ def _guard_unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
     return guarded
 
 
-def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], *, streams_in: bool) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guard_stream(
+    behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float | None, *, streams_in: bool
+) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             given = _checked_stream(request) if streams_in else _checked(request)
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
-                    yield reply
+                    await _write(context, reply, write_timeout_s)
         except grpc.aio.AbortError:
             raise
+        except _Unread as error:
+            # What is unread stands in the way of the status too: it is left to gRPC, and the call ends here.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(UNREAD_STATUS_S):
+                    await abort(context, error.meant)
         except Exception as error:
             await abort(context, expected(error))
 
     return guarded
+
+
+class _Unread(Exception):
+    def __init__(self, meant: OutriderError) -> None:
+        self.meant = meant
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.write(reply)
+    except TimeoutError as error:
+        log.info("peer does not read", peer=context.peer(), seconds=timeout_s)
+        raise _Unread(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:

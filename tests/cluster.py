@@ -34,7 +34,7 @@ from outrider.config import Settings
 from outrider.errors import OutriderError, PeerLost, Unavailable
 from outrider.messages import FinishReason, TokenKind
 from outrider.models import MODEL_FREE
-from outrider.serving import ErrorInterceptor, Service, bind, channel_options, server_options
+from outrider.serving import Service, bind, channel_options, interceptors, server_options
 from outrider.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -386,7 +386,7 @@ def drafter_load(address: str) -> common.WorkerLoad:
 @asynccontextmanager
 async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]:
     """A service on a real socket without a process of its own: its address. Starts in no time."""
-    server = grpc.aio.server(options=server_options(settings), interceptors=[service.guard, ErrorInterceptor()])
+    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
     service.add_to(server)
     port = bind(server, settings.host, settings.port, Tls.of(settings))
     await server.start()

@@ -32,6 +32,7 @@ from outrider.tree import Block, GuessTree
 from verifier.hidden import Hidden
 
 MAX_BACKLOG = 64
+MAX_UNREAD = 1024  # replies of all kinds
 _MASKS_S = 0.02  # what the masks of a step may take: the others wait for them
 
 
@@ -222,6 +223,9 @@ class Session:
         return True
 
     def refuse(self, error: OutriderError, source: int) -> None:
+        """Raises InvalidRequest where refusals pile up unread: that would grow without end."""
+        if self.outbox.qsize() > MAX_UNREAD:
+            raise InvalidRequest.of("refusals", f"{self.outbox.qsize()} unread", f"at most {MAX_UNREAD}")
         self.outbox.put_nowait(Refused(error, source))
 
     def end(self, error: OutriderError | None = None) -> None:

@@ -1,0 +1,191 @@
+"""A verifier that lies, beside an honest one: its sessions move to the other, and their text is the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from coordinator.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider import wire
+from outrider.engine.load import LoadedModel
+from outrider.messages import FinishReason, TokenKind
+from outrider.serving import channel_options
+from outrider.serving import until as soon
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import verifier_pb2 as verify
+from tests.cluster import Output, Redis, ask, client, generate, in_process
+from tests.contract.conftest import HEARTBEAT_MS, verifier_serving
+
+LENGTH = 12
+PROMPT = "Whom should one believe? "
+Reply = Callable[[int], bytes]
+
+
+def verdict(position: int, **fields: Any) -> bytes:
+    plain: dict[str, Any] = {"position": position, "tokens": [7], "last": TokenKind.PLAIN}
+    return verify.VerifyReply(verdict=verify.Verdict(**(plain | fields))).SerializeToString()
+
+
+MANNERS: dict[str, Reply] = {
+    "accepts without end": lambda at: verdict(at, accepted=2**31),
+    "checks without end": lambda at: verdict(at, offered=2**31, nodes=2**31),
+    "a million tokens": lambda at: verdict(at, tokens=[7] * 1_000_000),
+    "ids that there are not": lambda at: verdict(at, tokens=[2**31]),
+    "elsewhere": lambda at: verdict(at + 1),
+    "no kind that there is": lambda at: verdict(at, last=99),
+    "no reason that there is": lambda at: verdict(at, finish_reason=99),
+    "over at once": lambda at: verdict(at, finish_reason=FinishReason.LENGTH),
+    "a stop that is none": lambda at: verdict(at, finish_reason=FinishReason.STOP),
+    "tallies of nobody": lambda at: verdict(at, sources=[verify.SourceTally(source=9, accepted=2**31)]),
+    "hidden states": lambda at: verdict(at, features=common.Features(position=at, width=0, rows=b"x" * 4096)),
+    "logprobs": lambda at: verdict(at, logprobs=[verify.TokenLogprobs(logprob=float("nan"))]),
+    "refuses what nobody sent": lambda _: verify.VerifyReply(
+        refused=common.Error(code="internal"), source=3
+    ).SerializeToString(),
+    "opens again": lambda at: verify.VerifyReply(opened=verify.Opened(position=at)).SerializeToString(),
+    "nothing": lambda _: b"",
+    "bytes": lambda _: b"\xff\xff\xff",
+}
+
+
+class Hostile:
+    """A verifier of the target, as far as its word goes."""
+
+    def __init__(self, model: common.ModelInfo) -> None:
+        self.model = model
+        self.manner = ""
+        self.opened = 0
+        self.probe = common.ProbeReply()
+
+    async def verify(self, requests: AsyncIterator[verify.VerifyRequest], context: Any) -> AsyncIterator[bytes]:
+        opening = (await anext(requests)).open
+        self.opened += 1
+        at = len(opening.tokens)
+        if self.manner == "cannot":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", ((wire.ERROR_KEY, b"\xff\xff"),))
+        wrong = common.ModelInfo(fingerprint="another")
+        opened = verify.Opened(position=at, model=wrong if self.manner == "another target" else self.model)
+        yield verify.VerifyReply(opened=opened).SerializeToString()
+        if self.manner in MANNERS:
+            yield MANNERS[self.manner](at)
+        await asyncio.sleep(3600)
+
+    async def answer(self, request: common.ProbeRequest, context: Any) -> common.ProbeReply:
+        return self.probe
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            "outrider.v1.Verifier",
+            {
+                "Verify": grpc.stream_stream_rpc_method_handler(self.verify, verify.VerifyRequest.FromString, bytes),
+                "Probe": grpc.unary_unary_rpc_method_handler(
+                    self.answer, common.ProbeRequest.FromString, common.ProbeReply.SerializeToString
+                ),
+            },
+        )
+
+
+class Pair:
+    """An honest verifier that others' sessions fill up first, and one that is not."""
+
+    def __init__(self, coordinator: str, service: CoordinatorService, hostile: Hostile) -> None:
+        self.coordinator = coordinator
+        self.service = service
+        self.hostile = hostile
+
+    @asynccontextmanager
+    async def with_hostile(self, manner: str) -> AsyncIterator[None]:
+        """Registered under a name and an address of its own, so that nothing is known of it."""
+        self.hostile.manner = manner
+        self.hostile.opened = 0
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((self.hostile.handlers(),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        worker = pb.Worker(
+            worker_id=f"hostile at {address}",
+            role=pb.ROLE_VERIFIER,
+            address=address,
+            kind="target",
+            capacity=10**6,
+            model=self.hostile.model,
+        )
+        roster = self.service.sessions.roster
+        async with grpc.aio.insecure_channel(self.coordinator, options=channel_options()) as channel:
+            call = rpc.RegistryStub(channel).Register()
+            await call.write(pb.RegisterRequest(worker=worker))
+            await call.read()
+            yield
+            call.cancel()
+            assert await soon(lambda: all(link.info.address != address for link in roster.links()), 20)
+        await server.stop(0)
+
+    async def answer(self, seed: int = 1, **params: Any) -> Output:
+        async with client(self.coordinator) as stub:
+            return await generate(stub, ask(PROMPT, max_tokens=LENGTH, ignore_eos=True, seed=seed, **params))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Pair]:
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=10, verdict_timeout_s=1.0)
+    service = CoordinatorService(settings, redis_server.url)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    async with (
+        in_process(service, settings) as coordinator,
+        verifier_serving(loaded, folder, coordinators=coordinator, max_sessions=4),
+    ):
+        assert await soon(service.ready, 20)
+        yield Pair(coordinator, service, Hostile(wire.model_to_proto(loaded.engine.info)))
+
+
+async def until_it_had_one(pair: Pair) -> list[Output]:
+    """Sessions until the other verifier was given one: it says that it has endless room, so that is soon."""
+    outputs = []
+    for _ in range(8):
+        outputs += await asyncio.gather(*(pair.answer() for _ in range(2)))
+        if pair.hostile.opened:
+            return outputs
+    raise AssertionError("nobody believed that it has room")
+
+
+@pytest.mark.parametrize("manner", [*MANNERS, "another target", "cannot", "silent"])
+async def test_a_verifier_that_lies_loses_the_session_and_the_text_is_the_same(pair: Pair, manner: str) -> None:
+    honest = await pair.answer()
+    async with pair.with_hostile(manner):
+        outputs = await until_it_had_one(pair)
+        shunned = [
+            link for link in pair.service.sessions.roster.links() if not pair.service.sessions.roster.usable(link)
+        ]
+    assert [output.token_ids for output in outputs] == [honest.token_ids] * len(outputs)
+    assert sum(output.stats.failovers for output in outputs) >= 1
+    if manner in MANNERS or manner == "another target":
+        assert [link.info.address for link in shunned if "hostile" in link.info.worker_id], "left alone for a while"
+
+
+async def test_a_load_that_cannot_be_ends_no_probe(pair: Pair) -> None:
+    pair.hostile.probe = common.ProbeReply(
+        load=common.WorkerLoad(
+            sessions=2**32 - 1,
+            step_ms=float("nan"),
+            cost=common.CostCurve(rows=range(1, 100_001), ms=[float("inf")] * 100_000),
+        )
+    )
+    async with pair.with_hostile("silent"):
+        output = await pair.answer()
+        links = pair.service.sessions.roster.links()
+        lying = next(link for link in links if "hostile" in link.info.worker_id)
+        assert await soon(lambda: lying.info.load.sessions == 2**32 - 1, 5)
+        assert not lying.info.load.cost.rows
+    pair.hostile.probe = common.ProbeReply()
+    assert output.finished
