@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ MAX_TOKENS = 600
 MIDDLE = 20  # tokens that every stream has when disaster strikes
 FREED_S = 1.0
 ENDLESS = 1500
+LONGEST_GAP_S = 5.0  # 2.5 on a quiet machine
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +181,41 @@ async def test_verifier_killed_with_another_present(whole: Cluster, undisturbed:
     assert_same(outputs, undisturbed)
     assert not any(output.breaks for output in outputs), "clients never learn of it"
     assert sum(output.stats.failovers > 0 for output in outputs) >= 2, "it had a share of the streams"
+
+
+async def test_verifier_stopped_for_seconds(whole: Cluster, undisturbed: list[Output]) -> None:
+    """Its connections live, and it says nothing: its sessions move, and what it says when it wakes counts for nothing."""
+    stopped = whole.verifiers[0]
+    gaps: list[float] = []
+    heard: dict[str, float] = {}
+
+    def on_chunk(output: Output) -> None:
+        now = time.monotonic()
+        gaps.append(now - heard.get(output.session_id, now))
+        heard[output.session_id] = now
+
+    request = ask("Sleep " * 4, gamma=0, temperature=0.0, max_tokens=ENDLESS, ignore_eos=True)
+    alone = await generate_resuming(whole.addresses[:1], request)
+    streams = [
+        asyncio.create_task(generate_resuming(whole.addresses[:1], request, on_chunk=on_chunk)) for _ in range(4)
+    ]
+    await until_async(lambda: _true(len(heard) == 4 and len(gaps) > 4 * MIDDLE), 30, "all streams in the middle")
+    gaps.clear()
+    stopped.signal(signal.SIGSTOP)
+    try:
+        done, _ = await asyncio.wait(streams, timeout=60)
+        assert len(done) == 4, "all go on while it sleeps"
+    finally:
+        stopped.signal(signal.SIGCONT)
+    outputs = [stream.result() for stream in streams]
+    assert [output.token_ids for output in outputs] == [alone.token_ids] * 4
+    assert not any(output.breaks for output in outputs), "clients never learn of it"
+    assert sum(output.stats.failovers for output in outputs) >= 1, "it had a share of the streams"
+    print(f"longest gap {max(gaps):.2f} s")
+    assert max(gaps) < LONGEST_GAP_S
+    again = await generate_resuming(whole.addresses[:1], request)
+    assert again.token_ids == alone.token_ids
+    await until_async(lambda: _true(verifier_load(stopped.address).sessions == 0), 10, "no session left behind")
 
 
 async def test_every_verifier_killed_and_one_restarted(whole: Cluster, undisturbed: list[Output]) -> None:
