@@ -184,7 +184,7 @@ async def test_verifier_killed_with_another_present(whole: Cluster, undisturbed:
 
 
 async def test_verifier_stopped_for_seconds(whole: Cluster, undisturbed: list[Output]) -> None:
-    """Its connections live, and it says nothing: its sessions move, and what it says when it wakes counts for nothing."""
+    """Its connections live, and it says nothing: its sessions move, and nothing that it says later counts."""
     stopped = whole.verifiers[0]
     gaps: list[float] = []
     heard: dict[str, float] = {}
