@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.plans import (
     BRANCHES,
     MAX_PATIENCE_MS,
+    MIN_PATIENCE_MS,
     PLAIN,
     Choice,
     Conditions,
@@ -37,6 +38,9 @@ DECAY = 0.98  # of what a trial weighs, per step with guesses
 SMOOTHING = 0.15
 SILENCE_SMOOTHING = 0.4  # a drafter that says nothing at all is dear
 SILENT = 0.9  # of patience
+GIVEN_UP = 0.9  # of the waits for less than was asked for: with a fixed γ, too, nobody is waited for then,
+LOOK_AFTER = 16  # but for one step after so many, each time after twice as many
+LOOK_AT_MOST = 512
 HYSTERESIS = 1.04  # another plan must promise this much more before it is taken
 DECIDE_EVERY = 4  # verdicts between two choices,
 DECIDE_SELDOM = 16  # once a plan has stood for
@@ -245,6 +249,7 @@ class Estimator:
         self.pair = Pair(positions)
         self._link_ms: float | None = None
         self._silence = 0.0
+        self.unmet = 0.0  # share of the waits that ended with patience and with less than was asked for
         self._cost = CostLine()
         self._published = UNKNOWN_COST
         self._pace: float | None = None  # steps seen, against what was published
@@ -281,9 +286,12 @@ class Estimator:
             drafting = verdict.offered * (self.pair.level_ms if tree else self.pair.draft_ms)
             link = max(0.0, timings.wait_us / 1000 - drafting)
             self._link_ms = link if self._link_ms is None else _smooth(self._link_ms, link)
-        in_vain = waited and not verdict.offered and timings.wait_us / 1000 >= SILENT * patience_ms
+        to_the_end = waited and timings.wait_us / 1000 >= SILENT * patience_ms
+        in_vain = to_the_end and not verdict.offered
         if in_vain or verdict.offered:
             self._silence += SILENCE_SMOOTHING * (in_vain - self._silence)
+        if waited:  # an honest drafter that has less than it was asked for says so, and is not waited for
+            self.unmet += SILENCE_SMOOTHING * ((to_the_end and verdict.offered < plan.gamma) - self.unmet)
         return in_vain
 
     def _shared(self, verdict: Verdict, step_ms: float) -> None:
@@ -364,6 +372,8 @@ class Controller:
         self._probing = 0
         self._since_choice = DECIDE_SELDOM
         self._since_plan = 0
+        self._since_look = 0  # at whether a drafter that was waited for in vain comes by now
+        self._look_after = LOOK_AFTER
         self._seen = Tally()  # of the plan in force, since it settled
         self._expected = 0.0  # of the plan in force, tokens per second
         self._plain_rate = 0.0  # expected, when last chosen
@@ -396,6 +406,7 @@ class Controller:
             self._probing += PROBE_STEPS  # promising: look on
         self._since_choice += 1
         self._since_plan += 1
+        self._since_look += 1
         timings = verdict.timings
         ms = (timings.wait_us + timings.step_us) / 1000
         self.tallies.setdefault(self.plan, Tally()).add(len(verdict.tokens), ms, self._expected)
@@ -428,6 +439,12 @@ class Controller:
 
     def _as_wished(self, round_trips_ms: float, plan: Plan) -> Choice:
         conditions = self.estimator.conditions(round_trips_ms)
+        if self.estimator.unmet < GIVEN_UP:
+            self._since_look, self._look_after = 0, LOOK_AFTER
+        elif self._since_look < self._look_after:
+            return Choice(plan, MIN_PATIENCE_MS, rate(conditions, plan))
+        else:
+            self._since_look, self._look_after = 0, min(LOOK_AT_MOST, 2 * self._look_after)
         patience = (
             max(FIXED_PATIENCE_MS, 4.0 * patience_for(conditions, plan)) if plan.gamma and not plan.ahead else 0.0
         )

@@ -772,3 +772,36 @@ def test_when_the_others_leave_guesses_are_made_again() -> None:
     controller = promising(sessions=60)
     beside(60, 60, controller)
     assert beside(0, 60, controller)[-1].gamma > 0
+
+
+# --- drafters that promise and do not come ---------------------------------------------------------------------------
+
+
+def waited_for(control: Controller, answers: Callable[[int], int], steps: int = 60) -> float:
+    """Milliseconds that a verifier waits per step for a drafter that has so many guesses; all waits end with patience
+    unless there are as many as were wanted."""
+    waited = 0.0
+    for step in range(steps):
+        control.decide(1.0, attached=True)
+        offered = answers(step)
+        enough = offered >= control.plan.gamma
+        wait_ms = min(5.0, control.patience_ms) if enough else control.patience_ms
+        waited += wait_ms
+        control.estimator.pair.drafted(offered, 1_000)
+        control.judged(verdict(0, offered, wait_ms=wait_ms))
+    return waited / steps
+
+
+@pytest.mark.parametrize("offered", [0, 1])
+def test_a_fixed_gamma_does_not_crawl_behind_a_drafter_that_does_not_come(offered: int) -> None:
+    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    waited_for(control, lambda _: offered, steps=40)
+    assert waited_for(control, lambda _: offered, steps=400) < 20.0, "a step takes 40 ms"
+
+
+def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
+    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    waited_for(control, lambda _: 0)
+    waited_for(control, lambda _: 4, steps=30)
+    assert control.patience_ms >= gamma.FIXED_PATIENCE_MS
+    assert control.estimator.unmet < 0.1
