@@ -9,7 +9,7 @@ import grpc
 
 from outrider.engine.load import LoadedModel
 from outrider.v1 import verifier_pb2 as verify
-from tests.cluster import until_async, verifier_load
+from tests.cluster import failure, until_async, verifier_load
 from tests.contract.conftest import Greedy, opening, verifier_serving, verifying
 from tests.http2 import Http2, message
 
@@ -36,8 +36,8 @@ async def test_unread_streams_leave_their_seats(loaded: LoadedModel, greedy: Gre
             await until_async(lambda: holds(SEATS), 10, "every seat taken")
             async with verifying(address) as refused:
                 await refused.send_open(PROMPT)
-                await refused.call.read()
-                assert await refused.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                code, _, _ = await failure(refused.call)
+                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             await until_async(lambda: holds(0), 20, "every seat free")
             async with verifying(address) as stream:
                 await stream.open(PROMPT, max_tokens=8)
