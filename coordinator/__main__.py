@@ -13,7 +13,7 @@ import structlog
 
 from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.config import main, redis_url
+from outrider.config import main, redis_url, resolved_redis_url
 from outrider.embedded_redis import embedded_redis
 from outrider.logs import report_progress, set_up_logs
 from outrider.serving import serve
@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 def run(settings: CoordinatorSettings) -> None:
     set_up_logs(settings.log_level, as_json=settings.log_json, service="coordinator")
-    given = settings.redis_url or redis_url()
+    given = resolved_redis_url(settings.redis_url) or redis_url()
     with contextlib.ExitStack() as stack:
         if given is None:
             log.warning("no REDIS_URL: sessions live in an embedded Redis and end with this process")

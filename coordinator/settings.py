@@ -23,7 +23,9 @@ class CoordinatorSettings(Settings, DrafterKey):
     max_bodies_mib: int = Field(
         64, ge=1, description="HTTP bodies over 64 KiB that are held at once, MiB of all of them together."
     )
-    redis_url: str = Field("", description="Redis for sessions; empty: REDIS_URL, else a private embedded server.")
+    redis_url: str = Field(
+        "", description="Redis for sessions, or @FILE with its URL; empty: REDIS_URL, else a private one."
+    )
     max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
     max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt taken, KiB of text.")
     gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that adaptive control may choose; twice that ahead.")

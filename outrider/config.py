@@ -49,8 +49,21 @@ def home() -> Path:
 
 
 def redis_url() -> str | None:
-    """The user's own Redis, by the name that every Redis client knows it by."""
-    return os.environ.get("REDIS_URL") or None
+    """The user's own Redis, by the name that every Redis client knows it by: a URL, or @FILE with one in it."""
+    return resolved_redis_url(os.environ.get("REDIS_URL") or "") or None
+
+
+def resolved_redis_url(text: str) -> str:
+    """The URL itself. Raises StartupError, which never quotes one: it may have a password in it."""
+    if not text.startswith("@"):
+        return text
+    try:
+        url = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"redis_url: cannot read {text[1:]}: {error}", field="redis_url", value=text) from error
+    if not url:
+        raise StartupError(f"redis_url: {text[1:]} is empty", field="redis_url", value=text, limit="a URL")
+    return url
 
 
 class Settings(BaseModel):

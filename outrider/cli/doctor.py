@@ -136,9 +136,9 @@ def _redis() -> Iterator[Finding]:
             redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2).ping()
         except (redis.RedisError, OSError, ValueError) as error:
             advice = "start it, or unset REDIS_URL to use the embedded one"
-            yield Finding("redis", "bad", f"{url}: {error}", advice)
+            yield Finding("redis", "bad", f"{_without_password(url)}: {error}", advice)
             return
-        yield Finding("redis", "ok", url)
+        yield Finding("redis", "ok", _without_password(url))
         return
     try:
         with embedded_redis() as own:
@@ -147,6 +147,11 @@ def _redis() -> Iterator[Finding]:
         yield Finding("redis", "bad", f"embedded: {error}", "set REDIS_URL to a Redis of your own")
         return
     yield Finding("redis", "ok", "embedded (no REDIS_URL): starts and answers")
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
 
 def _port(port: int) -> Iterator[Finding]:

@@ -195,9 +195,14 @@ def test_the_release_answers_to_whom_it_should(release: Release) -> None:
 
 def test_workers_speak_to_whoever_has_the_fleet_key(release: Release) -> None:
     """Which the chart makes in any case."""
-    key = release.rendered.secrets()["outrider-fleet"]["fleet-key"]
-    for role in ("verifier", "drafter"):
-        assert _probe(release, role, key) is grpc.StatusCode.OK
+    secrets = release.rendered.secrets()
+    keys = {
+        "verifier": secrets["outrider-fleet"]["fleet-key"],
+        "drafter": secrets["outrider-drafter"]["drafter-key"],
+    }
+    for role, other in (("verifier", "drafter"), ("drafter", "verifier")):
+        assert _probe(release, role, keys[role]) is grpc.StatusCode.OK
+        assert _probe(release, role, keys[other]) is grpc.StatusCode.UNAUTHENTICATED
         assert _probe(release, role, "another") is grpc.StatusCode.UNAUTHENTICATED
 
 

