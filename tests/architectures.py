@@ -27,6 +27,7 @@ from outrider.tiny import byte_tokenizer
 PAGE = Path(__file__).parent.parent / "docs" / "targets.md"
 FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOLERANCE = 1e-5
+_LOOSER = {"gemma4": 3e-5}  # by how a name begins: scores that are not scaled down round more
 CONTEXT = 96
 ORIGINAL = 32  # where a rotation changes
 TOKENS = 56  # of the text: past windows, chunks, and where a rotation changes
@@ -208,7 +209,9 @@ def fate(name: str, scratch: Path) -> Fate:
     family, changes = VARIANTS.get(name, (name, {}))
     model_name = FAMILIES[family]
     try:
-        save(tiny_model(family, changes), scratch)
+        model = tiny_model(family, changes)
+        model(torch.arange(2, 10)[None])  # else it is no model to compare with
+        save(model, scratch)
     except Exception as error:
         return Fate(name, model_name, not_built=f"{type(error).__name__}: {error}")
     engines: dict[str, Engine] = {}
@@ -222,14 +225,15 @@ def fate(name: str, scratch: Path) -> Fate:
             break
         engines[type(engine).__name__.removesuffix("Engine").lower()] = engine
     for kind, engine in engines.items():
-        wrong = difference(engine, scratch)
+        looser = [value for start, value in _LOOSER.items() if name.startswith(start)]
+        wrong = difference(engine, scratch, max(looser, default=TOLERANCE))
         if wrong:
             return Fate(name, model_name, wrong=f"{kind}: {wrong}")
     context = min((engine.info.context_length for engine in engines.values()), default=0)
     return Fate(name, model_name, tuple(engines), refusal, context)
 
 
-def difference(engine: Engine, folder: Path) -> str:
+def difference(engine: Engine, folder: Path, tolerance: float = TOLERANCE) -> str:
     """How an engine differs from the model itself; empty where it does not."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.randint(2, 250, (min(TOKENS, engine.info.context_length),), generator=torch.Generator().manual_seed(5))
@@ -268,7 +272,7 @@ def difference(engine: Engine, folder: Path) -> str:
     ask("after a tree", (Rows("a", text[tree + 3 :]), whole[tree + 3 :]))
     for way, got, wanted in found:
         distance = float((got - wanted).norm() / wanted.norm())
-        if not distance <= TOLERANCE:
+        if not distance <= tolerance:
             return f"{way}: {distance:.2g}"
     return ""
 

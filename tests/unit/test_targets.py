@@ -20,8 +20,8 @@ STATE = "state that Outrider cannot roll back"
 REFUSED = {
     **dict.fromkeys(("falcon_h1", "jamba", "qwen3_next", "qwen3_5_text", "lfm2", "nemotron_h", "mamba", "rwkv"), STATE),
     **dict.fromkeys(("bloom", "mpt", "falcon", "gptj"), "does not go through transformers' attention interface"),
-    **dict.fromkeys(("zamba", "deepseek_v4", "xlnet", "hrm_text"), ""),
-    **dict.fromkeys(("cpmant", "gpt_neo", "deepseek_v32", "glm_moe_dsa", "inkling_text"), ""),
+    **dict.fromkeys(("deepseek_v4", "xlnet", "hrm_text"), ""),
+    **dict.fromkeys(("cpmant", "gpt_neo", "inkling_text"), ""),
     **dict.fromkeys(("roberta", "xlm-roberta"), ""),
     "doge": "an attention mask of its own",
     "llama4_text": "a row's place in the step",
