@@ -19,6 +19,7 @@ from outrider.errors import InvalidRequest
 
 MAX_SEED = 2**64 - 1
 MAX_ID_CHARACTERS = 128
+MAX_EPOCH = 10**15 - 1  # as far as Redis counts exactly
 MAX_SALT_CHARACTERS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512

@@ -35,6 +35,7 @@ from verifier.shares import Shares
 log = structlog.get_logger(__name__)
 
 _REMEMBERED_EPOCHS = 16_384
+EPOCH_KEPT_S = 600.0  # after its stream was opened; a coordinator that lost the session has noticed by then
 _RETRY_AFTER_MS = 1_000
 _SMOOTHING = 0.1
 _LOOK_AGAIN_S = 0.01  # whether those who wait for their share of the time have it
@@ -122,7 +123,7 @@ class Scheduler:
         self._sessions: dict[str, Session] = {}
         self._waiting: deque[Session] = deque()
         self._gone: list[Session] = []
-        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._epochs: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._reserved = 0
         self._wake = asyncio.Event()
         self._step_ms = 0.0
@@ -139,7 +140,7 @@ class Scheduler:
         if self._draining:
             raise Unavailable("this verifier is leaving")
         opening.check(self._engine.info)
-        known = self._epochs.get(opening.session_id, -1)
+        known = self._epoch_of(opening.session_id)
         if opening.epoch < known:
             raise Fenced(
                 f"session {opening.session_id} is at epoch {known}",
@@ -428,8 +429,14 @@ class Scheduler:
         everyone: Iterator[Session] = iter([*self._sessions.values(), *self._waiting])
         return next((session for session in everyone if session.id == session_id), None)
 
+    def _epoch_of(self, session_id: str) -> int:
+        """The highest that was seen; -1: none lately. Whoever names a huge one does not lock an id for ever."""
+        epoch, seen = self._epochs.get(session_id, (-1, 0.0))
+        lately = time.monotonic() - seen < EPOCH_KEPT_S
+        return epoch if lately or self._live(session_id) is not None else -1
+
     def _remember_epoch(self, session_id: str, epoch: int) -> None:
-        self._epochs[session_id] = epoch
+        self._epochs[session_id] = epoch, time.monotonic()
         self._epochs.move_to_end(session_id)
         while len(self._epochs) > _REMEMBERED_EPOCHS:
             self._epochs.popitem(last=False)

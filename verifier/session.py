@@ -13,6 +13,7 @@ from outrider.acceptance import Chance, NoiseChance
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.grammar import Guide
 from outrider.messages import (
+    MAX_EPOCH,
     MAX_GAMMA,
     MAX_NODES,
     NO_STEERING,
@@ -62,6 +63,8 @@ class Opening:
             self.cache_salt,
         )
         check_salt("open.tenant", self.tenant)
+        if self.epoch > MAX_EPOCH:
+            raise InvalidRequest.of("open.epoch", self.epoch, f"at most {MAX_EPOCH}")
         if self.prompt_length + self.params.max_tokens > model.context_length:
             raise InvalidRequest.of(
                 "params.max_tokens",

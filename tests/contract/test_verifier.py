@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.engine.load import LoadedModel
-from outrider.messages import FinishReason, TokenKind
+from outrider.messages import MAX_EPOCH, FinishReason, TokenKind
 from outrider.serving import channel_options
 from outrider.tokenizer import save_tokenizer
 from outrider.v1 import common_pb2 as common
@@ -267,6 +267,26 @@ async def test_higher_epoch_takes_over_and_lower_is_fenced_off(verifier: str, tr
         assert "fenced" in error.message
         await new.rest()
     assert new.tokens == truth[:8], "the new owner never noticed"
+
+
+async def test_a_huge_epoch_does_not_lock_an_id(
+    verifier: str, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with verifying(verifier) as locking:
+        await locking.send_open(PROMPT, session_id="locked", epoch=2**64 - 1)
+        status, _, typed = await failure(locking.call)
+        assert (status, typed.field) == (grpc.StatusCode.INVALID_ARGUMENT, "open.epoch")
+    async with verifying(verifier) as locking:
+        await locking.open(PROMPT, session_id="locked", epoch=MAX_EPOCH, max_tokens=8)
+        await locking.rest()
+    async with verifying(verifier) as soon:
+        await soon.send_open(PROMPT, session_id="locked", epoch=1)
+        assert (await failure(soon.call))[2].code == "fenced"
+    monkeypatch.setattr("verifier.scheduler.EPOCH_KEPT_S", 0.0)  # later
+    async with verifying(verifier) as later:
+        await later.open(PROMPT, session_id="locked", epoch=1, max_tokens=8)
+        await later.rest()
+        assert later.tokens == truth[:8]
 
 
 async def test_equal_epoch_takes_over_too(verifier: str, truth: list[int]) -> None:
