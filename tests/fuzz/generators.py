@@ -128,6 +128,7 @@ def _registration(rng: random.Random, known: Known) -> Case:
         return _connection(rng, "workers", REGISTER, protobuf.encoded(pb.RegisterRequest(worker=worker)))
     role = rng.choice((pb.ROLE_VERIFIER, pb.ROLE_DRAFTER, pb.ROLE_DRAFTER))
     worker = corpus.pick(rng, corpus.workers(known, role))
+    worker.worker_id, worker.address = SESSION, f"127.0.0.1:{rng.randrange(1, 1_000)}"
     if rng.random() < 0.5:
         worker.model.vocabulary_digest = "another"
     said: list[Any] = [pb.RegisterRequest(worker=worker)]
