@@ -24,6 +24,7 @@ from tests.fuzz.values import SESSION
 MessageT = TypeVar("MessageT")
 
 PROMPT = [*range(40, 80)]
+LURE = [*range(41, 81)]  # of sessions that false verifiers take: they are as long as PROMPT
 TEXT = "Two heads are better than one, and two heads are "
 FEW = 4  # tokens that a well-formed request asks for
 SCHEMA = json.dumps(

@@ -35,6 +35,7 @@ from tests.fuzz.corpus import Known
 
 OPEN_TIMEOUT_S = 2.0
 SETTLE_S = 10.0
+GROWTH_MB = 300.0  # of a process, caches that have a limit included
 MAX_LINE = 8_000  # characters of a log line
 _BAD = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|\[critical|session failed|Exception (ignored )?in"
@@ -193,6 +194,8 @@ class Fleet:
         for name, now in self.footprints().items():
             if now.descriptors > before[name].descriptors + slack or now.threads > before[name].threads + slack:
                 held.append(f"{name}: {before[name]} has become {now}")
+            if now.memory_mb > before[name].memory_mb + GROWTH_MB:
+                held.append(f"{name} has grown from {before[name].memory_mb} to {now.memory_mb} MB")
         return held
 
 

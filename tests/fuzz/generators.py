@@ -150,6 +150,7 @@ def _false_verifier(rng: random.Random, known: Known) -> Case:
         refusal = common.Error(code="invalid_request", message="no", field="guess.position", value="1", limit="2")
         said.insert(rng.randrange(len(said)), verify.VerifyReply(refused=refusal, source=rng.randrange(3)))
     request = copy.deepcopy(corpus.generate_requests()[2])
+    request.tokens.ids[:] = corpus.LURE
     request.speculation.ClearField("gamma")
     answers = {VERIFY: _stream(rng, said), "Probe": (_probe(rng),)}
     return Case("workers", "false verifier", VERIFY, (protobuf.encoded(request),), CANCEL, answers=answers)

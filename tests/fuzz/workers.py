@@ -84,9 +84,9 @@ class FalseWorker(grpc.GenericRpcHandler):
 
 
 def _is_ours(first: bytes) -> bool:
-    """Neighbours' sessions are none of its business: they go to the true verifier."""
+    """Others' sessions are none of its business: they go to the true verifier."""
     opening = verify.VerifyRequest.FromString(first).open
-    return list(opening.tokens[: len(corpus.PROMPT)]) == corpus.PROMPT
+    return list(opening.tokens[: len(corpus.LURE)]) == corpus.LURE
 
 
 class Stage:
