@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -365,6 +366,8 @@ def _guard_stream(
                     await _write(context, reply, write_timeout_s)
         except grpc.aio.AbortError:
             raise
+        except _Gone:
+            log.debug("caller is gone", peer=context.peer())
         except _Unread as error:
             # What is unread stands in the way of the status too: it is left to gRPC, and the call ends here.
             with contextlib.suppress(TimeoutError):
@@ -376,6 +379,10 @@ def _guard_stream(
     return guarded
 
 
+class _Gone(Exception):
+    """The caller hung up while it was written to: there is nobody to tell anything."""
+
+
 class _Unread(Exception):
     def __init__(self, meant: OutriderError) -> None:
         self.meant = meant
@@ -385,6 +392,8 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeou
     try:
         async with asyncio.timeout(timeout_s):
             await context.write(reply)
+    except cygrpc.ExecuteBatchError as error:
+        raise _Gone from error
     except TimeoutError as error:
         log.info("peer does not read", peer=context.peer(), seconds=timeout_s)
         raise _Unread(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
