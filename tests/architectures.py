@@ -171,6 +171,8 @@ def _shrunk(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrained
     chosen |= {name: token for name, token in NAMES.items() if name in known}
     if "qk_rope_head_dim" in known and "head_dim" in chosen:
         chosen["head_dim"] = chosen["qk_rope_head_dim"]  # what is rotated
+    if "kv_lora_rank" in known:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # all heads share what is cached
     if "is_decoder" in known:
         chosen["is_decoder"] = True
     for name in kind.sub_configs:
