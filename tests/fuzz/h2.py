@@ -96,6 +96,7 @@ def _compressed(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]
 
 
 def _metadata(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
+    # No path that is not UTF-8: grpcio itself fails on it, before any code of a service runs.
     odd = {
         "grpc_timeout": rng.choice((b"0n", b"-1S", b"99999999999H", b"x", b"1")),
         "authorization": rng.choice((b"Bearer x", b"\xff\xfe", b"Bearer " + b"k" * 5000)),
@@ -106,7 +107,7 @@ def _metadata(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
         "content_type": rng.choice((b"text/html", b"application/grpc+json", b"application/grpc;x", b"")),
         "te": rng.choice((b"", b"gzip", None)),
         ":method": rng.choice((b"GET", b"PUT", b"")),
-        ":path": rng.choice((b"", b"*", b"//", path.encode() + b"/", b"\xff")),
+        ":path": rng.choice((b"", b"*", b"//", path.encode() + b"/")),
         ":scheme": rng.choice((b"gopher", b"")),
         ":authority": rng.choice((b"", b"evil.example", b"\x00")),
     }
