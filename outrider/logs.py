@@ -8,9 +8,12 @@ whoever opens the session).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import sys
+from typing import TextIO, cast
 
 import structlog
 from structlog.stdlib import ProcessorFormatter
@@ -18,6 +21,25 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from outrider.printable import printable
 from outrider.repeats import Repeats, cut_values
+
+
+class Lossy(io.TextIOBase):
+    """A stream that loses lines where they cannot be written, on a full disk or a closed pipe, and says how many."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lost = 0
+
+    def write(self, text: str) -> int:
+        told = f"{self._lost} log lines lost: they could not be written\n{text}" if self._lost else text
+        try:
+            self._stream.write(told)
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            self._lost += 1
+        else:
+            self._lost = 0
+        return len(text)
 
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
@@ -37,6 +59,7 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
         cut_values,
     ]
     repeats = Repeats()
+    stream = Lossy(sys.stderr)
     renderer: Processor = _text()
     if as_json:
         processors.append(name_service)
@@ -44,10 +67,10 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
     structlog.configure(
         processors=[repeats.process, *processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, stream)),
         cache_logger_on_first_use=True,
     )
-    _redirect_libraries(max(number, logging.WARNING), processors, renderer, repeats)
+    _redirect_libraries(stream, max(number, logging.WARNING), processors, renderer, repeats)
 
 
 def _text() -> Processor:
@@ -64,8 +87,10 @@ def _text() -> Processor:
     return render
 
 
-def _redirect_libraries(level: int, processors: list[Processor], renderer: Processor, repeats: Repeats) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+def _redirect_libraries(
+    stream: Lossy, level: int, processors: list[Processor], renderer: Processor, repeats: Repeats
+) -> None:
+    handler = logging.StreamHandler(stream)
     handler.addFilter(repeats.filter)
     handler.setFormatter(
         ProcessorFormatter(
@@ -83,4 +108,5 @@ def _redirect_libraries(level: int, processors: list[Processor], renderer: Proce
 
 def report_progress(text: str) -> None:
     """One line on standard output per stage of starting; `outrider up` shows it beside the service's name."""
-    print(f"progress: {text}", flush=True)
+    with contextlib.suppress(OSError):  # nobody is to end because it could not be said
+        print(f"progress: {text}", flush=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from datetime import datetime
+from pathlib import Path
 
 SCRIPT = """
 import logging, warnings
@@ -59,3 +60,31 @@ def test_text_says_the_same_to_people() -> None:
         assert part in text
     assert "too fine" not in text
     assert "format_exc_info" not in text
+
+
+_ON_A_FULL_DISK = """
+import logging, resource, structlog
+from outrider.logs import report_progress, set_up_logs
+set_up_logs("info", as_json=False, service="test")
+log = structlog.get_logger("test")
+log.info("before")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+for _ in range(3):
+    log.info("no room")
+logging.getLogger("library").warning("no room")
+report_progress("no room")
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+log.info("after")
+"""
+
+
+def test_a_full_disk_costs_log_lines_and_nothing_else(tmp_path: Path) -> None:
+    told = tmp_path / "log"
+    with told.open("wb") as file:
+        done = subprocess.run([sys.executable, "-c", _ON_A_FULL_DISK], stdout=file, stderr=file, check=False)
+    lines = told.read_text()
+    assert done.returncode == 0, lines
+    assert "before" in lines
+    assert "after" in lines
+    assert "log lines lost" in lines
