@@ -28,10 +28,12 @@ from outrider import wire
 from outrider.errors import Fenced, Unavailable
 from outrider.keys import Keys
 from outrider.messages import FinishReason, ModelInfo, Role, WorkerInfo
+from outrider.serving import until
 
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 1.0
+_CLOSE_S = 2.5 * TIMEOUT_S  # a call asks, and once more if the connection broke
 _PREFIX = "outrider"
 _PAIR_TTL_S = 30 * 24 * 3600
 MAX_CONNECTIONS = 32
@@ -74,9 +76,14 @@ class Store:
         self._cancel = self._redis.register_script(scripts.CANCEL)
         self._read_worker = self._redis.register_script(scripts.READ_WORKER)
         self._remove_worker = self._redis.register_script(scripts.REMOVE_WORKER)
+        self._calls = 0
+        self._closing = False
         self.up = False
 
     async def close(self) -> None:
+        """Close every connection. Calls under way end first: one that is cut off would connect again."""
+        self._closing = True
+        await until(lambda: not self._calls, _CLOSE_S)
         await self._redis.aclose()
 
     async def ping(self) -> None:
@@ -220,6 +227,9 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
+        if self._closing:
+            raise StoreDown("this coordinator is leaving")
+        self._calls += 1
         try:
             yield
         except ResponseError as error:
@@ -228,6 +238,8 @@ class Store:
             raise Unreadable("a value of another type than a coordinator writes") from error
         except (RedisError, OSError, TimeoutError) as error:
             self._down(error)
+        finally:
+            self._calls -= 1
         if not self.up:
             log.info("redis is up")
         self.up = True
