@@ -158,12 +158,11 @@ def ragged_attention(
     scale = scaling if scaling is not None else dim**-0.5
     out = query.new_empty((1, query.shape[2], heads, value.shape[3]))
     step.store.write(layer, step.slots, key[0], value[0])
-    for part in step.parts:
+
+    def attend(part: Part, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         new = part.segment.count
-        here = slice(part.segment.start, part.segment.end)
-        keys, values = step.store.read(layer, part.where)
         # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
-        grouped = query[0, :, here].reshape(kv_heads, group * new, dim)
+        grouped = query[0, :, part.segment.start : part.segment.end].reshape(kv_heads, group * new, dim)
         mask = part.mask(rule)
         if mask is not None and group > 1:
             mask = mask.repeat(group, 1)
@@ -174,8 +173,38 @@ def ragged_attention(
         else:
             sinks = None if s_aux is None else s_aux.reshape(kv_heads, group, 1).expand(-1, -1, new)
             attended = _explicit(grouped, keys, values, mask, scale, softcap, sinks)
-        out[0, here] = attended.reshape(heads, new, -1).transpose(0, 1)
+        return attended.reshape(heads, new, -1).transpose(0, 1)
+
+    for part in step.parts:
+        out[0, part.segment.start : part.segment.end] = attend(part, *step.store.read(layer, part.where))
+    masked = [part for part in step.parts if part.mask(rule) is not None]
+    if masked and not bool(out.isfinite().all()):
+        for part in masked:
+            _mend(
+                out[0, part.segment.start : part.segment.end], part, rule, attend, *step.store.read(layer, part.where)
+            )
     return out, None
+
+
+def _mend(
+    out: torch.Tensor,
+    part: Part,
+    rule: Rule,
+    attend: Callable[[Part, torch.Tensor, torch.Tensor], torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Compute a part again if it holds tokens whose keys or values are not finite.
+
+    A masked key has a weight of 0, and 0 · NaN is NaN. Such tokens count as
+    zeros for the rows that do not see them; the rows that do are NaN.
+    """
+    mask = part.mask(rule)
+    bad = ~(keys.isfinite().all(dim=2) & values.isfinite().all(dim=2)).all(dim=0)  # [tokens]
+    if mask is None or not bool(bad.any()):
+        return
+    out[:] = attend(part, keys.masked_fill(bad[:, None], 0), values.masked_fill(bad[:, None], 0))
+    out[(mask & bad).any(dim=1)] = float("nan")
 
 
 def _explicit(

@@ -75,7 +75,9 @@ class Skeleton:
         self._pool = torch.zeros(
             (len(plan.layers), 2 * plan.kv_heads, slots, plan.head_dim), dtype=weight.dtype, device=weight.device
         )
+        self._bad = torch.zeros(slots, dtype=torch.bool, device=weight.device)  # tokens whose embedding is not finite
         self._windows = {layer.window for layer in plan.layers}
+        self._widest = None if None in self._windows else max(window for window in self._windows if window is not None)
 
     def copied_bytes(self, tokens: int) -> int:
         """Bytes that attention copies for this many tokens of context."""
@@ -92,6 +94,8 @@ class Skeleton:
         """Logits and final hidden states of the wanted rows."""
         plan = self._plan
         x = plan.embed(ids, positions)
+        good = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True) < float("inf")
+        x = torch.where(good, x, 0)
         turns = [
             (cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None])
             for cos, sin in self._turns
@@ -113,7 +117,10 @@ class Skeleton:
             if inner is None:
                 inner = self._up(of, layer.mlp_in(x))
             _add(x, of.down, inner, layer.mlp_out)
-        final = self._final(x.index_select(0, wanted))
+        spoilt = self._spoilt(~good[:, 0], slots, parts, hidden[self._widest])
+        final = self._final(x.index_select(0, wanted)).masked_fill_(
+            spoilt.index_select(0, wanted)[:, None], float("nan")
+        )
         logits = _product(plan.head, final)
         return _capped(logits, plan.logit_softcap), final
 
@@ -121,10 +128,30 @@ class Skeleton:
         pages = self._pool.view(*self._pool.shape[:2], -1, PAGE_TOKENS, self._pool.shape[3])
         for source, target in copies:
             pages[:, :, target] = pages[:, :, source]
+            bad = self._bad.view(-1, PAGE_TOKENS)
+            bad[target] = bad[source]
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         source, target = torch.tensor([old, new], device=self._pool.device)
         self._pool.index_copy_(2, target, self._pool.index_select(2, source))
+        self._bad.index_copy_(0, target, self._bad.index_select(0, source))
+
+    def _spoilt(
+        self, bad: torch.Tensor, slots: torch.Tensor, parts: Sequence[Part], hidden: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return which rows see a token whose embedding is not finite, and remember the new ones.  # [rows]
+
+        Such a token is computed as zeros: a NaN in a page would reach rows that do not see it, and sessions that get
+        the page later, since a weight of 0 does not stop it.
+        """
+        self._bad.index_copy_(0, slots, bad)
+        pages = self._bad.view(-1, PAGE_TOKENS)
+        found = [
+            # "Greater" is "and not": one kernel.
+            (pages.index_select(0, part.table).view(part.sessions, 1, -1) > unseen).any(dim=2).view(-1)
+            for part, unseen in zip(parts, hidden, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _up(self, layer: Layer, read: torch.Tensor) -> torch.Tensor:
         inner = _product(layer.up, read)
