@@ -162,9 +162,7 @@ async def test_two_ranks_say_what_one_process_says(launched: Launched, alone: st
     truth, described = await plain(alone, session_id="plain", **params)
     tokens, opened = await guessed(own.address, truth, session_id="guessed", **params)
     assert tokens == truth
-    assert opened.model.fingerprint != described.model.fingerprint, "sums in another order: no failover between them"
-    opened.model.fingerprint = described.model.fingerprint
-    assert opened.model == described.model, "drafters fit all the same"
+    assert_same_but_for_arithmetic(opened, described)
     again, _ = await plain(own.address, session_id="again", **params)
     assert again == truth, "the second time from cached pages"
 
@@ -203,6 +201,12 @@ def test_sigterm_leaves_no_process(launched: Launched) -> None:
     assert "critical" not in own.log()
 
 
+def assert_same_but_for_arithmetic(opened: verify.Opened, described: verify.Opened) -> None:
+    assert opened.model.fingerprint != described.model.fingerprint, "sums in another order: no failover between them"
+    opened.model.fingerprint = described.model.fingerprint
+    assert opened.model == described.model, "drafters fit all the same"
+
+
 async def test_torchrun_starts_them_too(
     launched: Launched, tied: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -212,7 +216,7 @@ async def test_torchrun_starts_them_too(
         truth, described = await plain(address)
     tokens, opened = await plain(by_torchrun.address)
     assert tokens == truth
-    assert opened.model == described.model
+    assert_same_but_for_arithmetic(opened, described)
     ranks = children(pid_of(by_torchrun))
     assert len(ranks) == 2
     by_torchrun.terminate()
