@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
 import structlog
 
-from coordinator.settings import CoordinatorSettings
 from outrider.access import Access
+from outrider.credentials import Credentials
 from outrider.errors import StartupError, Unauthenticated
 from outrider.keys import HEADER, Keys
 from outrider.messages import Role
@@ -21,16 +22,15 @@ log = structlog.get_logger(__name__)
 class Fleet:
     """A drafter is shown the drafters' key only, and with it can register as a drafter only."""
 
-    tls: Tls | None = None
+    tls: Callable[[], Tls | None] = lambda: None
     verifiers: Keys = field(default_factory=Keys)
     drafters: Keys = field(default_factory=Keys)
 
     @classmethod
-    def of(cls, settings: CoordinatorSettings, api_keys: Keys) -> Self:
+    def of(cls, credentials: Credentials) -> Self:
         """Raises StartupError where a door would stand open beside a closed one."""
-        verifiers = Keys.parse(settings.fleet_key.get_secret_value(), "fleet_key")
-        drafters = Keys.parse(settings.drafter_key.get_secret_value(), "drafter_key")
-        for name, keys in (("api_keys are", api_keys), ("drafter_key is", drafters)):
+        verifiers, drafters = credentials.keys("fleet_key"), credentials.keys("drafter_key")
+        for name, keys in (("api_keys are", credentials.keys("api_keys")), ("drafter_key is", drafters)):
             if keys and not verifiers:
                 raise StartupError(
                     f"{name} given without fleet_key: anybody could report as a worker and read what clients write; "
@@ -42,7 +42,7 @@ class Fleet:
             log.warning("no drafter_key: every drafter has the fleet key, with which it could pass for a verifier")
         elif verifiers.shares(drafters):
             log.warning("drafter_key and fleet_key have a key in common: who has it could pass for a verifier")
-        return cls(Tls.of(settings), verifiers, drafters or verifiers)
+        return cls(lambda: credentials.tls, verifiers, drafters or verifiers)
 
     @property
     def door(self) -> Keys:
@@ -53,8 +53,8 @@ class Fleet:
         return self.drafters if role is Role.DRAFTER else self.verifiers
 
     def access(self, role: Role) -> Access:
-        """How workers of this role are called."""
-        return Access(self.tls, self.keys(role).first)
+        """How workers of this role are called now."""
+        return Access(self.tls(), self.keys(role).first)
 
     def check(self, role: Role, header: str | bytes | None) -> None:
         """Raise Unauthenticated where the key that was shown is not for workers of this role."""

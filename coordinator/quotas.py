@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from coordinator.settings import CoordinatorSettings
 from outrider.errors import Overloaded
-from outrider.tenants import Tenant
+from outrider.tenants import Limits, Tenant
 
 SHARE = 3
 _MINUTE_S = 60.0
@@ -52,6 +52,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
+    limits: Limits
     requests: Bucket
     tokens: Bucket
     max_sessions: int
@@ -67,7 +68,7 @@ class Quotas:
     def admit(self, tenant: Tenant, held: int, live: int) -> None:
         """Take one more session of a tenant that holds `held` of `live`. Raises Overloaded."""
         limit = self._settings.max_sessions
-        account = self._account(tenant)
+        account = self._account(tenant, anew=True)
         if live >= limit:
             raise _full("sessions", f"{live} sessions are going on", live, limit)
         if account.max_sessions and held >= account.max_sessions:
@@ -81,11 +82,13 @@ class Quotas:
     def spend(self, tenant: Tenant, tokens: int) -> None:
         self._account(tenant).tokens.take(tokens)
 
-    def _account(self, tenant: Tenant) -> _Account:
+    def _account(self, tenant: Tenant, *, anew: bool = False) -> _Account:
+        """`anew`: the tenant is as the keys have it now, and its limits may be others than before."""
         account = self._accounts.get(tenant.id)
-        if account is None:
+        if account is None or (anew and account.limits != tenant.limits):
             given, settings = tenant.limits, self._settings
             account = self._accounts[tenant.id] = _Account(
+                given,
                 Bucket(_either(given.requests_per_minute, settings.default_requests_per_minute)),
                 Bucket(_either(given.tokens_per_minute, settings.default_tokens_per_minute)),
                 _either(given.max_sessions, settings.default_max_sessions),

@@ -57,7 +57,8 @@ _TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's own words, on 
 class Link:
     """A connection to one worker, and how it is doing."""
 
-    def __init__(self, info: WorkerInfo, access: Access) -> None:
+    def __init__(self, info: WorkerInfo, access: Callable[[], Access]) -> None:
+        """`access`: asked for before each call, for keys and certificates change."""
         self.info = info
         self.streams: set[Stream] = set()  # of sessions that this coordinator has there
         self.silence = Silence()
@@ -66,9 +67,10 @@ class Link:
         self.heard = time.monotonic()  # when such a stream last brought something
         self._failures = 0
         self._not_before = 0.0
-        # A drafter has little to say, and is not believed: gRPC drops what is larger before it is read.
-        drafter = info.role is Role.DRAFTER
-        self._channel = access.aio_channel(info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
+        self._access = access
+        self._opened_with = access()
+        self._channel = self._open()
+        self._old: list[tuple[grpc.aio.Channel, set[Stream]]] = []  # with the streams that they may still carry
         self._probing = asyncio.create_task(self._probe())
 
     @property
@@ -77,11 +79,11 @@ class Link:
 
     @property
     def verifier(self) -> verifier_pb2_grpc.VerifierAsyncStub:
-        return verifier_pb2_grpc.VerifierStub(self._channel)  # type: ignore[return-value]
+        return verifier_pb2_grpc.VerifierStub(self._current())  # type: ignore[return-value]
 
     @property
     def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
-        return drafter_pb2_grpc.DrafterStub(self._channel)  # type: ignore[return-value]
+        return drafter_pb2_grpc.DrafterStub(self._current())  # type: ignore[return-value]
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -126,11 +128,33 @@ class Link:
     async def close(self) -> None:
         self._probing.cancel()
         await asyncio.gather(self._probing, return_exceptions=True)
-        await self._channel.close()
+        for channel in (self._channel, *(old for old, _ in self._old)):
+            await channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        # A drafter has little to say, and is not believed: gRPC drops what is larger before it is read.
+        drafter = self.info.role is Role.DRAFTER
+        return self._opened_with.aio_channel(self.info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
+
+    def _current(self) -> grpc.aio.Channel:
+        """Return a channel with the key and the certificate of now; streams stay on the one that they began on."""
+        if (access := self._access()) != self._opened_with:
+            self._old.append((self._channel, set(self.streams)))
+            self._opened_with = access
+            self._channel = self._open()
+        return self._channel
+
+    async def _close_old(self) -> None:
+        for entry in self._old[:]:
+            channel, carried = entry
+            if not carried & self.streams:
+                self._old.remove(entry)
+                await channel.close()
 
     async def _probe(self) -> None:
-        stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
         while True:
+            await self._close_old()
+            stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
             started = time.perf_counter()
             try:
                 reply: common.ProbeReply | None = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
@@ -406,7 +430,7 @@ class Roster:
         for link in self.links():
             if _place(link.info) == _place(info):
                 await self._drop(link.info.worker_id)  # restarted in the same place
-        link = Link(info, self._fleet.access(info.role))
+        link = Link(info, lambda: self._fleet.access(info.role))
         self._links[info.worker_id] = link
         self._changed.set()
         log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)

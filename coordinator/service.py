@@ -20,9 +20,9 @@ from coordinator.session import Session, Token
 from coordinator.sessions import Sessions
 from coordinator.settings import CoordinatorSettings
 from outrider import wire
+from outrider.credentials import Credentials
 from outrider.errors import Expired, OutriderError
 from outrider.guard import Guard
-from outrider.keys import Keys
 from outrider.origin import REQUEST_ID, take_up
 from outrider.serving import abort, cancel_all
 from outrider.v1 import common_pb2 as common
@@ -41,8 +41,9 @@ class CoordinatorService(rpc.OutriderServicer):
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
-        self.api_keys = Keys.parse(settings.api_keys.get_secret_value(), "api_keys")
-        self.fleet = Fleet.of(settings, self.api_keys)
+        self.credentials = Credentials(settings)
+        self.api_keys = self.credentials.keys("api_keys")
+        self.fleet = Fleet.of(self.credentials)
         # A drafter's key opens nothing but the registry.
         doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
         self.guard = Guard(doors, others=self.api_keys | self.fleet.verifiers)
@@ -50,7 +51,7 @@ class CoordinatorService(rpc.OutriderServicer):
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
-            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings)
+            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings, self.credentials)
 
     # Life.
 

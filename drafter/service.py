@@ -15,8 +15,9 @@ from drafter.loop import DraftingLoop
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
 from outrider import sizes, wire
-from outrider.access import Access, own_keys
+from outrider.access import Access
 from outrider.account import Account
+from outrider.credentials import Credentials
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.guard import Guard
@@ -42,13 +43,14 @@ class DrafterService(rpc.DrafterServicer):
         self._settings = settings
         self._tracing = tracing
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
-        self._metrics_server = MetricsServer(self._metrics, settings)
+        self.credentials = Credentials(settings)
+        self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
-        self.guard = Guard(dict.fromkeys(self.names, own_keys(settings)))
+        self.guard = Guard(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
         self._enlistment = Enlistment(
-            self._identity.coordinators, self._describe, drafter.vocabulary, Access.of(settings)
+            self._identity.coordinators, self._describe, drafter.vocabulary, lambda: Access.of(self.credentials)
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False

@@ -8,8 +8,8 @@ from typing import Any, Self, cast
 
 import grpc
 
-from outrider.config import Settings
-from outrider.keys import HEADER, Keys, bearer
+from outrider.credentials import Credentials
+from outrider.keys import HEADER, bearer
 from outrider.serving import channel_options
 from outrider.tls import Tls
 
@@ -22,9 +22,9 @@ class Access:
     key: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """A service's, to other services. Raises StartupError."""
-        return cls(Tls.of(settings), own_keys(settings).first)
+    def of(cls, credentials: Credentials) -> Self:
+        """A service's, to other services, as it is now."""
+        return cls(credentials.tls, credentials.own_keys.first)
 
     def channel(self, address: str) -> grpc.Channel:
         """For synchronous stubs."""
@@ -45,12 +45,6 @@ class Access:
 
 
 PLAIN = Access()
-
-
-def own_keys(settings: Settings) -> Keys:
-    """What a service shows to others of the fleet, and takes from them. Raises StartupError."""
-    name, secret = settings.own_key
-    return Keys.parse(secret.get_secret_value(), name)
 
 
 class _Keyed:

@@ -32,8 +32,9 @@ class Enlistment:
         coordinators: list[str],
         describe: Callable[[], WorkerInfo],
         vocabulary: Vocabulary | None,
-        access: Access = PLAIN,
+        access: Callable[[], Access] = lambda: PLAIN,
     ) -> None:
+        """`access`: asked for before each attempt, for keys and certificates change."""
         self._coordinators = coordinators
         self._describe = describe
         self._vocabulary = vocabulary
@@ -63,7 +64,7 @@ class Enlistment:
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:
-        async with self._access.aio_channel(address) as channel:
+        async with self._access().aio_channel(address) as channel:
             call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
             heartbeat: asyncio.Task[None] | None = None
             try:

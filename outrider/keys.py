@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import StartupError
@@ -21,18 +22,28 @@ _NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
 _ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N]"
 
 
-class Keys:
-    """Any of them opens. Without any the door stands open."""
+@dataclass(slots=True)
+class _Ring:
+    """Keys of one setting. Each field is replaced as a whole: other threads read it."""
 
-    __slots__ = ("_digests", "_first", "_holders")
+    first: str
+    holders: tuple[tuple[bytes, Tenant], ...]  # by the keys' digests
+
+
+class Keys:
+    """Any of them opens. Without any the door stands open.
+
+    What is made of several with `|` changes with each of them.
+    """
+
+    __slots__ = ("_rings",)
 
     def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
         """`holders`: one per key; absent: a tenant of its own for each."""
         given = list(keys)
         held = dict(zip(given, holders or [Tenant.of_key(key) for key in given], strict=True))
-        self._first = given[0] if given else ""
-        self._digests = tuple(_digest(key) for key in held)
-        self._holders = tuple(held.values())
+        pairs = tuple((_digest(key), holder) for key, holder in held.items())
+        self._rings: tuple[_Ring, ...] = (_Ring(given[0] if given else "", pairs),)
 
     @classmethod
     def parse(cls, text: str, field: str) -> Keys:
@@ -63,34 +74,41 @@ class Keys:
         return cls(keys, list(keys.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._held)
 
     def __or__(self, other: Keys) -> Keys:
         either = Keys()
-        either._first = self._first or other._first
-        either._digests = self._digests + other._digests
-        either._holders = self._holders + other._holders
+        either._rings = self._rings + other._rings
         return either
 
     def __repr__(self) -> str:
-        return f"Keys({len(self._digests)})"
+        return f"Keys({len(self._held)})"
+
+    def become(self, other: Keys) -> None:
+        """Hold the keys of another from now on, wherever this object is used."""
+        (ring,), (new,) = self._rings, other._rings
+        ring.holders, ring.first = new.holders, new.first
+
+    @property
+    def _held(self) -> list[tuple[bytes, Tenant]]:
+        return [pair for ring in self._rings for pair in ring.holders]
 
     @property
     def num_holders(self) -> int:
-        return len({holder.id for holder in self._holders})
+        return len({holder.id for _, holder in self._held})
 
     @property
     def first(self) -> str:
         """The one to show to others; empty: none."""
-        return self._first
+        return next((ring.first for ring in self._rings if ring.first), "")
 
     def shares(self, other: Keys) -> bool:
         """Whether a key is in both."""
-        return bool(set(self._digests) & set(other._digests))
+        return bool({digest for digest, _ in self._held} & {digest for digest, _ in other._held})
 
     def derived(self, purpose: bytes) -> list[bytes]:
         """A secret of each key, the one to show first, that tells nothing of the key and serves only this purpose."""
-        return [hmac.digest(digest, purpose, "sha256") for digest in self._digests]
+        return [hmac.digest(digest, purpose, "sha256") for digest, _ in self._held]
 
     def allows(self, header: str | bytes | None) -> bool:
         """Whether what a caller sent as `authorization` opens."""
@@ -101,13 +119,14 @@ class Keys:
 
         The time it takes tells nothing of any key.
         """
-        if not self._digests:
+        held = self._held
+        if not held:
             return ANYBODY
         text = header.decode("latin-1") if isinstance(header, bytes) else header or ""
         scheme, _, key = text.partition(" ")
         shown = _digest(key.strip())
         found: Tenant | None = None
-        for digest, holder in zip(self._digests, self._holders, strict=True):
+        for digest, holder in held:
             if hmac.compare_digest(digest, shown):
                 found = holder
         return found if scheme.lower() == _SCHEME else None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -16,6 +14,7 @@ import structlog
 from prometheus_client import make_wsgi_app
 
 from outrider.config import WorkerSettings
+from outrider.credentials import Credentials
 from outrider.errors import StartupError
 from outrider.keys import Keys
 from outrider.metrics import Metrics
@@ -31,11 +30,12 @@ _App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 class MetricsServer:
     """/metrics at --metrics-port, from `open` to `close`; without that port nothing."""
 
-    def __init__(self, metrics: Metrics, settings: WorkerSettings) -> None:
+    def __init__(self, metrics: Metrics, settings: WorkerSettings, credentials: Credentials) -> None:
         self._host, self._port = settings.host, settings.metrics_port
-        keys = Keys.parse(settings.metrics_key.get_secret_value(), "metrics_key")
-        self._app = _guarded(make_wsgi_app(metrics.registry), keys)
-        self._tls = _tls(settings)
+        self._app = _guarded(make_wsgi_app(metrics.registry), credentials.keys("metrics_key"))
+        if settings.metrics_tls and credentials.tls is None:
+            raise StartupError("metrics_tls needs tls_cert and tls_key", field="metrics_tls", limit="a certificate")
+        self._tls = credentials if settings.metrics_tls else None
         self._serving: tuple[WSGIServer, threading.Thread] | None = None
 
     def open(self) -> None:
@@ -76,7 +76,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, host: str, port: int, app: _App, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, port: int, app: _App, tls: Credentials | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tls = tls
         self._seats = threading.BoundedSemaphore(MOST)
@@ -111,10 +111,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         late.daemon = True
         late.start()
         try:
-            if self._tls is None:
+            tls = None if self._tls is None else self._tls.tls
+            if tls is None or tls.lenient_context is None:
                 super().finish_request(request, client_address)
             else:
-                with self._tls.wrap_socket(request, server_side=True) as encrypted:
+                with tls.lenient_context.wrap_socket(request, server_side=True) as encrypted:
                     super().finish_request(encrypted, client_address)
         finally:
             late.cancel()
@@ -137,15 +138,3 @@ def _guarded(app: _App, keys: Keys) -> _App:
         return [b"a valid key is needed here: --metrics-key\n"]
 
     return answer
-
-
-def _tls(settings: WorkerSettings) -> ssl.SSLContext | None:
-    """The service's own certificate, which gRPC has checked."""
-    if not settings.metrics_tls:
-        return None
-    if not settings.tls_cert:
-        raise StartupError("metrics_tls needs tls_cert and tls_key", field="metrics_tls", limit="a certificate")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    cert, key = (str(Path(name).expanduser()) for name in (settings.tls_cert, settings.tls_key))
-    context.load_cert_chain(cert, key)
-    return context

@@ -26,10 +26,10 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider import wire
 from outrider.config import Settings, WorkerSettings, has_secrets
+from outrider.credentials import Credentials
 from outrider.endpoint import is_loopback
 from outrider.errors import Expired, InvalidRequest, OutriderError, StartupError, grpc_status
 from outrider.limits import check_fields
-from outrider.tls import Tls
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -105,6 +105,9 @@ class Service(Protocol):
     """One of the three services, between `start` and `stop`."""
 
     @property
+    def credentials(self) -> Credentials: ...
+
+    @property
     def names(self) -> tuple[str, ...]: ...
 
     @property
@@ -136,14 +139,13 @@ class Service(Protocol):
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
     """Run until SIGTERM or SIGINT, then drain and leave."""
     raise_descriptor_limit()
-    tls = Tls.of(settings)
     server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     service.add_to(server)
-    port = bind(server, settings.host, settings.port, tls)
-    if tls is None and has_secrets(settings) and not is_loopback(settings.host):
+    port = bind(server, settings.host, settings.port, service.credentials)
+    if service.credentials.tls is None and has_secrets(settings) and not is_loopback(settings.host):
         log.warning("keys are asked for without TLS: whoever is on the way can read them", host=settings.host)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -159,7 +161,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     address = f"{settings.host}:{port}"
     log.info("serving", address=address)
     ready(address)
-    async with background(_follow_health(status, service)):
+    async with background(_follow_health(status, service), service.credentials.follow()):
         await leave.wait()
     log.info("draining", seconds=settings.drain_s)
     await _set_health(status, ["", *service.names], serving=False)
@@ -176,15 +178,16 @@ def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerIn
     return [service.guard, ErrorInterceptor(write_timeout_s)]
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, tls: Tls | None = None) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
     try:
         # Tried by hand first: gRPC reports a port in use on standard error, in words of its own.
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        if tls is None:
+        encrypted = credentials.server_credentials()
+        if encrypted is None:
             return server.add_insecure_port(f"{host}:{port}")
-        return server.add_secure_port(f"{host}:{port}", tls.server_credentials())
+        return server.add_secure_port(f"{host}:{port}", encrypted)
     except (RuntimeError, OSError) as error:
         raise StartupError(
             f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",

@@ -8,7 +8,7 @@ start it every few seconds.
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -24,12 +24,15 @@ SYSTEM = "system"  # as --tls-ca: the authorities that gRPC brings along
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM, read once. Without a certificate of our own we can call but not listen."""
+    """PEM, as it was when it was read. Without a certificate of our own we can call but not listen."""
 
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
     ca: bytes = b""  # empty: the authorities that gRPC brings along
     client_auth: bool = False
+    # To listen without gRPC: asking callers for what gRPC asks them for, and for nothing.
+    context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    lenient_context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def load(cls, *, cert: str = "", key: str = "", ca: str = "") -> Self | None:
@@ -44,11 +47,10 @@ class Tls:
             key=_read("tls_key", key) if key else b"",
             ca=_read("tls_ca", ca) if ca not in ("", SYSTEM) else b"",
         )
-        if cert:
-            _check_pair(cert, key)
+        context = _context(cert, key) if cert else None
         if given.ca:
-            _check_authority(ca)
-        return given
+            _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ca)
+        return replace(given, context=context, lenient_context=context)
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
@@ -69,13 +71,17 @@ class Tls:
                 value=settings.tls_ca,
                 limit="a file",
             )
-        return cls(given.cert, given.key, given.ca, client_auth=True)
+        asking = _context(settings.tls_cert, settings.tls_key)
+        asking.verify_mode = ssl.CERT_REQUIRED
+        _trust(asking, settings.tls_ca)
+        # A session that is taken up again shows no certificate, not even one whose authority is trusted no more.
+        asking.num_tickets = 0
+        asking.options |= ssl.OP_NO_TICKET
+        return replace(given, client_auth=True, context=asking)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials(
-            [(self.key, self.cert)],
-            root_certificates=self.ca if self.client_auth else None,
-            require_client_auth=self.client_auth,
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key, self.cert)], root_certificates=self.ca if self.client_auth else None
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -94,19 +100,20 @@ def _read(field: str, path: str) -> bytes:
         ) from error
 
 
-def _check_pair(cert: str, key: str) -> None:
-    """gRPC itself would listen with files that do not fit, and fail every caller."""
+def _context(cert: str, key: str) -> ssl.SSLContext:
+    """Also a check: gRPC itself would listen with files that do not fit, and fail every caller."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # A key with a password would otherwise be asked for at the terminal.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         _refuse("tls_key", key, f"tls_cert {cert} and tls_key {key} are no pair of a certificate and its key", error)
+    return context
 
 
-def _check_authority(path: str) -> None:
+def _trust(context: ssl.SSLContext, path: str) -> None:
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(Path(path).expanduser())
+        context.load_verify_locations(Path(path).expanduser())
     except ssl.SSLError as error:
         _refuse("tls_ca", path, f"tls_ca {path} holds no certificate", error)
 

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.access import Access
 from outrider.config import WorkerSettings
+from outrider.credentials import Credentials
 from outrider.errors import StartupError
 from outrider.logs import report_progress, set_up_logs
 from outrider.serving import Service, serve
@@ -52,7 +52,7 @@ def check_address(field: str, text: str) -> str:
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load what is to be served, then serve it."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
-    Access.of(settings)  # a key or certificate that cannot be read is told before a model is loaded
+    Credentials(settings)  # a key or certificate that cannot be read is told before a model is loaded
 
     async def run() -> None:
         service = build(report_progress)

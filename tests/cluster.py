@@ -34,8 +34,7 @@ from outrider.config import Settings
 from outrider.errors import OutriderError, PeerLost, Unavailable
 from outrider.messages import FinishReason, TokenKind
 from outrider.models import MODEL_FREE
-from outrider.serving import Service, bind, channel_options, interceptors, server_options
-from outrider.tls import Tls
+from outrider.serving import Service, background, bind, channel_options, interceptors, server_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -388,11 +387,12 @@ async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]
     """A service on a real socket without a process of its own: its address. Starts in no time."""
     server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
     service.add_to(server)
-    port = bind(server, settings.host, settings.port, Tls.of(settings))
+    port = bind(server, settings.host, settings.port, service.credentials)
     await server.start()
     await service.start(port)
     try:
-        yield f"{settings.host}:{port}"
+        async with background(service.credentials.follow()):
+            yield f"{settings.host}:{port}"
     finally:
         service.drain()
         # A service that a failed test has left stuck must not take the rest of the tests with it.

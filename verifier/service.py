@@ -11,8 +11,9 @@ import grpc
 import structlog
 
 from outrider import sizes, wire
-from outrider.access import Access, own_keys
+from outrider.access import Access
 from outrider.account import Account
+from outrider.credentials import Credentials
 from outrider.engine import Engine
 from outrider.enlist import Enlistment
 from outrider.errors import InvalidRequest, OutriderError
@@ -56,7 +57,8 @@ class VerifierService(rpc.VerifierServicer):
         self._tokenizer_files = tokenizer_files
         self._tracing = tracing
         self._metrics = VerifierMetrics(engine.info.name)
-        self._metrics_server = MetricsServer(self._metrics, settings)
+        self.credentials = Credentials(settings)
+        self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._scheduler = Scheduler(
             engine,
             Limits(
@@ -71,10 +73,12 @@ class VerifierService(rpc.VerifierServicer):
             self._metrics,
             cost,
         )
-        self.guard = Guard(dict.fromkeys(self.names, own_keys(settings)))
+        self.guard = Guard(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(self._identity.coordinators, self._describe, vocabulary, Access.of(settings))
+        self._enlistment = Enlistment(
+            self._identity.coordinators, self._describe, vocabulary, lambda: Access.of(self.credentials)
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
 

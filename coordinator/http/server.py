@@ -8,14 +8,13 @@ import socket
 import ssl
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator.http.connections import KEEP_ALIVE_S, Connection, Connections
 from coordinator.settings import CoordinatorSettings
+from outrider.credentials import Credentials
 from outrider.errors import StartupError
 from outrider.serving import max_connections, until
 
@@ -31,28 +30,28 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    def __init__(self, app: ASGIApp, settings: CoordinatorSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: CoordinatorSettings, credentials: Credentials) -> None:
         self._socket = _listen(settings.host, settings.http_port)
         self.address = f"{settings.host}:{self._socket.getsockname()[1]}"
         connection = partial(
             Connection, Connections(max_connections(settings)), settings.open_timeout_s, settings.write_timeout_s
         )
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                http=connection,  # type: ignore[arg-type]
-                ws="none",
-                lifespan="off",
-                proxy_headers=False,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=1,  # connections accepted per wake-up: without descriptors asyncio logs each of them
-                timeout_graceful_shutdown=_GRACE_S,
-                **_tls(settings),
-            )
+        config = uvicorn.Config(
+            app,
+            http=connection,  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            backlog=1,  # connections accepted per wake-up: without descriptors asyncio logs each of them
+            timeout_graceful_shutdown=_GRACE_S,
         )
+        config.load()
+        config.ssl = _context(credentials)
+        self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -71,15 +70,18 @@ class HttpServer:
             await asyncio.gather(self._serving, return_exceptions=True)
 
 
-def _tls(settings: CoordinatorSettings) -> dict[str, Any]:
-    """The same files and the same rule as for gRPC, which has checked them."""
-    if not settings.tls_cert:
-        return {}
-    files = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
-    if settings.tls_client_auth:
-        files["ssl_ca_certs"] = settings.tls_ca
-    named = {name: str(Path(file).expanduser()) for name, file in files.items()}
-    return {**named, "ssl_cert_reqs": ssl.CERT_REQUIRED} if settings.tls_client_auth else named
+def _context(credentials: Credentials) -> ssl.SSLContext | None:
+    """The same files and the same rule as for gRPC; each handshake has those of its moment."""
+    first = None if credentials.tls is None else credentials.tls.context
+    if first is None:
+        return None
+
+    def current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        if credentials.tls is not None and credentials.tls.context is not None:
+            connection.context = credentials.tls.context
+
+    first.sni_callback = current
+    return first
 
 
 def _listen(host: str, port: int) -> socket.socket:

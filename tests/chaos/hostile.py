@@ -115,7 +115,7 @@ async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, 
             parameters=0,
         ),
     )
-    enlistment = asyncio.create_task(Enlistment(coordinators, lambda: info, None, Access(None, key)).run())
+    enlistment = asyncio.create_task(Enlistment(coordinators, lambda: info, None, lambda: Access(None, key)).run())
     print(f"progress: ready at 127.0.0.1:{port}", flush=True)
     await leave.wait()
     enlistment.cancel()

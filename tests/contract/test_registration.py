@@ -18,6 +18,7 @@ from coordinator.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from drafter.settings import DrafterSettings
 from outrider.access import Access
+from outrider.credentials import Credentials
 from outrider.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated
 from outrider.messages import Role
 from outrider.serving import until as soon
@@ -197,8 +198,8 @@ async def test_one_key_for_all_works_and_is_told() -> None:
         async with registering(old, saying("old", address=f"127.0.0.1:{free_port()}"), FLEET_KEY) as call:
             assert (await call.read()).accepted
     assert service.fleet.access(Role.DRAFTER).key == FLEET_KEY
-    assert Access.of(DrafterSettings(fleet_key=FLEET_KEY)).key == FLEET_KEY
-    assert Access.of(DrafterSettings(fleet_key=FLEET_KEY, drafter_key=DRAFTER_KEY)).key == DRAFTER_KEY
+    assert Access.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY))).key == FLEET_KEY
+    assert Access.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY, drafter_key=DRAFTER_KEY))).key == DRAFTER_KEY
 
 
 def test_a_drafters_key_alone_is_refused() -> None:

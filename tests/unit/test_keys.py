@@ -14,6 +14,7 @@ from drafter.settings import DrafterSettings
 from outrider import config
 from outrider.access import Access
 from outrider.config import has_secrets
+from outrider.credentials import Credentials
 from outrider.errors import KINDS, STATUS, StartupError, Unauthenticated
 from outrider.keys import Keys, bearer
 from outrider.tenants import ANYBODY, Limits, Tenant
@@ -114,13 +115,13 @@ def test_settings_never_show_them() -> None:
         assert "s3cret" not in shown
         assert "f1eet" not in shown
     assert config.flags(settings) == ["--max-sessions", "3"], "a command line is read by everybody on the machine"
-    assert "f1eet" not in repr(Access.of(settings))
-    assert Access.of(settings).key == "f1eet"
+    assert "f1eet" not in repr(Access.of(Credentials(settings)))
+    assert Access.of(Credentials(settings)).key == "f1eet"
     assert not has_secrets(CoordinatorSettings(tls_client_auth=True))
 
 
 def test_of_several_fleet_keys_the_first_is_shown() -> None:
-    assert Access.of(DrafterSettings(fleet_key="new,old")).key == "new"
+    assert Access.of(Credentials(DrafterSettings(fleet_key="new,old"))).key == "new"
 
 
 def test_api_keys_need_a_fleet_key() -> None:

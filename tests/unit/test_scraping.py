@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 from drafter.settings import DrafterSettings
-from outrider import scraping
+from outrider import credentials, scraping
+from outrider.credentials import Credentials
 from outrider.errors import StartupError
 from outrider.metrics import DrafterMetrics
 from outrider.scraping import MOST, MetricsServer
+from outrider.serving import background
+from outrider.serving import until as soon
 from tests.certificates import Authority
 from tests.cluster import free_port, until
 
@@ -25,7 +28,8 @@ from tests.cluster import free_port, until
 @contextmanager
 def serving(**settings: Any) -> Iterator[int]:
     port = free_port()
-    server = MetricsServer(DrafterMetrics("m", "ngram"), DrafterSettings(metrics_port=port, **settings))
+    given = DrafterSettings(metrics_port=port, **settings)
+    server = MetricsServer(DrafterMetrics("m", "ngram"), given, Credentials(given))
     server.open()
     try:
         yield port
@@ -51,6 +55,36 @@ def test_a_key_is_asked_for() -> None:
         assert scrape(port) == 200
 
 
+async def test_key_and_certificate_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(credentials, "LOOK_S", 0.05)
+    authority = Authority.make(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(authority.path))
+    key, cert, private = (tmp_path / name for name in ("key", "tls.pem", "tls.key"))
+
+    def put(name: str) -> None:
+        key.write_text(name)
+        mine = authority.issue(name)
+        cert.write_bytes(mine.cert.read_bytes())
+        private.write_bytes(mine.key.read_bytes())
+
+    put("old")
+    files = {"metrics_key": f"@{key}", "tls_cert": str(cert), "tls_key": str(private)}
+    given = DrafterSettings(metrics_port=free_port(), metrics_tls=True, **files)
+    current = Credentials(given)
+    server = MetricsServer(DrafterMetrics("m", "ngram"), given, current)
+    server.open()
+    try:
+        async with background(current.follow()):
+            put("new")
+            assert await soon(lambda: current.keys("metrics_key").first == "new", 10)
+            assert await soon(lambda: current.tls is not None and current.tls.cert == cert.read_bytes(), 10)
+        assert ssl.get_server_certificate(("127.0.0.1", given.metrics_port)).split() == cert.read_text().split()
+        found = [scrape(given.metrics_port, shown, trusting) for shown in ("old", "new")]
+        assert found == [401, 200]
+    finally:
+        server.close()
+
+
 def test_tls(tmp_path: Path) -> None:
     authority = Authority.make(tmp_path)
     mine = authority.issue("worker")
@@ -58,8 +92,9 @@ def test_tls(tmp_path: Path) -> None:
         assert scrape(port, tls=ssl.create_default_context(cafile=str(authority.path))) == 200
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             scrape(port)
+    given = DrafterSettings(metrics_tls=True)
     with pytest.raises(StartupError, match="tls_cert"):
-        MetricsServer(DrafterMetrics("m", "ngram"), DrafterSettings(metrics_tls=True))
+        MetricsServer(DrafterMetrics("m", "ngram"), given, Credentials(given))
 
 
 def test_slow_callers_are_hung_up_on_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from drafter.settings import DrafterSettings
 from outrider.access import Access
+from outrider.credentials import Credentials
 from outrider.errors import StartupError
 from outrider.tls import SYSTEM, Tls
 from tests.certificates import Authority
@@ -31,7 +32,7 @@ def refusal(**files: object) -> str:
 def test_nothing_given_is_plain_text() -> None:
     assert Tls.load() is None
     assert Tls.of(settings()) is None
-    assert Access.of(settings()) == Access()
+    assert Access.of(Credentials(settings())) == Access()
 
 
 def test_a_whole_set(authority: Authority) -> None:
@@ -39,7 +40,7 @@ def test_a_whole_set(authority: Authority) -> None:
     tls = Tls.of(settings(tls_cert=mine.cert, tls_key=mine.key, tls_ca=authority.path, tls_client_auth=True))
     assert tls == Tls(mine.cert.read_bytes(), mine.key.read_bytes(), authority.path.read_bytes(), client_auth=True)
     assert "PRIVATE" not in repr(tls)
-    assert tls.server_credentials()
+    assert tls.server_configuration()
     assert tls.channel_credentials()
 
 
