@@ -105,6 +105,7 @@ class Process:
         self.port = port
         self.address = f"127.0.0.1:{port}"
         self.web = ""  # of a coordinator: its HTTP edge
+        self.tree = ROOT  # of its next lives: where its release lies
         self._command = list(command)
         self._folder = folder
         self._lives = 0
@@ -125,6 +126,9 @@ class Process:
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
         python, module, *flags = self._command
+        if self.tree != ROOT:
+            release = environment(PYTHONPATH=str(self.tree))
+            return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=self.tree, env=release)
         if (python, module) == (sys.executable, "-m") and runs_a_model(flags):
             return Forked(flags[0], flags[1:], log, ROOT, environment())
         return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
@@ -455,9 +459,9 @@ def ask(
 
 
 @asynccontextmanager
-async def client(address: str) -> AsyncIterator[Any]:
+async def client(address: str, access: Access = PLAIN) -> AsyncIterator[Any]:
     """A stub of the public service."""
-    async with grpc.aio.insecure_channel(address, options=channel_options(64)) as channel:
+    async with access.aio_channel(address, 64 * 1024 * 1024) as channel:
         yield rpc.OutriderStub(channel)
 
 
@@ -518,6 +522,7 @@ async def generate_resuming(
     *,
     seconds: float = 60.0,
     on_chunk: Callable[[Output], None] = lambda _: None,
+    access: Access = PLAIN,
 ) -> Output:
     """As a good client does it: when the stream breaks, go on from the tokens at hand with the next coordinator."""
     output = Output()
@@ -525,7 +530,7 @@ async def generate_resuming(
     turn = 0
     while True:
         try:
-            async with client(addresses[turn % len(addresses)]) as stub:
+            async with client(addresses[turn % len(addresses)], access) as stub:
                 if not output.session_id:
                     call = stub.Generate(request, timeout=seconds)
                 else:
