@@ -7,6 +7,7 @@ loaded for a session.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,6 +207,7 @@ class Roster:
         self.shunning = Shunning()
         self._links: dict[str, Link] = {}
         self._seen: dict[str, float] = {}
+        self._left: dict[str, float] = {}  # workers whose streams have ended, and when
         self._target: Target | None = None
         self._target_lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -262,11 +264,14 @@ class Roster:
 
     async def left(self, worker_id: str) -> None:
         """A worker's registration stream has ended."""
+        self._left[worker_id] = math.inf  # until Redis has forgotten it too
         await self._drop(worker_id)
         try:
             await self._store.remove_worker(worker_id)
         except StoreDown as error:
             log.debug("worker not removed from redis", worker=worker_id, error=error.message)
+        finally:
+            self._left[worker_id] = time.monotonic()
 
     def vocabulary_differs(self, info: WorkerInfo) -> bool:
         return (
@@ -304,13 +309,20 @@ class Roster:
         """Follow what other coordinators have heard, and notice who fell silent."""
         while True:
             await asyncio.sleep(self._heartbeat_ms / 1000)
-            try:
-                known = await self._store.workers(LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000)
-            except StoreDown:
-                known = []  # the last that was known stays in force
-            for info in known:
+            await self.look()
+
+    async def look(self) -> None:
+        """Read once what other coordinators have recorded."""
+        asked = time.monotonic()
+        try:
+            known = await self._store.workers(LOST_AFTER_HEARTBEATS * self._heartbeat_ms / 1000)
+        except StoreDown:
+            known = []  # the last that was known stays in force
+        for info in known:
+            if self._left.get(info.worker_id, 0.0) < asked:  # else this was recorded before it left
                 await self._learn(info)
-            await self._forget_silent({info.worker_id for info in known})
+        self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
+        await self._forget_silent({info.worker_id for info in known})
 
     async def watch(self) -> None:
         """Take sessions from workers that fall silent."""
