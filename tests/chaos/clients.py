@@ -7,6 +7,7 @@ import contextlib
 import random
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,7 @@ class Got:
                 raise Violation("wrong", f"{self.case.name}: {name} is {mine!r:.200}, must be {theirs!r:.200}")
 
 
-class Customer:
+class Customer(ABC):
     """What all of them do: one session after the other, each in another manner."""
 
     manners: tuple[str, ...] = ()
@@ -128,8 +129,9 @@ class Customer:
         talk.ended = time.monotonic()
         self.ledger.counts["sessions"] += 1
 
+    @abstractmethod
     async def serve(self, case: Case, manner: str, talk: Talk) -> None:
-        raise NotImplementedError
+        """Ask, read, and check what comes."""
 
     async def pause(self, seconds: float | None) -> None:
         await asyncio.sleep((seconds or 0.3) * self.rng.uniform(1.0, 1.5))
