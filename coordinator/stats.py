@@ -7,7 +7,7 @@ from collections import Counter
 
 import structlog
 
-from coordinator.gamma import Controller
+from coordinator.gamma import Controller, Tally
 from coordinator.plans import Plan
 from coordinator.record import SessionRecord
 from outrider import wire
@@ -169,25 +169,79 @@ class RequestStats:
             self.span.failed(error.message)
         self.span.end()
 
+    # What it comes to. Cheap reads of what was counted; `to_proto` also works out what was considered.
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @property
+    def drafts(self) -> int:
+        """Steps that had guesses to check."""
+        return self._drafts
+
+    @property
+    def draft_tokens(self) -> int:
+        """Guessed tokens that were checked."""
+        return sum(self._offered)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self._accepted)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Steps that accepted a guess i tokens ahead, for as many positions as were ever checked."""
+        return self._accepted + [0] * (len(self._offered) - len(self._accepted))
+
+    @property
+    def acceptance_rate(self) -> float:
+        return _ratio(self.accepted_tokens, self.draft_tokens)
+
+    @property
+    def mean_gamma(self) -> float:
+        return _ratio(self._gamma_sum, self._steps)
+
+    @property
+    def bytes_per_accepted_token(self) -> float:
+        return _ratio(self._wire_bytes, self.accepted_tokens)
+
+    @property
+    def time_to_first_token_ms(self) -> float:
+        return 1000 * (self._first - self._started)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token."""
+        return _ratio(self._tokens - self._tokens_at_first, self._last_token - self._first)
+
+    @property
+    def taken(self) -> list[tuple[Plan, Tally]]:
+        """Plans that were in force, by the steps that they were."""
+        tallies = {} if self.control is None else self.control.tallies
+        return sorted(tallies.items(), key=lambda item: -item[1].steps)
+
+    @property
+    def _first(self) -> float:
+        """When the first token came; the start, if none has."""
+        return self._started if self._first_token is None else self._first_token
+
     def to_proto(self) -> pb.Stats:
-        checked, accepted = sum(self._offered), sum(self._accepted)
-        first = self._first_token if self._first_token is not None else self._started
-        streaming = self._last_token - first
         return pb.Stats(
             steps=self._steps,
             drafts=self._drafts,
-            draft_tokens=checked,
-            accepted_tokens=accepted,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             offered_per_position=self._offered,
-            accepted_per_position=self._accepted + [0] * (len(self._offered) - len(self._accepted)),
+            accepted_per_position=self.accepted_per_position,
             acceptance_length=_ratio(self._committed_with_drafts, self._drafts),
-            acceptance_rate=_ratio(accepted, checked),
-            mean_gamma=_ratio(self._gamma_sum, self._steps),
-            bytes_per_accepted_token=_ratio(self._wire_bytes, accepted),
+            acceptance_rate=self.acceptance_rate,
+            mean_gamma=self.mean_gamma,
+            bytes_per_accepted_token=self.bytes_per_accepted_token,
             bytes_per_guessed_token=_ratio(self._payload_bytes, self._guessed),
-            time_to_first_token_ms=1000 * (first - self._started),
+            time_to_first_token_ms=self.time_to_first_token_ms,
             duration_ms=1000 * (time.monotonic() - self._started),
-            tokens_per_second=_ratio(self._tokens - self._tokens_at_first, streaming),
+            tokens_per_second=self.tokens_per_second,
             failovers=self.failovers,
             drafter_losses=self.drafter_losses,
             drafter=self.drafter_kind,
@@ -214,7 +268,6 @@ class RequestStats:
     def _plans(self) -> list[pb.PlanShare]:
         if self.control is None:
             return []
-        tallies = sorted(self.control.tallies.items(), key=lambda item: -item[1].steps)
         taken = [
             pb.PlanShare(
                 plan=plan.label,
@@ -222,7 +275,7 @@ class RequestStats:
                 expected_tokens_per_second=_ratio(tally.expected, tally.steps),
                 tokens_per_second=1000.0 * _ratio(tally.tokens, tally.ms),
             )
-            for plan, tally in tallies
+            for plan, tally in self.taken
         ]
         ways = {plan.way for plan in self.control.tallies}
         return taken + [

@@ -57,7 +57,7 @@ def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
     """Choices of the same prompt count it once."""
     first = sessions[::per_prompt]
     prompted = sum(len(session.record.request.prompt) for session in first)
-    cached = sum(session.stats.to_proto().cached_tokens for session in first)
+    cached = sum(session.stats.cached_tokens for session in first)
     completed = sum(len(session.record.tokens) for session in sessions)
     return {
         "prompt_tokens": prompted,
@@ -72,7 +72,7 @@ def metrics(sessions: Sequence[Session]) -> Json:
     """Of a single choice."""
     if len(sessions) != 1:
         return {}
-    stats = sessions[0].stats.to_proto()
+    stats = sessions[0].stats
     held = [stats.drafts, *stats.accepted_per_position, 0]
     return {
         "metrics": {
@@ -83,15 +83,15 @@ def metrics(sessions: Sequence[Session]) -> Json:
                 "num_spec_steps": stats.drafts,
                 "num_accepted_draft_tokens": stats.accepted_tokens,
                 "num_draft_tokens": stats.draft_tokens,
-                "num_spec_tokens": len(stats.offered_per_position),
+                "num_spec_tokens": len(stats.accepted_per_position),
             },
             "outrider": {
                 "tokens_per_second": stats.tokens_per_second,
                 "time_to_first_token_ms": stats.time_to_first_token_ms,
                 "steps": stats.steps,
                 "mean_gamma": stats.mean_gamma,
-                "drafter": stats.drafter,
-                "plans": [{"plan": share.plan, "steps": share.steps} for share in stats.plans if share.steps],
+                "drafter": stats.drafter_kind,
+                "plans": [{"plan": plan.label, "steps": tally.steps} for plan, tally in stats.taken],
                 "bytes_per_accepted_token": stats.bytes_per_accepted_token,
                 "failovers": stats.failovers,
                 "drafter_losses": stats.drafter_losses,
