@@ -1,0 +1,79 @@
+"""The documentation against the repository: links, the index, and the tests that docs/invariants.md names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT
+from tests.unit.test_threat_model import functions
+
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")})
+INVARIANTS = ROOT / "docs" / "invariants.md"
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^## Invariant (\d+): .+?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_TEST = re.compile(r"^\| `(tests/[\w/]+\.py)::(\w+)` \|", re.MULTILINE)
+_CITED = re.compile(r"Invariant (\d+)")
+
+
+def sections() -> dict[int, str]:
+    """Return the text of each invariant by its number."""
+    return {int(found[1]): found[0] for found in _SECTION.finditer(INVARIANTS.read_text(encoding="utf-8"))}
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that GitHub gives to the headings of a page."""
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in _HEADING.findall(text)}
+
+
+def citations() -> Iterator[tuple[str, int]]:
+    """Yield every module of code and tests with the number of an invariant that it cites."""
+    for top in ("outrider", "drafter", "verifier", "coordinator", "loadtest", "tests"):
+        for path in (ROOT / top).rglob("*.py"):
+            if path != Path(__file__):
+                for number in _CITED.findall(path.read_text(encoding="utf-8")):
+                    yield str(path.relative_to(ROOT)), int(number)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_has_a_target(page: Path) -> None:
+    for path, anchor in _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{path} is missing"
+        assert not anchor or anchor in anchors(target), f"{path} has no heading #{anchor}"
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / path).resolve() for path, _ in _LINK.findall(index.read_text(encoding="utf-8"))}
+    pages = set((ROOT / "docs").rglob("*.md")) - {index}
+    assert pages <= listed, sorted(str(page.relative_to(ROOT)) for page in pages - listed)
+
+
+def test_invariants_are_numbered_in_order() -> None:
+    assert list(sections()) == list(range(1, len(sections()) + 1))
+    assert len(sections()) > 8
+
+
+@pytest.mark.parametrize("number", sections())
+def test_every_invariant_names_tests_that_exist(number: int) -> None:
+    named = _TEST.findall(sections()[number])
+    assert named
+    assert len(named) == sections()[number].count("`tests/"), "a test is named as file::function"
+    for path, name in named:
+        assert name in functions(path), f"{path} has no {name}"
+
+
+def test_every_citation_has_a_section_that_names_the_citing_test() -> None:
+    cited = list(citations())
+    assert cited
+    for path, number in cited:
+        assert number in sections(), f"{path} cites Invariant {number}"
+        if path.startswith("tests/"):
+            assert f"`{path}::" in sections()[number], f"{path} cites Invariant {number}, which does not name it"
