@@ -32,7 +32,7 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.messages import Role, WorkerInfo, WorkerLoad
+from outrider.messages import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.sizes import MAX_DRAFTER_MESSAGE_BYTES
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
@@ -199,8 +199,17 @@ def _anybody(_: Link) -> bool:
 
 
 class Roster:
-    def __init__(self, store: Store, heartbeat_ms: int, fleet: Fleet, verdict_timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        heartbeat_ms: int,
+        fleet: Fleet,
+        verdict_timeout_s: float,
+        target_known: Callable[[ModelInfo], object] = lambda _: None,
+    ) -> None:
+        """`target_known` is called with each new target, before there is a session with it."""
         self._store = store
+        self._target_known = target_known
         self._verdict_timeout_s = verdict_timeout_s
         self._heartbeat_ms = heartbeat_ms
         self._fleet = fleet
@@ -424,6 +433,7 @@ class Roster:
                     self._target = await fetch_target(info.model, stub)
                 except grpc.aio.AioRpcError as error:
                     raise worker_error(info.address, error) from error
+            self._target_known(self._target.info)
             log.info("target known", model=info.model.name, fingerprint=info.model.fingerprint)
             for link in self._of(Role.DRAFTER):
                 try:

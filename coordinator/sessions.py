@@ -63,7 +63,14 @@ class Sessions:
         )
         self._journal = Journal(self._store)
         self._pairs = PairMemory(self._store)
-        self.roster = Roster(self._store, settings.heartbeat_ms, fleet, settings.verdict_timeout_s)
+        self.roster = Roster(
+            self._store,
+            settings.heartbeat_ms,
+            fleet,
+            settings.verdict_timeout_s,
+            # Its counters are there, at zero, before the first request: a benchmark reads them before it begins.
+            target_known=lambda target: self.metrics.of(target.name),
+        )
         means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)

@@ -48,4 +48,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     write_timeout_s: float = Field(
         30.0, gt=0, description="How long a client may leave unread what is sent to it, seconds."
     )
+    open_metrics: bool = Field(
+        False, description="HTTP /metrics needs no API key, as with vLLM: benchmark tools send none there."
+    )
     share_prefixes: bool = Field(False, description="API keys share what is cached of prompts that begin alike.")

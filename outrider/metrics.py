@@ -2,8 +2,9 @@
 
 Each service makes its own set, in a registry of its own, so that several live
 in one process. What vLLM has too has vLLM's name and type, with the prefix
-`outrider_`. What changes with every verdict is bound to its labels
-beforehand: the token path only adds.
+`outrider_`; what benchmark tools look for is shown under vLLM's own names as
+well. What changes with every verdict is bound to its labels beforehand: the
+token path only adds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from outrider.errors import KINDS, OutriderError
 from outrider.messages import MAX_GAMMA, FinishReason, Verdict
 
 PREFIX = "outrider_"
+VLLM_PREFIX = "vllm:"
+VLLM_ENGINE = "0"  # vLLM numbers the engines of a server; a coordinator is one
 ABANDONED = "abandoned"  # in place of a finish reason: its clients went away, and it can be resumed
 
 _FIRST_TOKEN_S = (
@@ -99,6 +102,33 @@ class PerPosition:
             for position in sorted(counts):
                 family.add_metric((model, str(position)), counts[position])
         return [family]
+
+
+class UnderVllmNames:
+    """Show counters a second time as vLLM's, for the tools that look for these names. Nothing is counted twice."""
+
+    def __init__(self, counters: Iterable[Counter | PerPosition], registry: CollectorRegistry) -> None:
+        self._counters = tuple(counters)
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        return [_as_vllm(family) for counter in self._counters for family in counter.collect()]
+
+
+def _as_vllm(family: Metric) -> Metric:
+    """Rename a counter's family. Its creation times are left out: some parsers take them for counts."""
+    renamed = Metric(_vllm_name(family.name), family.documentation, "counter")
+    for sample in family.samples:
+        if sample.name.endswith("_total"):
+            renamed.add_sample(_vllm_name(sample.name), {**sample.labels, "engine": VLLM_ENGINE}, sample.value)
+    return renamed
+
+
+def _vllm_name(name: str) -> str:
+    return VLLM_PREFIX + name.removeprefix(PREFIX)
 
 
 class Metrics:
@@ -191,6 +221,8 @@ class CoordinatorMetrics(Metrics):
         self.offered_at = PerPosition(
             "spec_decode_num_draft_tokens_per_pos", "Steps that checked a guess so far ahead.", self.registry
         )
+        # These four and no more: `vllm bench serve` adds up every name that contains one of theirs.
+        UnderVllmNames((self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_at), self.registry)
         self.gamma = self._histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
         self.plan_steps = self._counter("plan_steps", "Verifier steps by the way to speculate in force.", model, "way")
         self.guessed_tokens = self._counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")

@@ -78,13 +78,17 @@ class Api:
                 *([_cors(origins)] if origins else []),
                 Middleware(RequestIds),
                 Middleware(SoundRequests, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
-                Middleware(KeyHolders, keys=self._keys, open_to_all=_OPEN),
+                Middleware(KeyHolders, keys=self._keys, open_to_all=self._open_to_all),
                 Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=budget),
             ],
             exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )
         app.router.redirect_slashes = False  # to a host that the request names
         return app
+
+    @property
+    def _open_to_all(self) -> frozenset[str]:
+        return _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
 
     # Generation.
 
@@ -143,6 +147,7 @@ class Api:
             "object": "model",
             "created": int(_STARTED),
             "owned_by": "outrider",
+            "root": target.info.name,
             "max_model_len": target.info.context_length,
             "fingerprint": target.info.fingerprint,
         }

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from coordinator.http.answer import Answer, News
 from coordinator.http.bodies import ChatBody, CompletionBody
 from coordinator.session import Session, Token
+from coordinator.stats import RequestStats
 from coordinator.target import Target
 from outrider.messages import FinishReason, TokenLogprobs
 
@@ -73,18 +74,9 @@ def metrics(sessions: Sequence[Session]) -> Json:
     if len(sessions) != 1:
         return {}
     stats = sessions[0].stats
-    held = [stats.drafts, *stats.accepted_per_position, 0]
     return {
         "metrics": {
-            "speculative_decoding": {
-                "mean_acceptance_length": 1.0 + stats.accepted_tokens / stats.drafts if stats.drafts else 1.0,
-                "draft_acceptance_rate": stats.acceptance_rate,
-                "acceptance_histogram": [more - fewer for more, fewer in pairwise(held)],
-                "num_spec_steps": stats.drafts,
-                "num_accepted_draft_tokens": stats.accepted_tokens,
-                "num_draft_tokens": stats.draft_tokens,
-                "num_spec_tokens": len(stats.accepted_per_position),
-            },
+            "speculative_decoding": speculative_decoding(stats),
             "outrider": {
                 "tokens_per_second": stats.tokens_per_second,
                 "time_to_first_token_ms": stats.time_to_first_token_ms,
@@ -99,6 +91,24 @@ def metrics(sessions: Sequence[Session]) -> Json:
                 "session_id": sessions[0].record.session_id,
             },
         }
+    }
+
+
+def speculative_decoding(stats: RequestStats) -> Json:
+    """Acceptance as vLLM reports it per request.
+
+    Our γ changes from step to step: `num_spec_tokens` is the longest guess
+    that a step has checked, and the histogram ends there.
+    """
+    reached = [stats.drafts, *stats.accepted_per_position, 0]  # steps that accepted so many guesses or more
+    return {
+        "mean_acceptance_length": 1.0 + stats.accepted_tokens / stats.drafts if stats.drafts else 1.0,
+        "draft_acceptance_rate": stats.acceptance_rate,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(reached)],
+        "num_spec_steps": stats.drafts,
+        "num_accepted_draft_tokens": stats.accepted_tokens,
+        "num_draft_tokens": stats.draft_tokens,
+        "num_spec_tokens": len(stats.accepted_per_position),
     }
 
 

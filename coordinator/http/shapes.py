@@ -44,13 +44,16 @@ _METRICS = an_object(
     {
         "speculative_decoding": an_object(
             {
-                "mean_acceptance_length": _NUMBER,
-                "draft_acceptance_rate": _NUMBER,
-                "acceptance_histogram": {**_list(_WHOLE), "description": "[j]: steps that accepted j guesses"},
-                "num_spec_steps": _WHOLE,
+                "mean_acceptance_length": {**_NUMBER, "description": "1 + accepted tokens per speculative step"},
+                "draft_acceptance_rate": {**_NUMBER, "description": "Accepted tokens per guessed token; 0 without any"},
+                "acceptance_histogram": {
+                    **_list(_WHOLE),
+                    "description": "[j]: steps that accepted j guesses; num_spec_tokens + 1 entries",
+                },
+                "num_spec_steps": {**_WHOLE, "description": "Steps that had guesses to check"},
                 "num_accepted_draft_tokens": _WHOLE,
-                "num_draft_tokens": _WHOLE,
-                "num_spec_tokens": _WHOLE,
+                "num_draft_tokens": {**_WHOLE, "description": "Guessed tokens, along the longest path of each step"},
+                "num_spec_tokens": {**_WHOLE, "description": "Tokens of the longest guess that a step checked"},
             }
         ),
         "outrider": an_object(
@@ -109,6 +112,7 @@ _MODEL = {
     "object": {"const": "model"},
     "created": _WHOLE,
     "owned_by": _TEXT,
+    "root": {**_TEXT, "description": "The target's own name, where it is served under another"},
     "max_model_len": _WHOLE,
     "fingerprint": _TEXT,
 }

@@ -41,7 +41,7 @@ def test_names_are_ours_and_follow_prometheus() -> None:
         for family in families(metrics):
             if family.name.startswith("process_"):
                 continue
-            assert re.fullmatch(r"outrider_[a-z0-9_]+", family.name)
+            assert re.fullmatch(r"outrider_[a-z0-9_]+|vllm:spec_decode_num_[a-z_]+", family.name)
             assert family.documentation.endswith("."), family.name
             if family.type == "histogram":
                 assert family.name.endswith((*UNITS, "_token", "_gamma")), family.name
@@ -139,12 +139,12 @@ def test_readings_are_read_when_somebody_looks() -> None:
 
 def test_the_page_tells_of_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
-    told = set(re.findall(r"`(outrider_[a-z0-9_]+)`", page))
+    told = set(re.findall(r"`((?:outrider_|vllm:)[a-z0-9_]+)`", page))
     ours = set()
     for metrics in every_set():
         if isinstance(metrics, CoordinatorMetrics):
             metrics.of("target")
         for family in families(metrics):
-            if family.name.startswith("outrider_"):
+            if not family.name.startswith("process_"):
                 ours.add(family.name + ("_total" if family.type == "counter" else ""))
     assert told == ours
