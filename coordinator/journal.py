@@ -34,6 +34,7 @@ class Entry:
         self.durable = durable  # output tokens that are in Redis
         self.known = durable > 0  # the request is in Redis
         self.finish_written = False
+        self.opening = False  # its first write is under way, see `Journal.opened`
         self.request_id = current().request_id
 
     @property
@@ -64,12 +65,15 @@ class Journal:
             return
         # One slow answer makes it seem away for a moment, in which it may well take a session.
         seconds = OPEN_S if self._store.up else OPEN_AWAY_S
+        entry.opening = True
         try:
             async with asyncio.timeout(seconds):
                 await self._write(entry)
         except (StoreDown, TimeoutError) as error:
             told = str(error) or f"no answer within {seconds:g} s"
             log.warning("a session begins that redis does not know", session_id=entry.record.session_id, error=told)
+        finally:
+            entry.opening = False
 
     async def run(self) -> None:
         while True:
@@ -98,6 +102,11 @@ class Journal:
         await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
 
     async def _bring_up_to_date(self, entry: Entry) -> None:
+        if entry.opening:
+            self.changed(entry)  # looked at again: that write may fail
+            return
+        if entry.current:
+            return
         try:
             fenced = not await self._write(entry)
         except StoreDown:

@@ -10,7 +10,10 @@ import httpx2 as httpx
 import pytest
 import redis.asyncio as redis
 
+from coordinator.record import SessionRecord
+from coordinator.store import Store
 from outrider.messages import FinishReason
+from outrider.serving import until
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output, ask, client, failure, follow, generate, until_async
@@ -72,6 +75,28 @@ async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, mon
             again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
             assert (again.token_ids, again.text) == (output.token_ids, output.text)
     assert output.finish is (FinishReason.LENGTH if by == "max_tokens" else FinishReason.STOP)
+
+
+async def test_the_beginning_of_a_session_is_written_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write brings something new: the request, tokens, or the end."""
+    write, written = Store.write, []
+
+    async def noted(store: Store, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
+        this = (whole, start, end, record.finished)
+        answer = await write(store, record, start, end, whole=whole)
+        written.append(this)
+        return answer
+
+    monkeypatch.setattr(Store, "write", noted)
+    async with client(house.coordinator) as stub:
+        call = stub.Generate(ask(PROMPT, max_tokens=400, ignore_eos=True), timeout=30)
+        assert (await call.read()).WhichOneof("message") == "started"
+        assert written[0] == (True, 0, 0, False), "it is in Redis before its client hears of it"
+        while await call.read() is not grpc.aio.EOF:
+            continue
+    assert await until(lambda: written[-1][-1], 5), "the end is in Redis"
+    assert [whole for whole, *_ in written].count(True) == 1
+    assert not [each for each in written[1:] if each[1] == each[2] and not each[-1]], "nothing new"
 
 
 async def test_what_a_client_says_of_an_output_that_can_be_made_again_is_not_believed(house: House) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.journal import OPEN_S, Entry, Journal
+from coordinator.journal import BATCH_S, OPEN_S, Entry, Journal
 from coordinator.record import SessionRecord, SessionRequest
 from coordinator.store import Store, StoreDown
 from outrider.messages import FinishReason, SamplingParams
@@ -24,9 +24,11 @@ class SlowStore:
         self.answers = True
         self.write_s = write_s
         self.known: dict[str, int] = {}
+        self.writes = 0
         self.finished: set[str] = set()
 
     async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
+        self.writes += 1
         await asyncio.sleep(self.write_s)
         if not self.answers:
             raise StoreDown("away")
@@ -104,6 +106,39 @@ async def test_opening_waits_for_redis_but_not_for_long() -> None:
     async with asyncio.timeout(OPEN_S / 2):
         await journal.opened(entry_of("away"))
     assert set(store.known) == {"quick"}
+
+
+@pytest.mark.parametrize("write_s", [0.0, 5 * BATCH_S])
+async def test_a_session_that_begins_is_written_once(write_s: float) -> None:
+    """Also when a batch comes while the first write is under way."""
+    journal = journal_over(store := SlowStore(write_s))
+    running = asyncio.create_task(journal.run())
+    entry = entry_of("new")
+    journal.changed(entry)
+    await journal.opened(entry)
+    assert await journal.flush(1)
+    await asyncio.sleep(3 * BATCH_S)
+    assert (store.known, store.writes) == ({"new": 0}, 1)
+    grow(entry)
+    journal.changed(entry)
+    assert await journal.flush(1)
+    assert (store.known, store.writes) == ({"new": 1}, 2)
+    running.cancel()
+
+
+async def test_a_session_that_redis_did_not_take_at_its_beginning_is_written_later() -> None:
+    """Nobody grows or opens it again: the batches alone bring it there."""
+    journal = journal_over(store := SlowStore(5 * BATCH_S))
+    running = asyncio.create_task(journal.run())
+    store.answers = False
+    entry = entry_of("late")
+    journal.changed(entry)
+    await journal.opened(entry)
+    assert not store.known
+    store.answers = True
+    assert await journal.flush(1)
+    assert store.known == {"late": 0}
+    running.cancel()
 
 
 async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers() -> None:
