@@ -52,7 +52,10 @@ def _few_threads() -> None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Peaked enough to sample from, aperiodic under argmax, repetitive enough for ngram to hit now and then."""
-    folder = tmp_path_factory.mktemp("models")
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def make_models(folder: Path) -> Models:
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1)
     return Models(
         target=target,
