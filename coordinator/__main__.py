@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import outrider.torchless  # noqa: F401
+import outrider.base.no_torch  # noqa: F401
 
 # isort: split
 
@@ -11,12 +11,12 @@ import contextlib
 
 import structlog
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.config import main, redis_url, resolved_redis_url
-from outrider.embedded_redis import embedded_redis
-from outrider.logs import report_progress, set_up_logs
-from outrider.serving import serve
+from outrider.base.config import main, redis_url, resolved_redis_url
+from outrider.base.logs import report_progress, set_up_logs
+from outrider.runtime.embedded_redis import embedded_redis
+from outrider.runtime.serving import serve
 
 log = structlog.get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr
 
-from outrider.config import DrafterKey, Settings
+from outrider.base.config import DrafterKey, Settings
 
 
 class CoordinatorSettings(Settings, DrafterKey):

@@ -11,8 +11,8 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.errors import StartupError
-from outrider.tls import Tls
+from outrider.protocol.errors import StartupError
+from outrider.security.tls import Tls
 
 TIMEOUT_S = 3.0
 

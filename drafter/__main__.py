@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable
 
 from drafter.settings import DrafterSettings
-from outrider.config import main
-from outrider.models import AUTO, MODEL_FREE, choose_drafter
-from outrider.serving import Service
-from outrider.threads import use_threads
-from outrider.tracing import tracing_to
+from outrider.base.config import main
+from outrider.base.openmp import use_threads
+from outrider.models.hub import AUTO, MODEL_FREE, choose_drafter
+from outrider.observability.tracing import tracing_to
+from outrider.runtime.serving import Service
 
 
 def run(settings: DrafterSettings) -> None:
@@ -18,7 +18,7 @@ def run(settings: DrafterSettings) -> None:
         kind, model = choose_drafter(settings.model or AUTO, settings.target)
         settings = settings.model_copy(update={"kind": kind, "model": model})
     if set(settings.kind.split("+")) <= MODEL_FREE:
-        importlib.import_module("outrider.torchless")
+        importlib.import_module("outrider.base.no_torch")
     else:
         use_threads(settings.threads)
     serve(settings)
@@ -26,9 +26,9 @@ def run(settings: DrafterSettings) -> None:
 
 def serve(settings: DrafterSettings) -> None:
     # Imported here: what follows loads torch unless `run` has shut it out.
-    from drafter.drafters import make
+    from drafter.methods.registry import make
     from drafter.service import DrafterService
-    from outrider.worker import run_worker
+    from outrider.runtime.worker import run_worker
 
     def build(progress: Callable[[str], None]) -> Service:
         tracing = tracing_to(settings.otlp_endpoint, "drafter")

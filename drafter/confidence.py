@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from drafter.drafters import Ask, Draft
+from drafter.methods.interface import Ask, Draft
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ import structlog
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.settings import DrafterSettings
-from outrider.errors import InvalidRequest, StartupError
-from outrider.grammar import Grammars, Guide, Masks
-from outrider.messages import SamplingParams
-from outrider.models import DEFAULT, DEFAULT_NAME, default_path, locate
-from outrider.tokenizer import as_json
-from outrider.vocabulary import Vocabulary
+from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
+from outrider.models.tokenizer import as_json
+from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.grammar import Grammars, Guide, Masks
 
 log = structlog.get_logger(__name__)
 

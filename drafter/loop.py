@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from drafter.calibration import Calibration
-from drafter.drafters import Ask, Draft, Drafter
 from drafter.grammar import Rails
+from drafter.methods.interface import Ask, Draft, Drafter
 from drafter.session import Opening, Session
-from outrider.errors import Overloaded, Unavailable
-from outrider.messages import WorkerLoad
-from outrider.metrics import DrafterMetrics
+from outrider.observability.metrics import DrafterMetrics
+from outrider.protocol.errors import Overloaded, Unavailable
+from outrider.protocol.fleet import WorkerLoad
 
 log = structlog.get_logger(__name__)
 

@@ -9,28 +9,28 @@ from typing import Any
 import grpc
 import structlog
 
-from drafter.drafters import Drafter
 from drafter.grammar import Rails, TargetGrammars
 from drafter.loop import DraftingLoop
+from drafter.methods.interface import Drafter
 from drafter.session import Opening, Session
 from drafter.settings import DrafterSettings
-from outrider import sizes, wire
-from outrider.access import Access
-from outrider.account import Account
-from outrider.credentials import Credentials
-from outrider.enlist import Enlistment
-from outrider.errors import InvalidRequest, OutriderError
-from outrider.guard import Guard
-from outrider.messages import Role, WorkerInfo
-from outrider.metrics import DrafterMetrics
-from outrider.origin import take_up
-from outrider.scraping import MetricsServer
-from outrider.serving import background, first_message, vital
-from outrider.tracing import OFF, Tracing
+from outrider.base.aio import background, first_message, vital
+from outrider.observability.metrics import DrafterMetrics
+from outrider.observability.metrics_server import MetricsServer
+from outrider.observability.request_context import take_up
+from outrider.observability.span_events import Account
+from outrider.observability.tracing import OFF, Tracing
+from outrider.protocol import convert, message_limits
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.runtime.registration_client import Enlistment
+from outrider.runtime.worker import WorkerIdentity
+from outrider.security.auth_interceptor import Guard
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
-from outrider.worker import WorkerIdentity
 
 log = structlog.get_logger(__name__)
 
@@ -94,13 +94,13 @@ class DrafterService(rpc.DrafterServicer):
         try:
             with Account(self._tracing, "draft", origin, session.id) as account:
                 opened = pb.DraftOpened(
-                    model=wire.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+                    model=convert.model_to_proto(self._drafter.info), features=self._drafter.wants_features
                 )
                 yield pb.DraftReply(opened=opened)
                 async with background(self._take(session, requests, failed)):
                     while (guess := await session.outbox.get()) is not None:
                         account.add(len(guess.tokens), guess.draft_us)
-                        yield pb.DraftReply(guess=wire.guess_to_proto(guess))
+                        yield pb.DraftReply(guess=convert.guess_to_proto(guess))
                 if failed:
                     raise failed[0]
         finally:
@@ -109,12 +109,12 @@ class DrafterService(rpc.DrafterServicer):
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return wire.model_to_proto(self._drafter.info)
+        return convert.model_to_proto(self._drafter.info)
 
     async def Probe(
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ProbeReply:
-        return common.ProbeReply(load=wire.load_to_proto(self._loop.load()), draining=self._draining)
+        return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
 
     async def _rails(self, opening: Opening) -> Rails | None:
         """Through its grammar, from where its output is."""
@@ -131,7 +131,7 @@ class DrafterService(rpc.DrafterServicer):
         """Commits and steers, while the stream brings them. A wrong one ends the session: its state is lost."""
         try:
             async for request in requests:
-                sizes.check_draft_request(request)
+                message_limits.check_draft_request(request)
                 _apply(session, request)
                 self._loop.wake()
         except OutriderError as error:
@@ -157,17 +157,17 @@ def _opening(request: pb.DraftRequest) -> Opening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
-    sizes.check_count("open.tokens", len(given.tokens), "tokens", sizes.MAX_OPEN_TOKENS)
-    sizes.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", sizes.MAX_EOS_IDS)
+    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    message_limits.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", message_limits.MAX_EOS_IDS)
     return Opening(
         session_id=given.session_id,
         epoch=given.epoch,
         tokens=tuple(given.tokens),
         prompt_length=given.prompt_length,
-        params=wire.params_from_proto(given.params),
+        params=convert.params_from_proto(given.params),
         vocab_size=given.vocab_size,
         cache_salt=given.cache_salt,
-        steering=wire.steering_from_proto(given.steer),
+        steering=convert.steering_from_proto(given.steer),
         vocabulary_digest=given.vocabulary_digest,
         eos_token_ids=tuple(given.eos_token_ids),
     )
@@ -177,9 +177,9 @@ def _apply(session: Session, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed
-        features = wire.features_from_proto(committed.features) if committed.HasField("features") else None
+        features = convert.features_from_proto(committed.features) if committed.HasField("features") else None
         session.commit(committed.position, tuple(committed.tokens), features)
     elif kind == "steer":
-        session.steer(wire.steering_from_proto(request.steer))
+        session.steer(convert.steering_from_proto(request.steer))
     else:
         raise InvalidRequest.of("message", kind or "empty", "committed or steer once the stream is open")

@@ -7,20 +7,20 @@ import enum
 from dataclasses import dataclass
 
 from drafter.calibration import Calibration
-from drafter.drafters import Ask, Draft
 from drafter.grammar import Rails
-from outrider.errors import InvalidRequest
-from outrider.messages import (
+from drafter.methods.interface import Ask, Draft
+from outrider.protocol.checks import check_tokens
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import (
     MAX_FEATURE_ROWS,
     MAX_GAMMA,
     NO_STEERING,
     Distribution,
     Features,
     Guess,
-    SamplingParams,
     Steering,
     check_opening,
-    check_tokens,
 )
 
 MAX_TREE = 128  # guesses of a session that are open at the same time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr
 
-from outrider.config import DrafterKey, WorkerSettings
+from outrider.base.config import DrafterKey, WorkerSettings
 
 
 class DrafterSettings(WorkerSettings, DrafterKey):

@@ -10,9 +10,7 @@ import contextlib
 import os
 import sys
 
-from outrider.async_client import AsyncClient, Finished, Tokens
-from outrider.client import DEFAULT_ENDPOINT
-from outrider.messages import SamplingParams
+from outrider import DEFAULT_ENDPOINT, AsyncClient, Finished, SamplingParams, Tokens
 
 QUESTIONS = ("Name three rivers.", "Name three mountains.", "Name three seas.")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
-from outrider.messages import SamplingParams
+from outrider import DEFAULT_ENDPOINT, Client, Finished, SamplingParams, Tokens
 
 
 def stream(prompt: str, endpoints: list[str]) -> None:

@@ -36,8 +36,8 @@ from loadtest.settings import (
 from loadtest.shapes import SHAPES, longest_s
 from loadtest.shapes import parts as parts_of
 from loadtest.summary import Percentiles, Summary
-from outrider.client import DEFAULT_ENDPOINT
-from outrider.errors import InvalidRequest, StartupError
+from outrider.client.sync import DEFAULT_ENDPOINT
+from outrider.protocol.errors import InvalidRequest, StartupError
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 RESULTS = Path(__file__).with_name("results")

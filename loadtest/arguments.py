@@ -15,7 +15,7 @@ from loadtest.settings import (
     DEFAULT_USERS,
 )
 from loadtest.shapes import SHAPES
-from outrider.client import DEFAULT_ENDPOINT
+from outrider.client.sync import DEFAULT_ENDPOINT
 
 
 def add_arguments(parser: Any) -> None:

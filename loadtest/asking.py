@@ -16,9 +16,9 @@ import urllib3
 from loadtest.credentials import Credentials
 from loadtest.sse import events
 from loadtest.workload import Case
-from outrider.client import Client, Finished, Tokens
-from outrider.errors import KINDS, Expired, OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable
-from outrider.keys import bearer
+from outrider.client.sync import Client, Finished, Tokens
+from outrider.protocol.errors import KINDS, Expired, OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable
+from outrider.security.api_keys import bearer
 
 GRPC, HTTP = "grpc", "http"
 PROTOCOLS = (GRPC, HTTP)

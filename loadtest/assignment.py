@@ -15,7 +15,7 @@ from loadtest.attempt import fetch
 from loadtest.credentials import Credentials
 from loadtest.settings import Load, Where
 from loadtest.workload import Output, cases
-from outrider.errors import OutriderError, Unavailable
+from outrider.protocol.errors import OutriderError, Unavailable
 from outrider.v1 import coordinator_pb2 as pb
 
 log = logging.getLogger(__name__)

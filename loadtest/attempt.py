@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from loadtest.asking import Asker, Piece, named
 from loadtest.workload import Case, Output, difference
-from outrider.errors import OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unavailable
 
 TEXT_DIFFERS = "text differs"
 PAUSE_S = 1.0  # after trouble, where nobody says how long: a system in trouble is not hammered

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from outrider.keys import Keys
-from outrider.tls import SYSTEM, Tls
+from outrider.security.api_keys import Keys
+from outrider.security.tls import SYSTEM, Tls
 
 
 @dataclass(frozen=True, slots=True)

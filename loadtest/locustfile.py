@@ -30,7 +30,7 @@ from loadtest.settings import Load, Where
 from loadtest.shapes import Course, parts
 from loadtest.summary import Run, Summary, summarise
 from loadtest.workload import Case, cases, pick
-from outrider.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 
 grpc.experimental.gevent.init_gevent()
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from loadtest.shapes import SHAPES
 from loadtest.workload import cases
-from outrider.endpoint import allowed
-from outrider.errors import InvalidRequest
+from outrider.base.endpoint import allowed
+from outrider.protocol.errors import InvalidRequest
 
 DEFAULT_HTTP_ENDPOINT = "127.0.0.1:8000"
 DEFAULT_USERS = 16

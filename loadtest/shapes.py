@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 
 SHAPES = ("steady", "ramp", "spike", "soak", "overload")
 BEFORE, PEAK, AFTER = "before", "peak", "after"

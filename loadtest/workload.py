@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.prompts import KINDS, PROMPTS, Prompt
-from outrider.errors import InvalidRequest
-from outrider.messages import SamplingParams
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
 
 _SHOWN = 60
 _MOST_WEIGHT = 1000.0

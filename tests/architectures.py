@@ -20,9 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from outrider.engine import Engine, Rows
-from outrider.engine.load import EngineOptions, load_model
-from outrider.errors import OutriderError
-from outrider.tiny import byte_tokenizer
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.protocol.errors import OutriderError
+from outrider.testing.toy_models import byte_tokenizer
 
 PAGE = Path(__file__).parent.parent / "docs" / "targets.md"
 FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

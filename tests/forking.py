@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from outrider.threads import wait_briefly
+from outrider.base.openmp import wait_briefly
 
 _LIBRARIES = ("torch", "numpy", "pydantic", "typer", "structlog", "llguidance", "tokenizers", "transformers")
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedModel")

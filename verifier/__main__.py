@@ -9,16 +9,16 @@ from pathlib import Path
 
 import structlog
 
-from outrider.config import flags, main
-from outrider.engine.instant import InstantEngine
-from outrider.engine.load import EngineOptions, load_model
-from outrider.engine.parallel import Team, follow, ranks
-from outrider.logs import set_up_logs
-from outrider.serving import Service
-from outrider.threads import use_threads
-from outrider.tokenizer import save_tokenizer
-from outrider.tracing import tracing_to
-from outrider.worker import run_worker
+from outrider.base.config import flags, main
+from outrider.base.logs import set_up_logs
+from outrider.base.openmp import use_threads
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.mock import InstantEngine
+from outrider.engine.tensor_parallel import Team, follow, ranks
+from outrider.models.tokenizer import save_tokenizer
+from outrider.observability.tracing import tracing_to
+from outrider.runtime.serving import Service
+from outrider.runtime.worker import run_worker
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
 

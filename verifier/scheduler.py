@@ -20,17 +20,19 @@ import structlog
 import torch
 
 from outrider.engine import Engine, Rows, StepResult
-from outrider.engine.pages import PAGE_TOKENS, pages_for
-from outrider.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
-from outrider.grammar import Guide, Masks
-from outrider.messages import UNKNOWN_COST, CostCurve, FinishReason, Verdict, VerifyTimings, WorkerLoad
-from outrider.metrics import VerifierMetrics
-from outrider.tree import Block
-from verifier.hidden import as_sent
-from verifier.judge import Judgement, judge, likeliest_of_all
-from verifier.pace import Pace
+from outrider.engine.block_manager import PAGE_TOKENS, pages_for
+from outrider.observability.metrics import VerifierMetrics
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.protocol.fleet import WorkerLoad
+from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
+from outrider.speculation.grammar import Guide, Masks
+from outrider.speculation.tree import Block
+from verifier.fair_shares import Shares
+from verifier.hidden_states import as_sent
 from verifier.session import Opening, Session, last_kind
-from verifier.shares import Shares
+from verifier.step_budget import Pace
+from verifier.verify import Judgement, judge, likeliest_of_all
 
 log = structlog.get_logger(__name__)
 

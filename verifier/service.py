@@ -10,26 +10,27 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider import sizes, wire
-from outrider.access import Access
-from outrider.account import Account
-from outrider.credentials import Credentials
+from outrider.base.aio import background, first_message, vital
 from outrider.engine import Engine
-from outrider.enlist import Enlistment
-from outrider.errors import InvalidRequest, OutriderError
-from outrider.grammar import Grammars, Guide
-from outrider.guard import Guard
-from outrider.messages import UNKNOWN_COST, CostCurve, Role, WorkerInfo
-from outrider.metrics import VerifierMetrics
-from outrider.origin import take_up
-from outrider.scraping import MetricsServer
-from outrider.serving import background, first_message, vital
-from outrider.tracing import OFF, Tracing
+from outrider.observability.metrics import VerifierMetrics
+from outrider.observability.metrics_server import MetricsServer
+from outrider.observability.request_context import take_up
+from outrider.observability.span_events import Account
+from outrider.observability.tracing import OFF, Tracing
+from outrider.protocol import convert, message_limits
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.runtime.registration_client import Enlistment
+from outrider.runtime.worker import WorkerIdentity
+from outrider.security.auth_interceptor import Guard
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
+from outrider.speculation.grammar import Grammars, Guide
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
-from outrider.vocabulary import Vocabulary
-from outrider.worker import WorkerIdentity
 from verifier.scheduler import Limits, Scheduler
 from verifier.session import Ended, Opening, Refused, Session
 from verifier.settings import VerifierSettings
@@ -120,17 +121,17 @@ class VerifierService(rpc.VerifierServicer):
         try:
             with Account(self._tracing, "verify", origin, session.id) as account:
                 yield pb.VerifyReply(
-                    opened=pb.Opened(position=len(session.committed), model=wire.model_to_proto(self._engine.info))
+                    opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._engine.info))
                 )
                 async with background(self._take(session, requests)) as taking:
                     while not isinstance(news := await session.outbox.get(), Ended):
                         if session.relieved():
                             self._scheduler.wake()
                         if isinstance(news, Refused):
-                            yield pb.VerifyReply(refused=wire.error_to_proto(news.error), source=news.source)
+                            yield pb.VerifyReply(refused=convert.error_to_proto(news.error), source=news.source)
                         else:
                             account.add(len(news.tokens), news.timings.step_us, news.timings.cached_tokens)
-                            yield pb.VerifyReply(verdict=wire.verdict_to_proto(news))
+                            yield pb.VerifyReply(verdict=convert.verdict_to_proto(news))
                     if news.error is not None:
                         raise news.error
                     # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
@@ -142,7 +143,7 @@ class VerifierService(rpc.VerifierServicer):
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return wire.model_to_proto(self._engine.info)
+        return convert.model_to_proto(self._engine.info)
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -155,7 +156,7 @@ class VerifierService(rpc.VerifierServicer):
     async def Probe(
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ProbeReply:
-        return common.ProbeReply(load=wire.load_to_proto(self._scheduler.load()), draining=self._draining)
+        return common.ProbeReply(load=convert.load_to_proto(self._scheduler.load()), draining=self._draining)
 
     async def _guide(self, opening: Opening) -> Guide | None:
         """Through its grammar, from where its output is."""
@@ -168,7 +169,7 @@ class VerifierService(rpc.VerifierServicer):
         """Guesses and steers, for as long as the stream brings them."""
         try:
             async for request in requests:
-                sizes.check_verify_request(request)
+                message_limits.check_verify_request(request)
                 try:
                     _apply(session, request)
                 except InvalidRequest as error:
@@ -205,14 +206,14 @@ def _opening(request: pb.VerifyRequest) -> Opening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
-    sizes.check_count("open.tokens", len(given.tokens), "tokens", sizes.MAX_OPEN_TOKENS)
+    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
     return Opening(
         session_id=given.session_id,
         epoch=given.epoch,
         tokens=tuple(given.tokens),
         prompt_length=given.prompt_length,
-        params=wire.params_from_proto(given.params),
-        steering=wire.steering_from_proto(given.steer),
+        params=convert.params_from_proto(given.params),
+        steering=convert.steering_from_proto(given.steer),
         features=given.features,
         cache_salt=given.cache_salt,
         tenant=given.tenant,
@@ -222,8 +223,8 @@ def _opening(request: pb.VerifyRequest) -> Opening:
 def _apply(session: Session, request: pb.VerifyRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "guess":
-        session.guess(wire.guess_from_proto(request.guess))
+        session.guess(convert.guess_from_proto(request.guess))
     elif kind == "steer":
-        session.steer(wire.steering_from_proto(request.steer))
+        session.steer(convert.steering_from_proto(request.steer))
     else:
         raise InvalidRequest.of("message", kind or "empty", "guess or steer once the stream is open")

@@ -9,28 +9,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.acceptance import Chance, NoiseChance
-from outrider.errors import InvalidRequest, OutriderError
-from outrider.grammar import Guide
-from outrider.messages import (
-    MAX_EPOCH,
+from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
     NO_STEERING,
     FinishReason,
     Guess,
-    ModelInfo,
-    SamplingParams,
     Steering,
     TokenKind,
     Verdict,
     check_opening,
-    check_salt,
-    check_tokens,
 )
-from outrider.sampling import History
-from outrider.tree import Block, GuessTree
-from verifier.hidden import Hidden
+from outrider.speculation.acceptance import Chance, NoiseChance
+from outrider.speculation.grammar import Guide
+from outrider.speculation.sampling import History
+from outrider.speculation.tree import Block, GuessTree
+from verifier.hidden_states import Hidden
 
 MAX_BACKLOG = 64
 MAX_UNREAD = 1024  # replies of all kinds

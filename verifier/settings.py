@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from outrider.config import WorkerSettings
-from outrider.models import DEFAULT
+from outrider.base.config import WorkerSettings
+from outrider.models.hub import DEFAULT
 
 
 class VerifierSettings(WorkerSettings):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
 from importlib.metadata import version
@@ -9,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli import bench, doctor, talk, train, tune, up
-from outrider.errors import OutriderError, PeerLost
-from outrider.models import default_path, fetch_default
+from outrider.cli import doctor, talk, train, tune, up
+from outrider.models.hub import default_path, fetch_default
+from outrider.protocol.errors import OutriderError, PeerLost
 
 app = typer.Typer(
     name="outrider",
@@ -25,9 +27,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measurements.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-app.add_typer(bench_app, name="bench")
 
 app.command()(up.up)
 app.command()(up.demo)
@@ -36,11 +36,8 @@ app.command()(talk.chat)
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(tune.tune)
-bench_app.command()(bench.overhead)
-bench_app.command()(bench.engine)
-bench_app.command()(bench.drafters)
-bench_app.command()(bench.network)
-bench_app.command()(bench.capacity)
+if importlib.util.find_spec("outrider.bench") is not None:  # the service images leave it out
+    app.add_typer(importlib.import_module("outrider.bench").app, name="bench")
 
 
 @app.command(

@@ -15,12 +15,12 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.config import home, redis_url
 from outrider.cli import options
-from outrider.client import DEFAULT_ENDPOINT, Client
-from outrider.config import home, redis_url
-from outrider.embedded_redis import embedded_redis
-from outrider.errors import OutriderError, StartupError, Unauthenticated
-from outrider.models import DEFAULT, default_path, locate
+from outrider.client.sync import DEFAULT_ENDPOINT, Client
+from outrider.models.hub import DEFAULT, default_path, locate
+from outrider.protocol.errors import OutriderError, StartupError, Unauthenticated
+from outrider.runtime.embedded_redis import embedded_redis
 
 _GIB = 1024**3
 _NEEDED_DISK = 2 * _GIB

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.client import Client
-from outrider.config import PREFIX
-from outrider.errors import InvalidRequest
-from outrider.keys import Keys
-from outrider.messages import Grammar, SamplingParams, Verification
-from outrider.tls import Tls
+from outrider.base.config import PREFIX
+from outrider.client.sync import Client
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
+from outrider.security.api_keys import Keys
+from outrider.security.tls import Tls
 
 
 def option(flag: str, text: str, **more: Any) -> Any:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.client import Finished, Generation, Tokens
-from outrider.messages import TokenKind
-from outrider.printable import printable
+from outrider.client.sync import Finished, Generation, Tokens
+from outrider.protocol.printable import printable
+from outrider.protocol.speculation import TokenKind
 from outrider.v1 import coordinator_pb2 as pb
 
 STYLES = {

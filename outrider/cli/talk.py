@@ -12,9 +12,9 @@ from rich.text import Text
 
 from outrider.cli import options
 from outrider.cli.show import LEGEND, as_json, explanation, harmless, show_tokens, summary
-from outrider.client import DEFAULT_ENDPOINT, Client, Finished, Tokens
-from outrider.errors import InvalidRequest
-from outrider.printable import printable
+from outrider.client.sync import DEFAULT_ENDPOINT, Client, Finished, Tokens
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.printable import printable
 
 _INTERRUPTED = 130
 

@@ -21,11 +21,11 @@ from rich.table import Table
 from typer import Argument
 
 from outrider.cli.options import option
-from outrider.models import DEFAULT
+from outrider.models.hub import DEFAULT
 
 if TYPE_CHECKING:
     from outrider.train import data, loop
-    from outrider.trained.card import Card
+    from outrider.train.artifacts.card import Card
 
 
 def train(

@@ -12,15 +12,15 @@ from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
+from outrider.base.endpoint import is_loopback
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
-from outrider.cli.stack import Plan, Stack, stack, watch
-from outrider.client import Client, Finished, Tokens
-from outrider.endpoint import is_loopback
-from outrider.errors import OutriderError, StartupError
-from outrider.messages import SamplingParams
-from outrider.models import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
-from outrider.state import State
+from outrider.client.sync import Client, Finished, Tokens
+from outrider.launch.stack import Plan, Stack, stack, watch
+from outrider.launch.state import State
+from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
+from outrider.protocol.errors import OutriderError, StartupError
+from outrider.protocol.sampling_params import SamplingParams
 
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[

@@ -24,10 +24,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from outrider.engine.kv import KvStore, Where
+from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.kv_cache import KvStore, Where
 from outrider.engine.paged import Segment, Step
-from outrider.engine.pages import PAGE_TOKENS
-from outrider.errors import ModelMismatch
+from outrider.protocol.errors import ModelMismatch
 
 NAME = "outrider_ragged"
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.messages import ModelInfo
+from outrider.protocol.fleet import ModelInfo
 
 CHAIN: tuple[int, ...] = ()
 

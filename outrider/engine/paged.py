@@ -9,10 +9,10 @@ from typing import Self
 
 import torch
 
-from outrider.engine.arithmetic import of_torch, signed
+from outrider.engine.block_manager import PAGE_TOKENS, PageBook, pages_for
+from outrider.engine.checks.arithmetic import of_torch, signed
 from outrider.engine.interface import Rows, StepResult
-from outrider.engine.pages import PAGE_TOKENS, PageBook, pages_for
-from outrider.messages import ModelInfo
+from outrider.protocol.fleet import ModelInfo
 
 
 @dataclass(slots=True)

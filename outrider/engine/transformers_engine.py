@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.engine.attention import NAME, RaggedStep, Rule, current_step
-from outrider.engine.kv import KvStore
+from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.kv_cache import KvStore
 from outrider.engine.paged import PagedEngine, Step
-from outrider.engine.pages import PAGE_TOKENS
-from outrider.errors import ModelMismatch
-from outrider.messages import ModelInfo
+from outrider.protocol.errors import ModelMismatch
+from outrider.protocol.fleet import ModelInfo
 
 
 class TransformersEngine(PagedEngine):

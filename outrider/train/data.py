@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from outrider.base.atomic_files import replacing
 from outrider.engine import Rows
-from outrider.engine.load import LoadedModel
-from outrider.errors import InvalidRequest, StartupError
-from outrider.train.files import replacing
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol.errors import InvalidRequest, StartupError
 
 SHARD_EXAMPLES = 64  # written at the same time
 _PROMPT_ROWS = 512

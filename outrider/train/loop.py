@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from outrider.errors import StartupError
+from outrider.base.atomic_files import replacing
+from outrider.protocol.errors import StartupError
 from outrider.train.data import Example
-from outrider.train.files import replacing
-from outrider.train.method import Batch, Method, acceptance, collate
+from outrider.train.methods.interface import Batch, Method, acceptance, collate
 
 CHECKPOINT = "checkpoint.pt"
 _CHECKPOINT_S = 60.0

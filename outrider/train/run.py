@@ -13,21 +13,21 @@ from typing import Protocol
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from outrider.config import home
-from outrider.engine.load import EngineOptions, load_model, pick_device
-from outrider.errors import InvalidRequest, StartupError
-from outrider.messages import ModelInfo
-from outrider.models import locate
+from outrider.base.config import home
+from outrider.engine.loading.loader import EngineOptions, load_model, pick_device
+from outrider.models.hub import locate
+from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.fleet import ModelInfo
 from outrider.train import data, loop
+from outrider.train.artifacts import card as cards
+from outrider.train.artifacts.card import Card
+from outrider.train.artifacts.embeddings_and_head import Ends
 from outrider.train.data import Dataset, Example, Prompt, Recipe
-from outrider.train.eagle import EagleMethod
 from outrider.train.fit import frequent_ids
-from outrider.train.language import LanguageMethod, distilled, early_exit
-from outrider.train.medusa import MedusaMethod
-from outrider.train.method import Method
-from outrider.trained import card as cards
-from outrider.trained.card import Card
-from outrider.trained.ends import Ends
+from outrider.train.methods.eagle import EagleMethod
+from outrider.train.methods.interface import Method
+from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
+from outrider.train.methods.medusa import MedusaMethod
 
 _HELD_OUT_SHARE = 20  # of one's own prompts, one in so many
 _KV_TOKENS = 65_536

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.load import EngineOptions, load_model
-from outrider.errors import StartupError
-from outrider.messages import CostCurve
-from outrider.models import locate
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.models.hub import locate
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.errors import StartupError
 from outrider.train import data
+from outrider.train.artifacts.embeddings_and_head import Ends
 from outrider.train.data import Dataset, Example, Prompt, Recipe
-from outrider.train.method import acceptance, chains, collate, likeliest
-from outrider.trained.ends import Ends
+from outrider.train.methods.interface import acceptance, chains, collate, likeliest
 
 _PLACES = 384
 _KV_TOKENS = 32_768

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.messages import Grammar, SamplingParams, Verification
+from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 
 CASES = 60
 LONGEST = 400
@@ -133,10 +133,10 @@ async def _complete(client: Any, case: Case) -> Case:
 
 async def _make(folder: Path, seed: int) -> None:
     """All services in this process: nothing to fail, nobody to draft."""
-    from coordinator.service import CoordinatorService
+    from coordinator.api.service import CoordinatorService
     from coordinator.settings import CoordinatorSettings
-    from outrider.async_client import AsyncClient
-    from outrider.tiny import make_model
+    from outrider.client.aio import AsyncClient
+    from outrider.testing.toy_models import make_model
     from tests.cluster import in_process
     from verifier.__main__ import build
     from verifier.settings import VerifierSettings

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.async_client import AsyncClient, Finished, Reply, Started, Tokens
-from outrider.errors import Fenced, NotFound, OutriderError, Overloaded, PeerLost, Unavailable
-from outrider.messages import FinishReason
+from outrider.client.aio import AsyncClient, Finished, Reply, Started, Tokens
+from outrider.protocol.errors import Fenced, NotFound, OutriderError, Overloaded, PeerLost, Unavailable
+from outrider.protocol.speculation import FinishReason
 from tests.chaos.cases import Answer, Case
 from tests.chaos.fleet import Fleet
 from tests.chaos.ledger import Ledger, Talk

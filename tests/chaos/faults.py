@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.link import Shape
+from outrider.testing.link_emulator import Shape
 from tests.chaos.fleet import Fleet, Member
 from tests.chaos.ledger import Fault, Ledger
 

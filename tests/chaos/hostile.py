@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import grpc
 import typer
 
-from outrider.access import Access
-from outrider.config import Settings
-from outrider.enlist import Enlistment
-from outrider.messages import ModelInfo, Role, WorkerInfo
-from outrider.serving import server_options
+from outrider.base.config import Settings
+from outrider.base.grpc_options import server_options
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.runtime.registration_client import Enlistment
+from outrider.security.channels import Access
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc

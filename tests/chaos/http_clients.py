@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from outrider.messages import FinishReason
+from outrider.protocol.speculation import FinishReason
 from tests.chaos.cases import Case
 from tests.chaos.clients import LONGEST_S, SILENT_S, WISHES, Customer, Got, Violation
 from tests.chaos.ledger import Talk

@@ -14,15 +14,15 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from drafter.drafters import make
+from drafter.methods.registry import make
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
-from outrider.engine.load import EngineOptions, LoadedModel, load_model
-from outrider.serving import channel_options
-from outrider.serving import until as soon
-from outrider.tokenizer import save_tokenizer
+from outrider.base.aio import until as soon
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.models.tokenizer import save_tokenizer
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc

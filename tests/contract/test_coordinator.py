@@ -13,16 +13,17 @@ import pytest
 import redis.asyncio as redis
 import structlog
 
-from coordinator.store import Store
-from outrider import wire
-from outrider.engine.load import LoadedModel
-from outrider.enlist import Enlistment
-from outrider.messages import FinishReason, ModelInfo, Role, TokenKind, WorkerInfo
-from outrider.serving import channel_options
+from coordinator.persistence.store import Store
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol import convert
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.runtime.registration_client import Enlistment
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from outrider.vocabulary import Vocabulary
 from tests.cluster import Output, ask, client, failure, follow, free_port, generate, generate_all, until_async
 from tests.contract.conftest import HEARTBEAT_MS, Greedy, House
 
@@ -432,7 +433,7 @@ async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(house: 
 async def test_second_target_is_refused_naming_the_first_difference(
     house: House, loaded: LoadedModel, changes: dict[str, Any], field: str
 ) -> None:
-    model = wire.model_to_proto(loaded.engine.info)
+    model = convert.model_to_proto(loaded.engine.info)
     wanted = str(getattr(model, field.removeprefix("model.")))
     model.MergeFrom(common.ModelInfo(**changes))
     async with registering(house) as call:

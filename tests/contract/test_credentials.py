@@ -18,19 +18,20 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider import credentials
-from outrider.access import Access
-from outrider.async_client import AsyncClient
-from outrider.credentials import Credentials
-from outrider.engine.load import EngineOptions, LoadedModel, load_model
-from outrider.errors import Overloaded, PeerLost, Unauthenticated
-from outrider.keys import Keys, bearer
-from outrider.messages import Role, SamplingParams
-from outrider.serving import background
-from outrider.serving import until as soon
-from outrider.tls import Tls
+from outrider.base.aio import background
+from outrider.base.aio import until as soon
+from outrider.client.aio import AsyncClient
+from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.protocol.errors import Overloaded, PeerLost, Unauthenticated
+from outrider.protocol.fleet import Role
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.security import credentials
+from outrider.security.api_keys import Keys, bearer
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
+from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc

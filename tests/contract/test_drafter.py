@@ -13,8 +13,8 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.messages import WHOLE
-from outrider.serving import channel_options
+from outrider.base.grpc_options import channel_options
+from outrider.protocol.speculation import WHOLE
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc

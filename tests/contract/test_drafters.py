@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.engine.load import EngineOptions, load_model
-from outrider.messages import FinishReason, TokenKind
-from outrider.serving import until
-from outrider.tiny import byte_tokenizer, make_model, respelt
+from outrider.base.aio import until
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.testing.toy_models import byte_tokenizer, make_model, respelt
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
 from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving

@@ -13,8 +13,8 @@ import grpc
 import httpx2 as httpx
 import pytest
 
-from outrider.access import Access
-from outrider.serving import channel_options
+from outrider.base.grpc_options import channel_options
+from outrider.security.channels import Access
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify

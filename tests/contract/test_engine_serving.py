@@ -8,19 +8,20 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider import wire
-from outrider.engine.load import LoadedModel
-from outrider.messages import CostCurve, FinishReason
-from outrider.serving import channel_options
-from outrider.tokenizer import save_tokenizer
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import LoadedModel
+from outrider.models.tokenizer import save_tokenizer
+from outrider.protocol import convert
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.speculation import FinishReason
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import Cluster, failure, in_process, until_async
 from tests.conftest import Models
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
-from verifier.pace import Pace
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
+from verifier.step_budget import Pace
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -116,7 +117,7 @@ def test_a_senseless_curve_counts_as_none() -> None:
         ((3,), (-1.0,)),
     ):
         proto = common.WorkerLoad(cost=common.CostCurve(rows=rows, ms=ms))
-        assert wire.load_from_proto(proto).cost == CostCurve()
+        assert convert.load_from_proto(proto).cost == CostCurve()
 
 
 async def test_four_times_what_fits_waits_then_is_refused_and_all_that_was_taken_ends_right(

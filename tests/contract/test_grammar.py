@@ -16,13 +16,14 @@ from transformers import LlamaForCausalLM
 
 from drafter.grammar import Rails
 from outrider.cli import options
-from outrider.client import Client
-from outrider.engine.load import LoadedModel
-from outrider.errors import InvalidRequest, OutriderError
-from outrider.grammar import Grammars
-from outrider.messages import FinishReason, SamplingParams
-from outrider.messages import Grammar as Form
-from outrider.tokenizer import as_json
+from outrider.client.sync import Client
+from outrider.engine.loading.loader import LoadedModel
+from outrider.models.tokenizer import as_json
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.sampling_params import Grammar as Form
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason
+from outrider.speculation.grammar import Grammars
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Output, ask, client, failure, generate, generate_all

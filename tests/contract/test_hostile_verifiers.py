@@ -11,13 +11,13 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider import wire
-from outrider.engine.load import LoadedModel
-from outrider.messages import FinishReason, TokenKind
-from outrider.serving import channel_options
-from outrider.serving import until as soon
+from outrider.base.aio import until as soon
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol import convert
+from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -71,7 +71,7 @@ class Hostile:
         self.opened += 1
         at = len(opening.tokens)
         if self.manner == "cannot":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", ((wire.ERROR_KEY, b"\xff\xff"),))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no", ((convert.ERROR_KEY, b"\xff\xff"),))
         wrong = common.ModelInfo(fingerprint="another")
         opened = verify.Opened(position=at, model=wrong if self.manner == "another target" else self.model)
         yield verify.VerifyReply(opened=opened).SerializeToString()
@@ -146,7 +146,7 @@ async def pair(
         verifier_serving(loaded, folder, coordinators=coordinator, max_sessions=4),
     ):
         assert await soon(service.ready, 20)
-        yield Pair(coordinator, service, Hostile(wire.model_to_proto(loaded.engine.info)))
+        yield Pair(coordinator, service, Hostile(convert.model_to_proto(loaded.engine.info)))
 
 
 async def until_it_had_one(pair: Pair) -> list[Output]:

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from outrider.messages import TokenKind
+from outrider.protocol.speculation import TokenKind
 from tests.cluster import ask, client, generate
 from tests.contract.conftest import House, soon
 

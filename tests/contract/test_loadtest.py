@@ -16,8 +16,8 @@ import pytest
 
 from loadtest.__main__ import LOCUSTFILE
 from loadtest.summary import Summary
-from outrider.access import Access
-from outrider.tls import Tls
+from outrider.security.channels import Access
+from outrider.security.tls import Tls
 from tests.certificates import Authority
 from tests.cluster import ROOT, Cluster, environment, free_port, until
 from tests.conftest import Models

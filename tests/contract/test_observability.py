@@ -18,11 +18,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.engine.load import LoadedModel
-from outrider.errors import InvalidRequest
-from outrider.serving import until as soon
+from outrider.base.aio import until as soon
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol.errors import InvalidRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as rpc

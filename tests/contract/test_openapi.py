@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from coordinator.http.openapi import document
+from coordinator.api.http.openapi import document
 from tests.cluster import ROOT, Cluster, environment
 
 SECONDS = 12

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from outrider.serving import channel_options
+from outrider.base.grpc_options import channel_options
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import ROOT, Cluster, ask, client, environment, generate, known_workers, server_info, until
 from tests.conftest import Models

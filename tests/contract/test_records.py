@@ -10,10 +10,10 @@ import httpx2 as httpx
 import pytest
 import redis.asyncio as redis
 
-from coordinator.record import SessionRecord
-from coordinator.store import Store
-from outrider.messages import FinishReason
-from outrider.serving import until
+from coordinator.persistence.session_record import SessionRecord
+from coordinator.persistence.store import Store
+from outrider.base.aio import until
+from outrider.protocol.speculation import FinishReason
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output, ask, client, failure, follow, generate, until_async
@@ -59,7 +59,9 @@ def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
 @pytest.mark.parametrize("by", ENDS)
 async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has all of it, the record lacks the end: the reason, the text and the counts are as they were."""
-    monkeypatch.setattr("coordinator.sessions.draw_nonce", lambda: "the same")  # two texts are to begin alike
+    monkeypatch.setattr(
+        "coordinator.sessions.session_manager.draw_nonce", lambda: "the same"
+    )  # two texts are to begin alike
     eos = house.service.sessions.target.info.eos_token_ids[0]
     async with client(house.coordinator) as stub:
         plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)

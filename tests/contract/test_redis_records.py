@@ -14,12 +14,14 @@ import grpc
 import pytest
 import redis
 
-from coordinator.record import SessionRequest, pack
-from coordinator.stored import seal_worker
-from outrider import wire
-from outrider.access import Access
-from outrider.keys import Keys
-from outrider.messages import ModelInfo, Role, SamplingParams, TokenKind, WorkerInfo
+from coordinator.persistence.session_record import SessionRequest, pack
+from coordinator.persistence.stored_records import seal_worker
+from outrider.protocol import convert
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import TokenKind
+from outrider.security.api_keys import Keys
+from outrider.security.channels import Access
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, ask, client, failure, generate, until
@@ -57,7 +59,7 @@ def stranger(fleet: Cluster) -> Iterator[Any]:
 
 
 def record(name: str, address: str = "127.0.0.1:1", **more: Any) -> bytes:
-    info = wire.worker_to_proto(WorkerInfo(name, Role.DRAFTER, address, ModelInfo("m", "f"), kind="ngram"))
+    info = convert.worker_to_proto(WorkerInfo(name, Role.DRAFTER, address, ModelInfo("m", "f"), kind="ngram"))
     for field, value in more.items():
         setattr(info, field, value)
     return info.SerializeToString()
@@ -200,7 +202,7 @@ async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -
 
 def test_an_address_of_a_worker_is_no_file(tmp_path: Path) -> None:
     """What is believed of an address is host:port: gRPC would take others for a socket, or resolve them its own way."""
-    from coordinator.stored import Unreadable, read_worker
+    from coordinator.persistence.stored_records import Unreadable, read_worker
 
     for address in ("unix:/tmp/x", "dns:///evil:1/x", "host", "a b:1"):
         data = record("w", address)

@@ -14,14 +14,14 @@ import pytest_asyncio
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from drafter.settings import DrafterSettings
-from outrider.access import Access
-from outrider.credentials import Credentials
-from outrider.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated
-from outrider.messages import Role
-from outrider.serving import until as soon
+from outrider.base.aio import until as soon
+from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated
+from outrider.protocol.fleet import Role
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc

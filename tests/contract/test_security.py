@@ -22,19 +22,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
-from coordinator.roster import worker_error
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.access import PLAIN, Access
-from outrider.async_client import AsyncClient
-from outrider.cli.stack import Plan, Stack
-from outrider.client import Client
-from outrider.embedded_redis import embedded_redis
-from outrider.engine.load import LoadedModel
-from outrider.errors import PeerLost, Unauthenticated, Unavailable
-from outrider.messages import SamplingParams
-from outrider.serving import until as soon
-from outrider.tls import Tls
+from coordinator.workers.worker_pool import worker_error
+from outrider.base.aio import until as soon
+from outrider.client.aio import AsyncClient
+from outrider.client.sync import Client
+from outrider.engine.loading.loader import LoadedModel
+from outrider.launch.stack import Plan, Stack
+from outrider.protocol.errors import PeerLost, Unauthenticated, Unavailable
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.runtime.embedded_redis import embedded_redis
+from outrider.security.channels import PLAIN, Access
+from outrider.security.tls import Tls
 from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.certificates import Authority
 from tests.cluster import (

@@ -15,18 +15,19 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from drafter.drafters import Ask, Draft
+from drafter.methods.interface import Ask, Draft
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
-from outrider.engine.load import LoadedModel
-from outrider.link import Link, Shape
-from outrider.messages import Features, ModelInfo
-from outrider.serving import until
+from outrider.base.aio import until
+from outrider.engine.loading.loader import LoadedModel
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.speculation import Features
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.testing.link_emulator import Link, Shape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.vocabulary import Vocabulary
 from tests.cluster import Output, Redis, ask, client, failure, follow, free_port, generate, in_process
 from tests.conftest import Models
 from tests.contract.conftest import (

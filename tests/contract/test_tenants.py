@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.access import Access
-from outrider.engine.load import LoadedModel
-from outrider.serving import until as soon
+from outrider.base.aio import until as soon
+from outrider.engine.loading.loader import LoadedModel
+from outrider.security.channels import Access
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process

@@ -16,8 +16,8 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.engine.load import EngineOptions, load_model
-from outrider.tiny import byte_tokenizer, make_model
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.testing.toy_models import byte_tokenizer, make_model
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import START_S, Process, free_port, until
 from tests.contract.conftest import verifier_serving, verifying

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.load import LoadedModel
-from outrider.errors import StartupError
-from outrider.models import choose_drafter
+from outrider.engine.loading.loader import LoadedModel
+from outrider.models.hub import choose_drafter
+from outrider.protocol.errors import StartupError
 from outrider.train import data, loop, run
+from outrider.train.artifacts import card as cards
+from outrider.train.artifacts.card import Card
 from outrider.train.run import METHODS, Order
 from outrider.train.tune import tune
-from outrider.trained import card as cards
-from outrider.trained.card import Card
 from outrider.v1 import common_pb2 as common
 from tests.conftest import Models
 from tests.contract.conftest import HEARTBEAT_MS, HOME_LENGTH, HOME_PROMPT, Greedy, Home, drafter_serving

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider.engine.load import LoadedModel
+from outrider.engine.loading.loader import LoadedModel
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import failure, until_async, verifier_load
 from tests.contract.conftest import Greedy, opening, verifier_serving, verifying

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.engine.load import LoadedModel
-from outrider.messages import MAX_EPOCH, FinishReason, TokenKind
-from outrider.serving import channel_options
-from outrider.tokenizer import save_tokenizer
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import LoadedModel
+from outrider.models.tokenizer import save_tokenizer
+from outrider.protocol.checks import MAX_EPOCH
+from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc

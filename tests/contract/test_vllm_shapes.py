@@ -10,8 +10,8 @@ import httpx2 as httpx
 import pytest
 import pytest_asyncio
 
-from coordinator.plans import Way
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
+from coordinator.control.throughput_model import Way
 from coordinator.settings import CoordinatorSettings
 from tests.bench_serve import Counts, read
 from tests.cluster import Redis, in_process

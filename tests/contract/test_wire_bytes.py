@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from coordinator.service import CoordinatorService
+from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from outrider.engine.load import LoadedModel
-from outrider.link import Link
-from outrider.serving import until
+from outrider.base.aio import until
+from outrider.engine.loading.loader import LoadedModel
+from outrider.testing.link_emulator import Link
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process
 from tests.conftest import Models

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from outrider.async_client import AsyncClient
-from outrider.client import Client, Finished, Reply, Started, Tokens
-from outrider.errors import Expired, InvalidRequest, NotFound, PeerLost
-from outrider.messages import FinishReason, SamplingParams, Verification
-from outrider.replies import whole
+from outrider.client.aio import AsyncClient
+from outrider.client.events import whole
+from outrider.client.sync import Client, Finished, Reply, Started, Tokens
+from outrider.protocol.errors import Expired, InvalidRequest, NotFound, PeerLost
+from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.speculation import FinishReason
 from tests.cluster import ROOT, Cluster, environment, free_port, server_info, until_async
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(180)
 
-STREAMS = 4  # an even number: see outrider.resuming.Turns
+STREAMS = 4  # an even number: see outrider.client.resume.Turns
 MIDDLE = 20
 LENGTH = 600
 FREED_S = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from outrider.messages import FinishReason, TokenKind
+from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Cluster, Output, ask, generate_all, generate_resuming

@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 import redis.asyncio as redis
 
-from outrider.config import Settings
-from outrider.errors import Expired, Unavailable
-from outrider.link import Link
-from outrider.messages import FinishReason
-from outrider.serving import KEEPALIVE_MS, channel_options, server_options
+from outrider.base.config import Settings
+from outrider.base.grpc_options import KEEPALIVE_MS, channel_options, server_options
+from outrider.protocol.errors import Expired, Unavailable
+from outrider.protocol.speculation import FinishReason
+from outrider.testing.link_emulator import Link
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jsonschema
 import pytest
 
-from outrider.messages import FinishReason
+from outrider.protocol.speculation import FinishReason
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Cluster, Output, ask, generate_all, generate_resuming

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.messages import FinishReason, TokenKind
+from outrider.protocol.speculation import FinishReason, TokenKind
 from tests.cluster import Cluster, Output, ask, generate_all
 from tests.conftest import Models
 from tests.e2e.prompts import mixed

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.serving import channel_options
+from outrider.base.grpc_options import channel_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc

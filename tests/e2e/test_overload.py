@@ -18,9 +18,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.access import Access
-from outrider.cli.stack import Plan, stack
-from outrider.models import DEFAULT, choose_drafter
+from outrider.launch.stack import Plan, stack
+from outrider.models.hub import DEFAULT, choose_drafter
+from outrider.security.channels import Access
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, Output, ask, follow
 from tests.conftest import Models

@@ -17,7 +17,7 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Page, Request, Route, expect, sync_playwright
 
-from outrider.models import fetch_default
+from outrider.models.hub import fetch_default
 from tests.cluster import ROOT, Cluster, server_info, until
 
 CHROMIUM = next(

@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from outrider.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest
 from tests.cluster import Cluster, Output, Process, ask, client, follow, until_async, verifier_load
 from tests.conftest import Models
 

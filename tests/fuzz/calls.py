@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc
 
-from outrider import wire
+from outrider.protocol import convert
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.fuzz.case import ABANDON, CANCEL, HALF_CLOSE, Case
@@ -185,7 +185,7 @@ def _judge(code: grpc.StatusCode, details: str, metadata: Any, outcome: Outcome)
     if len(details) > MAX_MESSAGE:
         outcome.problem = f"{code.name} with a message of {len(details)} characters"
     for name, value in metadata or ():
-        if name == wire.ERROR_KEY and len(value) > MAX_MESSAGE:
+        if name == convert.ERROR_KEY and len(value) > MAX_MESSAGE:
             error = common.Error.FromString(value)
             outcome.problem = f"an error of {len(value)} bytes: {error.message[:200]}"
 

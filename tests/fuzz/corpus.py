@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from outrider.messages import WHOLE
+from outrider.protocol.speculation import WHOLE
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import drafter_pb2 as draft

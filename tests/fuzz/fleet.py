@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.tiny import make_model
+from outrider.testing.toy_models import make_model
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import (

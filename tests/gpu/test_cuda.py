@@ -12,20 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider import noise
-from outrider.drawing import shared_draw
 from outrider.engine import Engine, Rows, attention
-from outrider.engine import graphs as engines
-from outrider.engine.graphs import GraphEngine, Shape
+from outrider.engine import cuda_graphs as engines
+from outrider.engine.cuda_graphs import GraphEngine, Shape
 from outrider.engine.interface import prefill
-from outrider.engine.load import EngineOptions, load_model
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.model_spec import plan
 from outrider.engine.paged import PagedEngine
-from outrider.engine.plan import plan
 from outrider.engine.transformers_engine import TransformersEngine
-from outrider.errors import StartupError
-from outrider.messages import ModelInfo, SamplingParams
-from outrider.tiny import make_model
-from tests.unit.test_engine import FAMILIES, VOCAB
+from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation import noise
+from outrider.speculation.exponential_race import shared_draw
+from outrider.testing.toy_models import make_model
+from tests.unit.outrider.engine.test_engine import FAMILIES, VOCAB
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.engine import Engine, Rows
-from outrider.engine.load import EngineOptions, load_model
-from outrider.models import fetch_default
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.models.hub import fetch_default
 from tests.cluster import Cluster, ask, generate_all
 from tests.prove.test_smollm import PROMPTS
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.access import Access
-from outrider.errors import OutriderError, PeerLost
+from outrider.protocol.errors import OutriderError, PeerLost
+from outrider.security.channels import Access
 from tests.cluster import ROOT, Cluster, Output, Process, ask, generate_resuming, known_workers, until
 from tests.conftest import Models
 

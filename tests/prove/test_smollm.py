@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.models import fetch_default
+from outrider.models.hub import fetch_default
 from tests.cluster import Cluster, ask, generate_all
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(1800)]

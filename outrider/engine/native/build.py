@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.config import home
+from outrider.base.config import home
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _AHEAD = Path(__file__).with_name("built")

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from outrider.engine import plan as plans
-from outrider.engine.arithmetic import of_kernels
+from outrider.engine import model_spec as plans
+from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.checks.arithmetic import of_kernels
+from outrider.engine.model_spec import Plan
 from outrider.engine.native.build import library
 from outrider.engine.paged import PagedEngine, Step
-from outrider.engine.pages import PAGE_TOKENS
-from outrider.engine.plan import Plan
-from outrider.messages import ModelInfo
+from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
 _BLOCK = 256 << 20

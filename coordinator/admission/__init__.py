@@ -1,0 +1,1 @@
+"""Who may begin: quotas of API keys, seats at verifiers."""

@@ -1,0 +1,225 @@
+"""The routes, and what answers them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from coordinator.api.http import pages
+from coordinator.api.http.answer import Answer, begun, requests_of, served_name
+from coordinator.api.http.bodies import ChatBody, CompletionBody, Generation
+from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
+from coordinator.api.http.hosts import SoundRequests, hosts_of
+from coordinator.api.http.limits import BodyBudget, KeyHolders, RequestIds, WholeBodies
+from coordinator.api.http.openapi import document
+from coordinator.api.http.replies import ChatReplies, CompletionReplies, Head, Json, Replies, metrics, usage
+from coordinator.api.http.streams import EventStream
+from coordinator.sessions.session import Token
+from coordinator.sessions.session_manager import MAX_KEY_CHARACTERS, Sessions
+from coordinator.settings import CoordinatorSettings
+from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
+from outrider.security.api_keys import Keys
+
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+_UNSUPPORTED_MEDIA = 415
+_JSON_ROOM = 3  # how much longer a text may be as JSON
+_KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
+
+
+class Api:
+    def __init__(self, sessions: Sessions, settings: CoordinatorSettings, keys: Keys) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._keys = keys
+        self._document = document()
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/fleet", self.fleet),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/openapi.json", self.openapi),
+            *pages.routes(),
+        ]
+        origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
+        allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
+        limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
+        budget = BodyBudget(1024 * 1024 * self._settings.max_bodies_mib)
+        app = Starlette(
+            routes=routes,
+            middleware=[
+                *([_cors(origins)] if origins else []),
+                Middleware(RequestIds),
+                Middleware(SoundRequests, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
+                Middleware(KeyHolders, keys=self._keys, open_to_all=self._open_to_all),
+                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=budget),
+            ],
+            exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
+        )
+        app.router.redirect_slashes = False  # to a host that the request names
+        return app
+
+    @property
+    def _open_to_all(self) -> frozenset[str]:
+        return _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
+
+    # Generation.
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, await _read(request, ChatBody), ChatReplies)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
+
+    async def _generate(self, request: Request, body: BodyT, told_as: Callable[[BodyT, Target], Replies]) -> Response:
+        with self._sessions.admission():
+            target = self._sessions.target
+            requests = await requests_of(body, target, self._settings)
+        told = told_as(body, target)
+        answering = begun(self._sessions, requests, target, _key(request))
+        if body.stream:
+            return await EventStream.start(self._chunks(body, answering, told, target))
+        async with answering as answer:
+            tokens = await _all_of(answer)
+            choices = [told.choice(number, session, tokens[number]) for number, session in enumerate(answer.sessions)]
+            return JSONResponse(self._head(told, answer, target).whole(choices, answer, body.choices))
+
+    async def _chunks(
+        self, body: Generation, answering: AbstractAsyncContextManager[Answer], told: Replies, target: Target
+    ) -> AsyncGenerator[Json, None]:
+        async with answering as answer:
+            head = self._head(told, answer, target)
+            more = {"usage": None} if body.include_usage else {}
+            async with contextlib.aclosing(answer.news()) as incoming:
+                async for news in incoming:
+                    parts = told.parts(news, answer.sessions[news.choice])
+                    for part in parts:
+                        last = part is parts[-1] and not news.tokens and not body.include_usage
+                        yield head.chunk([part], **more, **(metrics(answer.sessions) if last else {}))
+            if body.include_usage:
+                yield head.chunk([], usage=usage(answer.sessions, body.choices), **metrics(answer.sessions))
+
+    def _head(self, told: Replies, answer: Answer, target: Target) -> Head:
+        return Head.of(told, answer.sessions[0], served_name(target, self._settings))
+
+    # What there is.
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        model, wanted = self._model(), request.path_params["model"]
+        if wanted != model["id"]:
+            raise NotFound(f"there is no model {shorten(repr(wanted))} here", field="model", value=wanted)
+        return JSONResponse(model)
+
+    def _model(self) -> Json:
+        target = self._sessions.target
+        return {
+            "id": served_name(target, self._settings),
+            "object": "model",
+            "created": int(_STARTED),
+            "owned_by": "outrider",
+            "root": target.info.name,
+            "max_model_len": target.info.context_length,
+            "fingerprint": target.info.fingerprint,
+        }
+
+    async def fleet(self, request: Request) -> Response:
+        """What the coordinator knows of itself and its workers."""
+        workers = [asdict(worker) for worker in self._sessions.workers]
+        for worker in workers:
+            worker["role"] = worker["role"].name.lower()
+        return JSONResponse(
+            {
+                "version": version("outrider"),
+                "coordinator_id": self._sessions.coordinator_id,
+                "sessions": len(self._sessions),
+                "durable": await self._sessions.durable(),
+                "workers": workers,
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        body, media = self._sessions.metrics.render()
+        return Response(body, headers={"Content-Type": media})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if not self._sessions.ready:
+            return respond(Unavailable("no verifier is ready", retry_after_ms=2000))
+        return JSONResponse({"status": "ready"})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(self._document)
+
+
+_STARTED = time.time()
+_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for whoever has yet to type a key
+
+
+def _cors(origins: list[str]) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def _read(request: Request, kind: type[BodyT]) -> BodyT:
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise HTTPException(
+            _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
+        )
+    try:
+        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is no JSON: {shorten(str(error))}", field="body") from error
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise of_validation(error) from error
+
+
+def _key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if not _KEY.fullmatch(key):
+        raise InvalidRequest.of(
+            "Idempotency-Key", ascii(key), f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
+        )
+    return key
+
+
+async def _all_of(answer: Answer) -> list[list[Token]]:
+    tokens: list[list[Token]] = [[] for _ in answer.sessions]
+    async with contextlib.aclosing(answer.news()) as incoming:
+        async for news in incoming:
+            tokens[news.choice] += news.tokens
+    return tokens

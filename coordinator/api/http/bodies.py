@@ -1,0 +1,264 @@
+"""What clients send: the bodies of OpenAI's API, with the extensions that vLLM made customary and our own.
+
+A field that changes the answer and is not supported is refused by name; what
+only labels a request is taken and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
+
+from outrider.protocol.field_limits import LONGEST
+from outrider.protocol.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    MIN_REPETITION_PENALTY,
+)
+from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 16
+MAX_MESSAGES = 1_000
+MAX_PARTS = 1_000
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_MAX_TOKENS = 2**31 - 1
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 5.0 is 5."""
+    if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _few(value: Any) -> Any:
+    """Counted before they are looked at."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(value)} biases, at most {MAX_LOGIT_BIAS} are taken")
+    return value
+
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_Text = Annotated[str, Field(min_length=1)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+# The first fault ends the reading: to collect a million of them takes seconds and gigabytes.
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """One unknown field is told at once, whatever else there is."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in known), None)
+        if unknown is not None:
+            fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
+            raise ValidationError.from_exception_data(cls.__name__, [fault])
+        return {name: _whole(value) for name, value in data.items()}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="A last chunk with the usage of the whole answer.")
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class JsonSchema(Body):
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Absent: any JSON object.")
+    description: str | None = None
+    strict: bool | None = Field(None, description="Output follows the schema in any case.")
+
+
+class ResponseFormat(Body):
+    """`regex` is an extension."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(None, description="With type regex: what the whole output must match.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        for kind, given in (("json_schema", self.json_schema), ("regex", self.regex)):
+            if (self.type == kind) != (given is not None):
+                raise ValueError(f"{kind} belongs to type {kind}, and that needs it")
+        return self
+
+
+class SpeculationWish(Body):
+    """How to speculate: it changes speed, never text (greedy and coupled)."""
+
+    gamma: int | None = Field(None, ge=0, le=MAX_GAMMA, description="Fixes γ; 0: plain decoding; absent: adaptive.")
+    branches: int | None = Field(None, ge=1, le=MAX_BRANCHES, description="Guesses beside each other.")
+    ahead: bool | None = Field(None, description="Whether the drafter goes on while its guesses are checked.")
+    patience_us: int | None = Field(None, ge=0, le=MAX_PATIENCE_US, description="Fixes the wait for guesses.")
+    drafter: str | None = Field(None, max_length=LONGEST["drafter"], description="Only drafters of this kind.")
+    verification: Literal["greedy", "coupled", "rejection", "block"] | None = None
+    show: bool = Field(False, description="Every chunk says which of its tokens were guessed, and under which plan.")
+
+
+class Generation(Body):
+    """What chat and completions have in common."""
+
+    model: str | None = Field(
+        None, max_length=LONGEST["model"], description="As in /v1/models; absent: the one that is served."
+    )
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
+            BeforeValidator(_few),
+        ]
+        | None
+    ) = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Choice i of n is drawn with seed + i.")
+    response_format: ResponseFormat | None = None
+    # Customary extensions.
+    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
+    speculation: SpeculationWish | None = None
+    # Labels: taken and ignored.
+    user: str | None = None
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    store: bool | None = Field(None, description="Ignored: nothing is stored for later retrieval.")
+    service_tier: str | None = Field(None, description="Ignored.")
+    safety_identifier: str | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: prefixes are shared by cache_salt.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+
+    @model_validator(mode="after")
+    def _streams(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def show(self) -> bool:
+        return self.speculation is not None and self.speculation.show
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates know no names.")
+    # As OpenAI's own answers have them, so that an answer can be sent back as it came.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported: only empty.")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="Ignored: there are no tools.")
+    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    prediction: dict[str, Any] | None = Field(None, description="Ignored: the drafters guess.")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens name the same thing and differ")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        _Text
+        | _TokenIds
+        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description=f"Default {DEFAULT_COMPLETION_TOKENS}.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = Field(None, description="The prompt before the output; not together with logprobs.")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only equal to n.")
+    suffix: Literal[""] | None = Field(None, description="Not supported: only empty.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> CompletionBody:
+        if self.best_of not in (None, self.choices):
+            raise ValueError("best_of must equal n: no answer is drawn to be thrown away")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo and logprobs together are not supported: a prompt's log probabilities are not kept")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs

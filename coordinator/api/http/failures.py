@@ -1,0 +1,84 @@
+"""Errors in OpenAI's shape, from one handler."""
+
+from __future__ import annotations
+
+import math
+import re
+from reprlib import Repr
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from outrider.protocol.errors import InvalidRequest, OutriderError, http_status, shorten
+
+_GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
+_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_SERVER = 500
+_AGAIN_MS = {429: 1000, 503: 2000}  # where the error does not say when
+
+_short = Repr()
+_short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 80
+
+
+def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
+    status = status or http_status(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
+    code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
+    message, param = _as_here(error.message), _as_here(error.field) or None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
+    status = status or http_status(error)
+    headers = {}
+    retry_after_ms = error.retry_after_ms or _AGAIN_MS.get(status)
+    if retry_after_ms is not None:
+        headers["Retry-After"] = str(math.ceil(retry_after_ms / 1000))
+        headers["Retry-After-Ms"] = str(retry_after_ms)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body_of(error, status), status, headers)
+
+
+async def on_outrider_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, OutriderError)
+    return respond(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Routes and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    found = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}", field="path")
+    response = respond(found, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def of_validation(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong with a body; of the ways to read a union, the one that came furthest."""
+    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    field = shorten(".".join(str(part) for part in first["loc"] if not _is_union_branch(part)))
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"there is no field {field}", field=field, limit="a field that is known")
+    message = first["msg"].removeprefix("Value error, ")
+    if not field:
+        return InvalidRequest(message, field="body")
+    value = "absent" if first["type"] == "missing" else _short.repr(first["input"])
+    return InvalidRequest(f"{field} is {value}: {message}", field=field, value=value, limit=message)
+
+
+def _is_union_branch(part: str | int) -> bool:
+    """Pydantic names the branch it tried: no part of the body."""
+    return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
+
+
+def _as_here(text: str) -> str:
+    """Fields of the request over gRPC, as HTTP calls them."""
+    text = _GRAMMAR.sub("response_format", text)
+    for there, here in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        text = text.replace(there, here)
+    return text

@@ -1,0 +1,60 @@
+"""Server-sent events, made by a generator that is closed with the response."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.api.http.failures import body_of
+from outrider.protocol.errors import OutriderError
+
+log = structlog.get_logger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """`start` waits for the first event, so that what fails before it still has a status of its own."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    @classmethod
+    async def start(cls, events: AsyncGenerator[dict[str, Any], None]) -> EventStream:
+        try:
+            return cls(_event(await anext(events)), events)
+        except BaseException:
+            await events.aclose()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(data: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async with contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await say(self._first)
+            try:
+                async for event in events:
+                    await say(_event(event))
+            except OutriderError as error:
+                await say(_event(body_of(error)))
+            except Exception as error:
+                log.exception("stream failed")
+                await say(_event(body_of(OutriderError(f"internal error: {type(error).__name__}"))))
+            await say(DONE, more=False)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

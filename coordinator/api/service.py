@@ -1,0 +1,214 @@
+"""The coordinator's gRPC edge for clients. Workers report at another: see `registry_service`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+import structlog
+
+from coordinator.api.http.app import Api
+from coordinator.api.http.server import HttpServer
+from coordinator.api.preprocess import prepare
+from coordinator.api.registry_service import RegistryService
+from coordinator.sessions.session import Session, Token
+from coordinator.sessions.session_manager import Sessions
+from coordinator.settings import CoordinatorSettings
+from coordinator.workers.fleet_keys import Fleet
+from outrider.base.aio import cancel_all
+from outrider.observability.request_context import REQUEST_ID, take_up
+from outrider.protocol import convert
+from outrider.protocol.errors import Expired, OutriderError
+from outrider.security.auth_interceptor import Guard
+from outrider.security.credentials import Credentials
+from outrider.security.error_interceptor import abort
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import verifier_pb2 as verify
+
+log = structlog.get_logger(__name__)
+
+CLIENTS = "outrider.v1.Outrider"
+REGISTRY = "outrider.v1.Registry"
+
+
+class CoordinatorService(rpc.OutriderServicer):
+    names: tuple[str, ...] = (CLIENTS, REGISTRY)
+
+    def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
+        self._settings = settings
+        self.credentials = Credentials(settings)
+        self.api_keys = self.credentials.keys("api_keys")
+        self.fleet = Fleet.of(self.credentials)
+        # A drafter's key opens nothing but the registry.
+        doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
+        self.guard = Guard(doors, others=self.api_keys | self.fleet.verifiers)
+        self.sessions = Sessions(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
+        self._parting: set[asyncio.Task[None]] = set()
+        self._http = None
+        if settings.http_port >= 0:
+            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings, self.credentials)
+
+    # Life.
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
+        registry = RegistryService(self.sessions.roster, self._settings, self.fleet)
+        rpc.add_RegistryServicer_to_server(registry, server)  # type: ignore[no-untyped-call,unused-ignore]
+
+    async def start(self, port: int) -> None:
+        self.sessions.start()
+        if self._http is not None:
+            await self._http.start()
+            log.info("serving HTTP", address=self._http.address)
+
+    @property
+    def http_address(self) -> str:
+        """Empty where there is no HTTP."""
+        return "" if self._http is None else self._http.address
+
+    def drain(self) -> None:
+        self.sessions.drain()
+
+    def busy(self) -> bool:
+        return len(self.sessions) > 0
+
+    def ready(self) -> bool:
+        return self.sessions.ready
+
+    async def stop(self) -> None:
+        await self.sessions.stop()
+        await cancel_all(list(self._parting))
+        if self._http is not None:
+            await self._http.stop()
+
+    # For clients.
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
+        await _take_up(context)
+        with self.sessions.admission():
+            target = self.sessions.target
+            prepared = await prepare(request, target, self._settings)
+            session = await self.sessions.begin(prepared, target, request.idempotency_key)
+        async for reply in self._stream(session, 0, context):
+            yield reply
+
+    async def Resume(
+        self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
+        await _take_up(context)
+        with self.sessions.admission():
+            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+        async for reply in self._stream(session, request.from_position, context):
+            yield reply
+
+    async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
+        return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
+
+    async def GetModelInfo(
+        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ModelInfo:
+        return convert.model_to_proto(self.sessions.target.info)
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ServerInfo:
+        return pb.ServerInfo(
+            version=version("outrider"),
+            coordinator_id=self.sessions.coordinator_id,
+            sessions=len(self.sessions),
+            durable=await self.sessions.durable(),
+            workers=[convert.worker_to_proto(worker) for worker in self.sessions.workers],
+        )
+
+    async def _stream(
+        self, session: Session, start: int, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateReply]:
+        with self.sessions.followed(session):
+            await session.opened()
+            async with contextlib.aclosing(_replies(session, start)) as replies:
+                async for reply in replies:
+                    with self._read_in_time(context):
+                        yield reply
+
+    @contextlib.contextmanager
+    def _read_in_time(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Around a message on its way: a client that does not take it in time loses its stream."""
+        task = asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._settings.write_timeout_s, self._leave, task, context)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _leave(self, task: asyncio.Task[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """The call's task is cancelled, as when a client leaves; its status waits behind what is not read."""
+        seconds = self._settings.write_timeout_s
+        log.info("client does not read", seconds=seconds)
+        unread = Expired(f"the client left what was sent to it unread for {seconds:g} s", limit=f"{seconds:g} s")
+        parting = asyncio.create_task(_part(context, unread))
+        self._parting.add(parting)
+        parting.add_done_callback(self._parting.discard)
+        task.cancel()
+
+
+async def _part(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # raised in any case; ended meanwhile
+        await abort(context, error)
+
+
+async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:
+    request = session.record.request
+    assert request.params.seed is not None
+    yield pb.GenerateReply(
+        started=pb.Started(
+            session_id=session.record.session_id,
+            seed=request.params.seed,
+            prompt_tokens=len(request.prompt),
+            model=session.target.info.name,
+        )
+    )
+    async for position, tokens in session.follow(start):
+        yield pb.GenerateReply(chunk=_chunk(position, tokens))
+    if session.error is not None:
+        yield pb.GenerateReply(error=convert.error_to_proto(session.error))
+    else:
+        yield pb.GenerateReply(complete=_complete(session))
+
+
+async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """The caller learns by what id its request is known, whether it gave one or not."""
+    origin = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
+
+
+def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:
+    logprobs = [convert.logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs is not None]
+    return pb.Chunk(
+        position=position,
+        text="".join(token.text for token in tokens),
+        token_ids=[token.token for token in tokens],
+        kinds=[verify.TokenKind.ValueType(token.kind) for token in tokens],
+        logprobs=logprobs if len(logprobs) == len(tokens) else (),
+        characters=[len(token.text) for token in tokens],
+    )
+
+
+def _complete(session: Session) -> pb.Complete:
+    record = session.record
+    return pb.Complete(
+        finish_reason=verify.FinishReason.ValueType(record.finish_reason),
+        text=session.rest.text,
+        stop=session.rest.stop,
+        prompt_tokens=len(record.request.prompt),
+        output_tokens=len(record.tokens),
+        stats=session.stats.to_proto(),
+    )

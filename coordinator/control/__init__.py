@@ -1,0 +1,1 @@
+"""γ control: how far ahead to draft."""

@@ -1,0 +1,1 @@
+"""Sessions, workers and pair history in Redis."""

@@ -1,0 +1,206 @@
+"""What outlives a coordinator: the record of one session."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from outrider.protocol.checks import check_tokens
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
+from outrider.protocol.speculation import (
+    MAX_BRANCHES,
+    MAX_GAMMA,
+    MAX_PATIENCE_US,
+    FinishReason,
+    TokenKind,
+    TokenLogprobs,
+)
+
+_KIND_SHIFT = 28
+_TOKEN_MASK = (1 << _KIND_SHIFT) - 1
+_KINDS = {int(kind): kind for kind in TokenKind}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a client wants its session speculated; None and empty leave it to the coordinator."""
+
+    gamma: int | None = None
+    patience_us: int | None = None
+    drafter: str = ""
+    branches: int | None = None
+    ahead: bool | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what no edge would have let in."""
+        for name, value, low, high in (
+            ("gamma", self.gamma, 0, MAX_GAMMA),
+            ("patience_us", self.patience_us, 0, MAX_PATIENCE_US),
+            ("branches", self.branches, 1, MAX_BRANCHES),
+        ):
+            if value is not None:
+                _check_whole(f"speculation.{name}", value)
+                if not low <= value <= high:
+                    raise InvalidRequest.of(f"speculation.{name}", value, f"in [{low}, {high}]")
+        _check_type("speculation.drafter", str, self.drafter)
+        _check_type("speculation.ahead", bool | None, self.ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """A request with everything resolved: tokens instead of text, a seed that is set."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    wish: Wish = Wish()
+    cache_salt: str = ""
+    drawn_seed: bool = field(default=False, compare=False)  # nobody named one; not kept
+    nonce: str = field(default="", compare=False)  # of the session that this request began, see `seeds`
+
+    def to_json(self) -> str:
+        params = asdict(self.params)
+        params["verification"] = self.params.mode.name
+        params["logit_bias"] = [[token, bias] for token, bias in self.params.logit_bias.items()]
+        kept = {"prompt": self.prompt, "params": params, "wish": asdict(self.wish), "cache_salt": self.cache_salt}
+        return json.dumps(kept | ({"nonce": self.nonce} if self.nonce else {}))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SessionRequest:
+        """What a newer version has added is left out: it cannot matter more than going on."""
+        data: dict[str, Any] = json.loads(text)
+        params = _known(SamplingParams, data["params"])
+        params["verification"] = Verification[params["verification"]]
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
+        for name in ("stop", "stop_token_ids"):
+            params[name] = tuple(params[name])
+        params["grammar"] = Grammar(**_known(Grammar, params["grammar"])) if params.get("grammar") else None
+        wish = Wish(**_known(Wish, data.get("wish", {})))
+        return cls(
+            tuple(data["prompt"]),
+            SamplingParams(**params),
+            wish,
+            data.get("cache_salt", ""),
+            nonce=data.get("nonce", ""),
+        )
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequest, or what comparing wrong types raises, for what no edge would have let in."""
+        if not self.prompt:
+            raise InvalidRequest.of("prompt", "empty", "at least one token")
+        _check_whole("prompt", *self.prompt)
+        if vocab_size is not None:
+            check_tokens("prompt", self.prompt, vocab_size)
+        params = self.params
+        if params.seed is None:
+            raise InvalidRequest.of("params.seed", "absent", "a number")
+        params.check(vocab_size)
+        _check_whole("params.stop_token_ids", *params.stop_token_ids)
+        _check_type("params.ignore_eos", bool, params.ignore_eos)
+        _check_type("params.stop", str, *params.stop)
+        if params.grammar is not None:
+            _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
+        _check_type("cache_salt", str, self.cache_salt, self.nonce)
+        self.wish.check()
+
+
+@dataclass(slots=True)
+class SessionRecord:
+    """`epoch` only grows; whoever holds the highest owns the session."""
+
+    session_id: str
+    request: SessionRequest
+    epoch: int = 1
+    tokens: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of the tokens, where they are asked for
+    finish_reason: FinishReason = FinishReason.NONE
+    model: str = ""  # the target's fingerprint
+    verifier: str = ""  # where its cache was last
+    tenant: str = ""  # whose it is
+
+    def append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> None:
+        self.tokens.append(token)
+        self.kinds.append(kind)
+        if self.request.params.logprobs is not None:
+            self.logprobs.append(logprobs)
+
+    def cut(self, length: int) -> None:
+        """Forget output tokens from `length` on."""
+        for kept in (self.tokens, self.kinds, self.logprobs):
+            del kept[length:]
+
+    def logprobs_of(self, index: int) -> TokenLogprobs | None:
+        return self.logprobs[index] if index < len(self.logprobs) else None
+
+    @property
+    def position(self) -> int:
+        """Absolute, of the next token."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not FinishReason.NONE
+
+
+def pack(tokens: Sequence[int], kinds: Sequence[TokenKind]) -> bytes:
+    """Four bytes per token, its kind in the upper bits, so that a write at an offset can be repeated without harm."""
+    words = [token | kind << _KIND_SHIFT for token, kind in zip(tokens, kinds, strict=True)]
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def unpack(data: bytes) -> tuple[list[int], list[TokenKind]]:
+    """A kind that only a newer version knows is shown as plain."""
+    words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
+    return [word & _TOKEN_MASK for word in words], [_KINDS.get(word >> _KIND_SHIFT, TokenKind.PLAIN) for word in words]
+
+
+def logprobs_size(top: int) -> int:
+    """Return how many bytes an entry has, the same for every token of a session."""
+    return struct.calcsize(f"<Bd{top}I{top}d")
+
+
+def pack_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> bytes:
+    """Write entries of one size: how many alternatives and one more (0: nothing is known), then the numbers."""
+    packed = []
+    for entry in entries:
+        if entry is None:
+            packed.append(bytes(logprobs_size(top)))
+            continue
+        count = min(top, len(entry.top_ids))
+        ids = [*entry.top_ids[:count], *[0] * (top - count)]
+        values = [*entry.top_logprobs[:count], *[0.0] * (top - count)]
+        packed.append(struct.pack(f"<Bd{top}I{top}d", count + 1, entry.logprob, *ids, *values))
+    return b"".join(packed)
+
+
+def unpack_logprobs(data: bytes, top: int) -> list[TokenLogprobs | None]:
+    size = logprobs_size(top)
+    entries: list[TokenLogprobs | None] = []
+    for start in range(0, len(data) - size + 1, size):
+        marked, logprob, *rest = struct.unpack_from(f"<Bd{top}I{top}d", data, start)
+        count = min(top, marked - 1)
+        known = TokenLogprobs(logprob, tuple(rest[:count]), tuple(rest[top : top + count]))
+        entries.append(known if marked else None)
+    return entries
+
+
+def _known(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _check_whole(name: str, *values: Any) -> None:
+    """Not negative, and no truth value, which Python takes for a number."""
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise InvalidRequest.of(name, value, "a whole number")
+
+
+def _check_type(name: str, wanted: Any, *values: Any) -> None:
+    for value in values:
+        if not isinstance(value, wanted):
+            raise InvalidRequest.of(name, value, str(getattr(wanted, "__name__", wanted)))

@@ -1,0 +1,260 @@
+"""Redis, behind one door: sessions, workers, pair histories. Every session write is fenced by epoch.
+
+Nothing here is called on the token path. Whatever Redis does, callers get an
+answer or `StoreDown` within the timeout; whatever it says is checked (`stored_records`)
+and what cannot be believed is skipped and counted, or `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
+from typing import Any, NoReturn, cast
+
+import redis.asyncio as redis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from coordinator.control.gamma import PairHistory
+from coordinator.persistence import lua_scripts, stored_records
+from coordinator.persistence.session_record import SessionRecord, logprobs_size, pack, pack_logprobs
+from coordinator.persistence.stored_records import Unreadable
+from outrider.base.aio import until
+from outrider.protocol import convert
+from outrider.protocol.errors import Fenced, Unavailable
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.speculation import FinishReason
+from outrider.security.api_keys import Keys
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 1.0
+_CLOSE_S = 2.5 * TIMEOUT_S  # a call asks, and once more if the connection broke
+_PREFIX = "outrider"
+_PAIR_TTL_S = 30 * 24 * 3600
+MAX_CONNECTIONS = 32
+MAX_WORKERS = 4096
+_TOLD = 1024
+
+
+class StoreDown(Unavailable):
+    """Redis does not answer."""
+
+
+class Store:
+    def __init__(
+        self,
+        url: str,
+        owner: str,
+        session_ttl_s: int,
+        fleet_keys: Keys | None = None,
+        skipped: Callable[[str, str], None] = lambda _record, _reason: None,
+    ) -> None:
+        """`fleet_keys` vouch for workers; `skipped` hears of each record that is not believed, and why."""
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=TIMEOUT_S,  # for one that is free
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            health_check_interval=0,
+            retry=Retry(NoBackoff(), 1),
+            retry_on_error=[redis.ConnectionError],
+        )
+        self._redis = redis.Redis.from_pool(pool)
+        self._owner = owner
+        self._ttl_s = session_ttl_s
+        self._fleet_keys = fleet_keys or Keys()
+        self._skipped = skipped
+        self._told: set[str] = set()
+        self._write = self._redis.register_script(lua_scripts.WRITE)
+        self._claim = self._redis.register_script(lua_scripts.CLAIM)
+        self._cancel = self._redis.register_script(lua_scripts.CANCEL)
+        self._read_worker = self._redis.register_script(lua_scripts.READ_WORKER)
+        self._remove_worker = self._redis.register_script(lua_scripts.REMOVE_WORKER)
+        self._calls = 0
+        self._closing = False
+        self.up = False
+
+    async def close(self) -> None:
+        """Close every connection. Calls under way end first: one that is cut off would connect again."""
+        self._closing = True
+        await until(lambda: not self._calls, _CLOSE_S)
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        async with self._answering():
+            await cast(Any, self._redis.ping())
+
+    # Sessions.
+
+    async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
+        """Put output tokens [start, end) and the finish; `whole` writes the request too. OK, FENCED, MISSING or GAP."""
+        top = record.request.params.logprobs
+        known = [] if top is None else record.logprobs[start:end]
+        async with self._answering():
+            reply = await self._write(
+                keys=self._keys(record.session_id),
+                args=[
+                    record.epoch,
+                    self._owner,
+                    record.request.to_json() if whole else "",
+                    record.model,
+                    self._ttl_s,
+                    4 * start,
+                    pack(record.tokens[start:end], record.kinds[start:end]),
+                    int(record.finish_reason) if end == len(record.tokens) else 0,
+                    record.verifier,
+                    record.tenant,
+                    logprobs_size(top or 0) * start,
+                    pack_logprobs(known, top or 0),
+                ],
+            )
+        return bytes(reply).decode()
+
+    async def claim(self, session_id: str, tenant: str = "") -> SessionRecord | None:
+        """Become the session's owner; a finished one is only read. None: this tenant has no such session.
+
+        Raises Unreadable if it is there and cannot be used.
+        """
+        async with self._answering():
+            reply = await self._claim(keys=self._keys(session_id), args=[self._owner, self._ttl_s, tenant])
+        if not reply:
+            return None
+        with self._believing("session"):
+            if not isinstance(reply, list):
+                raise Unreadable("session: another shape or size than a coordinator writes")
+            given, tokens, logprobs = reply
+            return stored_records.read_session(session_id, given, tokens, logprobs, tenant)
+
+    def check(self, record: SessionRecord, target: ModelInfo) -> None:
+        """Raise Unreadable for a session that this target could never have."""
+        with self._believing("session"):
+            stored_records.check_session(record, target)
+
+    async def cancel(self, session_id: str, tenant: str = "") -> bool | None:
+        """Whether it was still going; None: this tenant has no such session."""
+        async with self._answering():
+            reply = int(await self._cancel(keys=self._keys(session_id)[:1], args=[int(FinishReason.CANCELLED), tenant]))
+        if reply < -1:
+            with self._believing("session"):
+                raise Unreadable("session: another shape than a coordinator writes")
+        return None if reply < 0 else bool(reply)
+
+    async def reserve(self, key: str, value: str) -> str | None:
+        """Tie an idempotency key to a value; the value it is tied to already, if it is. Raises Unreadable."""
+        name = f"{_PREFIX}:idempotency:{key}"
+        with self._believing("idempotency"):
+            async with self._answering():
+                held = cast(bytes | None, await self._redis.set(name, value, nx=True, ex=self._ttl_s, get=True))
+            return stored_records.read_reserved(held) if held is not None else None
+
+    # Workers.
+
+    async def put_worker(self, worker: WorkerInfo, ttl_ms: int) -> None:
+        key = f"{_PREFIX}:worker:{worker.worker_id}"
+        async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
+            data = convert.worker_to_proto(worker).SerializeToString()
+            sealed = stored_records.seal_worker(data, worker.worker_id, self._owner, time.time(), self._fleet_keys)
+            pipe.delete(key)  # whatever it was
+            pipe.hset(key, mapping=cast(Any, sealed))
+            pipe.pexpire(key, ttl_ms)
+            await pipe.execute()
+
+    async def remove_worker(self, worker_id: str) -> None:
+        async with self._answering():
+            await self._remove_worker(keys=[f"{_PREFIX}:worker:{worker_id}"], args=[self._owner])
+
+    async def workers(self, age_s: float) -> list[WorkerInfo]:
+        """Every worker that some coordinator with our fleet key has heard of within `age_s`.
+
+        Of two in one place, such as before and after a restart, the one that was written last.
+        """
+        found: dict[tuple[str, Role], tuple[int, WorkerInfo]] = {}
+        async with self._answering():
+            async for key in self._redis.scan_iter(match=f"{_PREFIX}:worker:*", count=256):
+                fields = await self._read_worker(keys=[key])
+                with contextlib.suppress(Unreadable), self._believing("worker"):
+                    if fields:
+                        info, written = self._worker(key, fields, age_s), stored_records.written_at(fields)
+                        if written >= found.get((info.address, info.role), (0, info))[0]:
+                            found[info.address, info.role] = written, info
+                if len(found) >= MAX_WORKERS:
+                    break
+        return [info for _, info in found.values()]
+
+    def _worker(self, key: bytes, fields: Any, age_s: float) -> WorkerInfo:
+        if not isinstance(fields, list):
+            raise Unreadable("worker: another shape or size than a coordinator writes")
+        worker_id = key.decode(errors="replace").removeprefix(f"{_PREFIX}:worker:")
+        return stored_records.read_worker(worker_id, fields, self._fleet_keys, time.time(), age_s)
+
+    # What pairs of target and drafter have shown.
+
+    async def pair(self, target: str, drafter: str) -> PairHistory | None:
+        with contextlib.suppress(Unreadable), self._believing("pair"):
+            async with self._answering():
+                data = await self._redis.getrange(_pair_key(target, drafter), 0, stored_records.MAX_PAIR_BYTES)
+            return stored_records.read_pair(cast(bytes, data)) if data else None
+        return None
+
+    async def put_pair(self, target: str, drafter: str, history: PairHistory) -> None:
+        async with self._answering():
+            await self._redis.set(_pair_key(target, drafter), json.dumps(asdict(history)), ex=_PAIR_TTL_S)
+
+    @staticmethod
+    def _keys(session_id: str) -> list[str]:
+        # The braces keep all in one slot of a Redis cluster.
+        return [f"{_PREFIX}:{kind}:{{{session_id}}}" for kind in ("session", "tokens", "logprobs")]
+
+    @contextlib.contextmanager
+    def _believing(self, record: str) -> Iterator[None]:
+        """Counts what is not believed, and logs each once."""
+        try:
+            yield
+        except Unreadable as error:
+            self._skipped(record, error.reason)
+            if error.message not in self._told:
+                if len(self._told) >= _TOLD:
+                    self._told.clear()
+                self._told.add(error.message)
+                log.warning("redis record not believed", record=record, reason=error.reason, error=error.message)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        if self._closing:
+            raise StoreDown("this coordinator is leaving")
+        self._calls += 1
+        try:
+            yield
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                self._down(error)
+            raise Unreadable("a value of another type than a coordinator writes") from error
+        except (RedisError, OSError, TimeoutError) as error:
+            self._down(error)
+        finally:
+            self._calls -= 1
+        if not self.up:
+            log.info("redis is up")
+        self.up = True
+
+    def _down(self, error: Exception) -> NoReturn:
+        if self.up:
+            log.warning("redis is down", error=str(error))
+        self.up = False
+        raise StoreDown(f"Redis does not answer: {error}", retry_after_ms=1000) from error
+
+
+def fenced(session_id: str) -> Fenced:
+    return Fenced(f"session {session_id} is owned by another coordinator now", field="session_id", value=session_id)
+
+
+def _pair_key(target: str, drafter: str) -> str:
+    return f"{_PREFIX}:pair:{target}:{drafter}"

@@ -1,0 +1,208 @@
+"""What Redis says, read as a stranger's words: whoever can write there must not be able to end a process here.
+
+Pure readers, one per kind of record. Each returns what is right in every field or raises `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from coordinator.control.gamma import PairHistory
+from coordinator.control.throughput_model import Way
+from coordinator.persistence.session_record import SessionRecord, SessionRequest, unpack, unpack_logprobs
+from outrider.protocol import convert
+from outrider.protocol.checks import MAX_ID_CHARACTERS, check_tokens
+from outrider.protocol.errors import Conflict, InvalidRequest
+from outrider.protocol.fleet import ModelInfo, WorkerInfo
+from outrider.protocol.speculation import FinishReason, TokenLogprobs
+from outrider.security.api_keys import Keys
+from outrider.v1 import coordinator_pb2 as pb
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_PAIR_BYTES = 64 * 1024
+MAX_POSITIONS = 256
+_MS = (0.0, 1e7)
+_SHARE = (0.0, 1.0)
+_RANGES = {
+    "acceptance": _SHARE,
+    "offer_rate": _SHARE,
+    "draft_ms": _MS,
+    "tree_gain": _SHARE,
+    "ahead_gain": _SHARE,
+    "tree_rows": (1.0, 1e3),
+    "level_ms": _MS,
+    "paces": (0.0, 1e6),
+}
+MAX_ADDRESS_CHARACTERS = 300
+CLOCKS_APART_S = 60.0  # coordinators' clocks may differ by so much
+MAX_DIGITS = 15
+_PURPOSE = b"outrider worker records 1"
+_RESERVED = re.compile(r"[\x21-\x7e]{1,128} [\x21-\x7e]{1,128}")
+_ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
+
+
+class Unreadable(Conflict):
+    """A record in Redis that is not believed. `reason` is one of a few words, for a metric."""
+
+    def __init__(self, what: str, reason: str = "unreadable") -> None:
+        super().__init__(f"Redis has a record that cannot be used: {what}", field="redis", limit="a record of Outrider")
+        self.reason = reason
+
+
+def _reading(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Whatever a reader stumbles over, it is the record's fault."""
+
+    def decorate(read: Callable[P, T]) -> Callable[P, T]:
+        @wraps(read)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return read(*args, **kwargs)
+            except Unreadable:
+                raise
+            except (
+                *(ArithmeticError, AttributeError, DecodeError, InvalidRequest, LookupError),
+                *(RecursionError, TypeError, ValueError, struct.error),
+            ) as error:
+                raise Unreadable(f"{what}: {type(error).__name__}: {str(error)[:100]}") from error
+
+        return guarded
+
+    return decorate
+
+
+# Workers.
+
+
+def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: Keys) -> dict[str, bytes | str]:
+    """The fields of a worker's record. Without a fleet key nobody can vouch for it."""
+    when = str(int(at * 1000))
+    sealed: dict[str, bytes | str] = {"data": data, "coordinator": coordinator, "at": when}
+    secrets = keys.derived(_PURPOSE)
+    return sealed | {"mac": _mac(secrets[0], worker_id, coordinator, when, data)} if secrets else sealed
+
+
+@_reading("worker")
+def read_worker(worker_id: str, given: Sequence[bytes | None], keys: Keys, now: float, age_s: float) -> WorkerInfo:
+    """`given`: data, coordinator, at, mac. A record is believed for `age_s`, lest an old one be put back for ever."""
+    data, coordinator, at, mac = (value or b"" for value in given)
+    if keys:
+        made = [_mac(secret, worker_id, coordinator.decode(), at.decode(), data) for secret in keys.derived(_PURPOSE)]
+        if not any(hmac.compare_digest(one.encode(), mac) for one in made):
+            raise Unreadable(f"worker {worker_id}: nobody with the fleet key wrote it", "unauthenticated")
+        if not abs(now - int(at) / 1000) <= age_s + CLOCKS_APART_S:
+            raise Unreadable(f"worker {worker_id}: of another time", "stale")
+    info = convert.worker_from_proto(pb.Worker.FromString(data))
+    if info.worker_id != worker_id or not 1 <= len(worker_id) <= MAX_ID_CHARACTERS:
+        raise Unreadable(f"worker {worker_id}: it names {info.worker_id!r}")
+    if len(info.address) > MAX_ADDRESS_CHARACTERS or not _ADDRESS.fullmatch(info.address):
+        raise Unreadable(f"worker {worker_id}: its address is {info.address!r}")
+    return info
+
+
+def written_at(given: Sequence[bytes | None]) -> int:
+    """Milliseconds; 0 for records of the release that did not tell."""
+    at = given[2] or b""
+    return int(at) if at.isdigit() and len(at) <= MAX_DIGITS else 0
+
+
+def _mac(secret: bytes, *parts: str | bytes) -> str:
+    """Of all parts with their lengths, so that none can be moved to another."""
+    raw = [part.encode() if isinstance(part, str) else part for part in parts]
+    return hmac.new(secret, b"".join(len(part).to_bytes(8, "big") + part for part in raw), "sha256").hexdigest()
+
+
+# Sessions.
+
+
+@_reading("session")
+def read_session(
+    session_id: str, given: Sequence[bytes | None], tokens: bytes, logprobs: bytes, asking: str
+) -> SessionRecord:
+    """`given`: request, epoch, finish, model, verifier, tenant; without the last it is of the tenant that asks."""
+    request, epoch, finish, model, verifier, tenant = given
+    if request is None or epoch is None:
+        raise Unreadable("session: without a request or an epoch")
+    asked = SessionRequest.from_json(request)
+    asked.check()
+    ids, kinds = unpack(tokens)
+    top = asked.params.logprobs
+    return SessionRecord(
+        session_id=session_id,
+        request=asked,
+        epoch=int(epoch),
+        tokens=ids,
+        kinds=kinds,
+        logprobs=[] if top is None else _finite(unpack_logprobs(logprobs, top)[: len(ids)]),
+        finish_reason=_finish(finish or b"0"),
+        model=(model or b"").decode(),
+        verifier=(verifier or b"").decode(),
+        tenant=asking if tenant is None else tenant.decode(),
+    )
+
+
+def _finite(logprobs: list[TokenLogprobs | None]) -> list[TokenLogprobs | None]:
+    if any(one and any(math.isnan(value) for value in (one.logprob, *one.top_logprobs)) for one in logprobs):
+        raise Unreadable("session: logprobs that are no numbers")
+    return logprobs
+
+
+@_reading("session")
+def check_session(record: SessionRecord, target: ModelInfo) -> None:
+    """Against the target that is to go on with it."""
+    record.request.check(target.vocab_size)
+    check_tokens("tokens", record.tokens, target.vocab_size)
+    if len(record.tokens) > record.request.params.max_tokens:
+        raise Unreadable(f"session: {len(record.tokens)} tokens, of at most {record.request.params.max_tokens}")
+
+
+def _finish(text: bytes) -> FinishReason:
+    """A newer version may have other reasons; it has finished all the same."""
+    number = int(text)
+    return FinishReason(number) if number in set(FinishReason) else FinishReason.STOP
+
+
+@_reading("idempotency key")
+def read_reserved(text: bytes) -> str:
+    """`session_id digest`."""
+    held = text.decode("ascii")
+    if not _RESERVED.fullmatch(held):
+        raise Unreadable("idempotency key: not a session and a digest")
+    return held
+
+
+# Pair histories.
+
+
+@_reading("pair history")
+def read_pair(text: bytes) -> PairHistory:
+    """Fields that are missing have their defaults, those of newer versions are left out."""
+    if len(text) > MAX_PAIR_BYTES:
+        raise Unreadable(f"pair history: over {MAX_PAIR_BYTES} bytes")
+    known = {name: value for name, value in json.loads(text).items() if name in _RANGES}
+    return PairHistory(**{name: _shown(name, value) for name, value in known.items()})
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name == "acceptance":
+        return [_number(name, one) for one in value[:MAX_POSITIONS]]
+    if name == "paces":
+        return {way: _number(name, pace) for way, pace in value.items() if way in set(Way)}
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    low, high = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise Unreadable(f"pair history: {name} has no number from {low:g} to {high:g}")
+    return float(value)

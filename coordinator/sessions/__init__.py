@@ -1,0 +1,1 @@
+"""Sessions: begun, drafted, verified, committed, resumed."""

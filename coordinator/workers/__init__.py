@@ -1,0 +1,1 @@
+"""The worker pool: who is there, how loaded, how trusted."""

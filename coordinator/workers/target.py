@@ -1,0 +1,121 @@
+"""The target as the coordinator knows it: its description and its tokenizer, both got from a verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from coordinator.workers.chat_template import Cut, control_tokens
+from outrider.models.tokenizer import as_json, load_tokenizer, write_file
+from outrider.protocol.errors import InvalidRequest, shorten
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.grammar import Grammars
+from outrider.v1 import verifier_pb2 as pb
+from outrider.v1 import verifier_pb2_grpc as rpc
+
+FETCH_TIMEOUT_S = 60.0
+MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
+_CHUNK_COST = 1024  # so that empty ones come to an end too
+_WORD_START = "▁"  # how vocabularies with a Metaspace write a space
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, the others past the first 256."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+@dataclass(frozen=True)
+class Target:
+    info: ModelInfo
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
+    grammars: Grammars
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        if not self.tokenizer.chat_template:
+            raise InvalidRequest(
+                f"{self.info.name} has no chat template; send a prompt instead",
+                field="chat",
+                value=self.info.name,
+                limit="a target with a chat template",
+            )
+        cut = Cut(messages, self._control)
+        try:
+            text = self.tokenizer.apply_chat_template(cut.messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="chat.messages") from error
+        return tuple(token for piece in cut.pieces(str(text)) for token in self.encode(piece, special=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token stands for, also where that is no text by itself.
+
+        How the vocabulary writes bytes is what its decoder says: the letters
+        of its tokens tell nothing, for any letter may be part of a text.
+        """
+        text = self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else ""
+        if token in self._added:
+            return text.encode()
+        if "ByteLevel" in self._decoders:
+            return bytes(_BYTES[char] for char in text) if _BYTES.keys() >= set(text) else text.encode()
+        if "ByteFallback" in self._decoders and (found := _BYTE_TOKEN.fullmatch(text)) is not None:
+            return bytes.fromhex(found[1])
+        return text.replace(_WORD_START, " ").encode() if self._decoders & {"Metaspace", "Replace"} else text.encode()
+
+    @cached_property
+    def _decoders(self) -> frozenset[str]:
+        """The kinds of decoders that turn tokens into text, those of a sequence one by one."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return frozenset()
+        decoder = json.loads(backend.decoder.__getstate__())
+        return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        return control_tokens(self.tokenizer)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Tokens that were added to the vocabulary as they are: special ones and others."""
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Target:
+    """Ask a verifier for its tokenizer."""
+    with tempfile.TemporaryDirectory(prefix="outrider-tokenizer-") as name:
+        folder = Path(name)
+        seen: set[str] = set()
+        left = MAX_TOKENIZER_BYTES
+        async for chunk in verifier.GetTokenizer(pb.GetTokenizerRequest(), timeout=FETCH_TIMEOUT_S):
+            left -= len(chunk.data) + _CHUNK_COST
+            if left < 0:
+                raise InvalidRequest.of("tokenizer files", "larger", f"at most {MAX_TOKENIZER_BYTES} bytes together")
+            write_file(folder, chunk.name, chunk.data, append=chunk.name in seen)
+            seen.add(chunk.name)
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        except Exception as error:  # files of a stranger, read by a library that raises what it likes
+            raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
+    return Target(info, tokenizer, Vocabulary.of(tokenizer), Grammars(partial(as_json, tokenizer), info.eos_token_ids))

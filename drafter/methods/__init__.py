@@ -1,0 +1,1 @@
+"""The drafting methods, one module each. See `registry` for how one is chosen."""

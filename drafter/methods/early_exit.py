@@ -1,0 +1,53 @@
+"""The target's own first layers: with layers trained to finish what they began, or as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from drafter.methods.model import ModelDrafter, read_vocabulary
+from drafter.methods.registry import drafter
+from drafter.settings import DrafterSettings
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.protocol.errors import StartupError
+from outrider.train.artifacts import card as cards
+
+METHOD = "early-exit"
+
+
+@drafter(METHOD)
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
+    if not settings.model.isdecimal():
+        return _trained(settings, progress)
+    head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
+    options = replace(EngineOptions.of(settings), layers=int(settings.model), head_ids=head_ids)
+    loaded = load_model(settings.target, options, progress)
+    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids)
+
+
+def _trained(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
+    folder = cards.locate(settings.model, METHOD)
+    card, weights = cards.load(folder, METHOD)
+    ids = tuple(weights.pop("ids").tolist())
+    layers = card.shape["exit_layers"] + card.shape["layers"]
+
+    def finish(model: PreTrainedModel) -> None:
+        known = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                known[name].copy_(weight)
+
+    options = replace(EngineOptions.of(settings), layers=layers, head_ids=ids)
+    try:
+        loaded = load_model(settings.target, options, progress, change=finish)
+    except (KeyError, RuntimeError) as error:
+        raise StartupError(
+            f"the drafter in {folder} was made for {card.target}, it does not fit {settings.target}: {error}",
+            field="target",
+            value=settings.target,
+            limit=card.target,
+        ) from error
+    return ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, ids, card.target_lineage)

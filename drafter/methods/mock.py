@@ -1,0 +1,37 @@
+"""Matches the verifier's instant engine and is always right: for `outrider bench overhead` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from drafter.methods.interface import Ask, Draft
+from drafter.methods.registry import drafter
+from drafter.settings import DrafterSettings
+from outrider.engine.mock import next_token
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.vocabulary import Vocabulary
+
+
+class InstantDrafter:
+    wants_features = False
+
+    def __init__(self) -> None:
+        self.info = ModelInfo(name="instant", fingerprint="instant", architecture="none")
+        self.vocabulary: Vocabulary | None = None
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        drafts: list[Draft] = []
+        for ask in asks:
+            tokens = [next_token(ask.tokens[-1])]
+            while len(tokens) < ask.room:
+                tokens.append(next_token(tokens[-1]))
+            drafts.append(Draft(tuple(tokens)))
+        return drafts
+
+    def forget(self, session: str) -> None:
+        """Nothing is kept."""
+
+
+@drafter("instant")
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> InstantDrafter:
+    return InstantDrafter()

@@ -1,0 +1,63 @@
+"""The drafting methods by name. Each module of this folder registers one class."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from typing import TypeVar
+
+from drafter import methods
+from drafter.methods.interface import Drafter
+from drafter.settings import DrafterSettings
+from outrider.protocol.errors import StartupError
+
+Factory = Callable[[DrafterSettings, Callable[[str], None]], Drafter]
+
+FactoryT = TypeVar("FactoryT", bound=Factory)
+
+_factories: dict[str, Factory] = {}
+
+
+def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
+    """Register a way to draft."""
+
+    def register(factory: FactoryT) -> FactoryT:
+        _factories[name] = factory
+        return factory
+
+    return register
+
+
+def _import(name: str) -> None:
+    """Load the module of one kind, so that a drafter that runs no model loads no torch."""
+    module = f"{methods.__name__}.{name.replace('-', '_')}"
+    if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
+        importlib.import_module(module)
+
+
+def kinds() -> list[str]:
+    """Return the names of all drafters; loads every one of them."""
+    for module in pkgutil.iter_modules(methods.__path__):
+        importlib.import_module(f"{methods.__name__}.{module.name}")
+    return sorted(_factories)
+
+
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
+    """The drafter of a kind; of several joined by + one that blends them."""
+    names = settings.kind.split("+")
+    for name in names:
+        _import(name)
+        if name not in _factories:
+            raise StartupError(
+                f"there is no drafter {name!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
+            )
+    if len(set(names)) < len(names):
+        raise StartupError("a drafter is named twice", field="kind", value=settings.kind, limit="each once")
+    members = {name: _factories[name](settings, progress) for name in names}
+    if len(members) == 1:
+        return members[names[0]]
+    from drafter.methods.blend import BlendDrafter  # it imports what stands above
+
+    return BlendDrafter(members)

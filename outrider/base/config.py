@@ -1,0 +1,235 @@
+"""Settings of the services: one frozen object each, made once in `__main__` from flags and their environment twins.
+
+`command` turns a settings class into a typer command, so that a field is
+written down once: its name gives `--the-flag` and OUTRIDER_THE_FLAG, its
+description the help text, its constraints the validation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+from outrider.base.endpoint import is_loopback
+from outrider.protocol.errors import OutriderError, StartupError
+
+PREFIX = "OUTRIDER_"
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+# Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
+_NAMES = (
+    "ALLOWED_HOSTS DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS METRICS_KEY METRICS_TLS OPEN_METRICS STATE_DIR "
+    "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
+    "CORS_ORIGINS DATA DEFAULT_MAX_SESSIONS DEFAULT_REQUESTS_PER_MINUTE DEFAULT_TOKENS_PER_MINUTE DEVICE DRAFTER "
+    "DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT "
+    "ENGINE EXAMPLES EXIT_LAYERS EXPLAIN FLEET_KEY GAMMA GAMMA_MAX GRPC_SHARE GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN "
+    "HOME HOST HTTP_ENDPOINT HTTP_PORT HTTP_SHARE JSON JSON_OBJECT JSON_SCHEMA KIND KINDS KV_TOKENS LAYERS "
+    "LEARNING_RATE LOG_JSON LOG_LEVEL MAX_MESSAGE_MIB MAX_PROMPT_KIB MAX_REQUEST_SESSIONS MAX_SESSIONS MAX_STREAMS "
+    "MAX_TOKENS MAX_USERS MAX_WAITING METRICS_PORT MIN_P MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_TIMEOUT_S "
+    "OTLP_ENDPOINT OUT PACE PLAIN PLOT PORT PREFILL_ROWS PREFILL_STRETCH PREFIX_TOKENS PROMPTS PROMPTS_PER_KIND "
+    "QUANTIZATION QUICK REDIS_URL REGEX RESTART ROUNDS RTTS SEED SERVED_MODEL_NAME SESSION_TTL_S SHAPE SHARE_PREFIXES "
+    "SHOW_GUESSES STOP SUFFIX_CERTAINTY SUFFIX_FACTOR SUFFIX_SHARED_TOKENS SUMMARY SYSTEM TARGET TEMPERATURE "
+    "TENANT_STRETCH TENSOR_PARALLEL THREADS TIMEOUT_S TIMES TLS_CA TLS_CERT TLS_CLIENT_AUTH TLS_KEY TOKENS TOP_K TOP_P "
+    "UNROLL VERDICT_TIMEOUT_S VERIFICATION VERIFIERS VERIFY_PACE VLLM_PYTHON VOCABULARY WORKER_WAIT_S WRITE_TIMEOUT_S"
+)
+VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
+
+
+def home() -> Path:
+    """Where models and other downloads are kept between runs."""
+    return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
+
+
+def redis_url() -> str | None:
+    """The user's own Redis, by the name that every Redis client knows it by: a URL, or @FILE with one in it."""
+    return resolved_redis_url(os.environ.get("REDIS_URL") or "") or None
+
+
+def resolved_redis_url(text: str) -> str:
+    """The URL itself. Raises StartupError, which never quotes one: it may have a password in it."""
+    if not text.startswith("@"):
+        return text
+    try:
+        url = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"redis_url: cannot read {text[1:]}: {error}", field="redis_url", value=text) from error
+    if not url:
+        raise StartupError(f"redis_url: {text[1:]} is empty", field="redis_url", value=text, limit="a URL")
+    return url
+
+
+class Settings(BaseModel):
+    """What every service has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
+    insecure: bool = Field(False, description="Listen on another address than loopback without asking for keys.")
+    max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message taken, MiB.")
+    max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
+    max_connections: int = Field(
+        1024, ge=1, description="Connections per port, fewer where the descriptor limit wants it."
+    )
+    open_timeout_s: float = Field(10.0, gt=0, description="How long a new stream may stay silent, seconds.")
+    drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+    fleet_key: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that services show each other, or @FILE. Of several the first is shown and all are taken.",
+    )
+    tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
+    tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
+    tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
+    tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
+    otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
+
+    @property
+    def own_key(self) -> tuple[str, SecretStr]:
+        """What coordinators and this service show each other: the setting's name and the secret."""
+        return "fleet_key", self.fleet_key
+
+
+class DrafterKey(BaseModel):
+    """What drafters and coordinators have besides the fleet key, so that a drafter need not have that."""
+
+    drafter_key: SecretStr = Field(
+        SecretStr(""),
+        description="Secret that coordinators and drafters show each other, or @FILE; empty: the fleet key. It opens "
+        "nothing else.",
+    )
+
+
+class WorkerSettings(Settings):
+    """What drafters and verifiers have besides."""
+
+    coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
+    advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
+    metrics_key: SecretStr = Field(
+        SecretStr(""), description="Key that /metrics asks for, or @FILE; empty: open to all who reach the port."
+    )
+    metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
+    max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="How long a peer may leave unread what is sent to it, seconds; then its stream ends."
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
+    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
+    quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
+    compile: str = Field(
+        "auto", pattern="^(auto|on|off)$", description="Fast engine: auto, on (insist) or off (plain transformers)."
+    )
+    threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
+    kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
+    prefix_tokens: int = Field(
+        -1, ge=-1, description="Tokens of ended sessions kept for others that begin alike; -1: what suits the device."
+    )
+    pace: str = Field(
+        "", description="For benchmarks only: no step is faster, e.g. 1:40,16:40,32:80, milliseconds by its tokens."
+    )
+    blur: str = Field(
+        "", description="With --pace: noise on what the model says from a position on, e.g. 200:1.5,400:0."
+    )
+
+
+def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:
+    """A function that typer turns into a command line for `settings`."""
+
+    def entry(**values: Any) -> None:
+        try:
+            _refuse_unknown_variables(settings)
+            made = settings(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            flag = _flag(str(first["loc"][0]))
+            raise typer.BadParameter(f"{flag} is {first['input']!r}: {first['msg']}") from error
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        try:
+            refuse_open_door(made)
+            run(made)
+        except OutriderError as error:
+            typer.echo(f"{program}: {error.message}", err=True)
+            sys.exit(1)
+
+    parameters = [_parameter(name, field) for name, field in settings.model_fields.items()]
+    entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    entry.__doc__ = settings.__doc__
+    return entry
+
+
+def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
+    """The whole of a service's `__main__`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
+    app.command()(command(settings, run, program))
+    app()
+
+
+def refuse_open_door(settings: Settings) -> None:
+    """Raise StartupError where anybody on the network could call and nobody has said that this is meant."""
+    asked: SecretStr | None = getattr(settings, "api_keys", None)  # what a coordinator asks clients for
+    field, keys = settings.own_key if asked is None else ("api_keys", asked)
+    if is_loopback(settings.host) or keys.get_secret_value() or settings.tls_client_auth or settings.insecure:
+        return
+    raise StartupError(
+        f"host is {settings.host} and there are no keys: anybody who reaches it could use it; give {_flag(field)}, or "
+        "--insecure if that is meant",
+        field=field,
+        value="empty",
+        limit="keys, or --insecure",
+    )
+
+
+def flags(settings: Settings) -> list[str]:
+    """The command line that makes these settings, where they differ from the defaults.
+
+    Secrets are left out: everybody on a machine may read a command line.
+    """
+    line: list[str] = []
+    for name, value in settings.model_dump(exclude_defaults=True).items():
+        if isinstance(value, SecretStr):
+            continue
+        if isinstance(value, bool):
+            line.append(_flag(name) if value else f"--no-{_flag(name)[2:]}")
+        else:
+            line += [_flag(name), str(value)]
+    return line
+
+
+def has_secrets(settings: Settings) -> bool:
+    return any(isinstance(value, SecretStr) and bool(value.get_secret_value()) for _, value in settings)
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    switch = f"/--no-{_flag(name)[2:]}" if field.annotation is bool else ""
+    option = typer.Option(_flag(name) + switch, envvar=PREFIX + name.upper(), help=field.description, show_default=True)
+    secret = field.annotation is SecretStr
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default="" if secret else field.default,
+        annotation=Annotated[str if secret else field.annotation, option],
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_unknown_variables(settings: type[Settings]) -> None:
+    """A misspelt variable would otherwise be ignored in silence."""
+    known = VARIABLES | {PREFIX + name.upper() for name in settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise ValueError(f"unknown environment variable {unknown[0]}; --help lists the known ones")

@@ -1,0 +1,42 @@
+"""Which addresses load may go to: this machine's, unless somebody says otherwise."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from outrider.protocol.errors import InvalidRequest
+
+_FORM = "host:port, or [address]:port for IPv6"
+
+
+def split(endpoint: str, *, lowest_port: int = 1) -> tuple[str, int]:
+    """`host:port` as its two parts."""
+    host, _, port = endpoint.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host or "/" in host:
+        host = ""  # a gRPC target such as dns:///name would hide who is meant
+    if not host or not (port.isascii() and port.isdigit()) or not lowest_port <= int(port) <= 65535:
+        raise InvalidRequest.of("endpoint", endpoint, _FORM)
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def allowed(endpoints: str, *, allow_remote: bool, lowest_port: int = 1) -> list[str]:
+    """The endpoints of a comma-separated list, refused when one of them is another machine's."""
+    given = [part.strip() for part in endpoints.split(",") if part.strip()]
+    if not given:
+        raise InvalidRequest.of("endpoint", endpoints, _FORM)
+    for endpoint in given:
+        host, _ = split(endpoint, lowest_port=lowest_port)
+        if not allow_remote and not is_loopback(host):
+            raise InvalidRequest.of("endpoint", endpoint, "on this machine (loopback) unless --allow-remote is given")
+    return given

@@ -1,0 +1,112 @@
+"""Logs of a service on standard error, text or JSON; progress of its start on standard output.
+
+Whatever a library logs or warns of goes through the same door, so that with
+JSON every line is an object: timestamp, level, event, service, and where a
+request is spoken of its request_id and session_id (bound by `request_context` and by
+whoever opens the session).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from typing import TextIO, cast
+
+import structlog
+from structlog.stdlib import ProcessorFormatter
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from outrider.base.log_limits import Repeats, cut_values
+from outrider.protocol.printable import printable
+
+
+class Lossy(io.TextIOBase):
+    """A stream that loses lines where they cannot be written, on a full disk or a closed pipe, and says how many."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lost = 0
+
+    def write(self, text: str) -> int:
+        told = f"{self._lost} log lines lost: they could not be written\n{text}" if self._lost else text
+        try:
+            self._stream.write(told)
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            self._lost += 1
+        else:
+            self._lost = 0
+        return len(text)
+
+
+def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
+    # gRPC's core writes past this module, a line for every stranger's fault.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    number = getattr(logging, level.upper())
+
+    def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        cut_values,
+    ]
+    repeats = Repeats()
+    stream = Lossy(sys.stderr)
+    renderer: Processor = _text()
+    if as_json:
+        processors.append(name_service)
+        renderer = structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[repeats.process, *processors, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, stream)),
+        cache_logger_on_first_use=True,
+    )
+    _redirect_libraries(stream, max(number, logging.WARNING), processors, renderer, repeats)
+
+
+def _text() -> Processor:
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+
+    def render(logger: WrappedLogger, method: str, event: EventDict) -> str:
+        for name, value in event.items():
+            if isinstance(value, str):
+                event[name] = printable(value)
+        return str(console(logger, method, event))
+
+    return render
+
+
+def _redirect_libraries(
+    stream: Lossy, level: int, processors: list[Processor], renderer: Processor, repeats: Repeats
+) -> None:
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(repeats.filter)
+    handler.setFormatter(
+        ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *processors],
+            processors=[ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()  # some libraries bring their own, in a form of their own
+            logger.propagate = True
+
+
+def report_progress(text: str) -> None:
+    """One line on standard output per stage of starting; `outrider up` shows it beside the service's name."""
+    with contextlib.suppress(OSError):  # nobody is to end because it could not be said
+        print(f"progress: {text}", flush=True)

@@ -1,0 +1,47 @@
+"""Errors as gRPC statuses, and failed calls as errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from outrider.protocol.convert import ERROR_KEY, error_from_proto
+from outrider.protocol.errors import (
+    OutriderError,
+    Overloaded,
+    PeerLost,
+    Unauthenticated,
+    Unavailable,
+    grpc_status_name,
+)
+from outrider.v1 import common_pb2 as common
+
+
+def error_from_rpc(error: grpc.RpcError) -> OutriderError:
+    """What a failed call means: our own error if the peer sent one, else by the status."""
+    for name, value in _trailing(error):
+        if name == ERROR_KEY and isinstance(value, bytes):
+            try:
+                return error_from_proto(common.Error.FromString(value))
+            except DecodeError:
+                break  # the status says what there is to say
+    code: grpc.StatusCode = error.code()
+    message = f"{code.name.lower()}: {error.details() or 'no details'}"
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(message)
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(message)  # of something on the way that asks for keys too
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(f"the peer is not an Outrider service: {message}")
+    return PeerLost(message)
+
+
+def _trailing(error: Any) -> list[tuple[str, str | bytes]]:
+    """Synchronous and asynchronous errors both have it, in types of their own."""
+    return [(str(name), value) for name, value in error.trailing_metadata() or ()]
+
+
+def grpc_status(error: OutriderError) -> grpc.StatusCode:
+    return grpc.StatusCode[grpc_status_name(error)]

@@ -1,0 +1,85 @@
+"""What benchmarks share: what they need, where they ran, how their times are summed up, and the file they write."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.protocol.errors import InvalidRequest, StartupError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds that one thing took, time after time."""
+
+    ms: Sequence[float]
+
+    @property
+    def least(self) -> float:
+        return min(self.ms)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ms)
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.ms)[math.ceil(0.99 * len(self.ms)) - 1]
+
+    def row(self) -> Row:
+        return {"rounds": len(self.ms), "min_ms": self.least, "median_ms": self.median}
+
+
+def machine() -> dict[str, Any]:
+    """What a figure was measured on."""
+    return {"cpus": os.cpu_count(), "processor": _processor(), "python": platform.python_version()}
+
+
+def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: Any) -> None:
+    """`where` says more of the machine."""
+    report = {"machine": machine() | where, "command": " ".join(sys.argv), "rows": rows, "summary": summary}
+    file.write_text(json.dumps(report, indent=2))
+
+
+def check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    for flag, file in (("--json", json_file), ("--plot", plot_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InvalidRequest.of(flag, file, "in a folder that exists")
+    if plot_file is not None:
+        if plot_file.suffix != ".png":
+            raise InvalidRequest.of("--plot", plot_file, "a .png file")
+        check_installed("matplotlib", "bench")
+
+
+def needs(package: str, extra: str, module: str) -> Any:
+    """A module that is imported on use: other commands start without what it needs."""
+    check_installed(package, extra)
+    return importlib.import_module(module)
+
+
+def check_installed(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise StartupError(f"{package} is not installed: pip install 'outrider[{extra}]'")
+
+
+def _processor() -> str:
+    """Its architecture, and its model where Linux tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {models[0]}" if models else platform.machine()

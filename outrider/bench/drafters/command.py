@@ -1,0 +1,228 @@
+"""`outrider bench drafters`: what guessing brings, by drafter, kind of prompt and mode, beside other engines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.common.report import Row, check_files, needs, write_json
+from outrider.bench.drafters import lanes, peers
+from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
+from outrider.bench.drafters.contest import Contest, Extent, Turns, questions, showing_turns
+from outrider.bench.drafters.lanes import PLAIN_LANE, Lane
+from outrider.bench.drafters.peers import Peer, Weights
+from outrider.cli import options
+from outrider.cli.up import Dtype, Target, Threads
+from outrider.launch.stack import Plan, Stack
+from outrider.models.hub import DEFAULT, best_drafter, locate
+from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
+from outrider.protocol.speculation import MAX_GAMMA
+
+_KINDS = "from drafter.methods import kinds; print(*kinds())"
+_GUESS_ROOM = 16  # tokens of context that vLLM's guesses may take beyond the answer
+
+
+def drafters(
+    target: Target = DEFAULT,
+    drafter_list: Annotated[
+        str,
+        options.option(
+            "--drafters",
+            "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two of one session. "
+            "Default: what comes with Outrider for the target.",
+            show_default=False,
+        ),
+    ] = "",
+    device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    gamma: Annotated[
+        int, options.option("--gamma", "γ of the answers that acceptance is taken from.", min=1, max=MAX_GAMMA)
+    ] = 4,
+    tokens: Annotated[
+        int | None, options.option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None, options.option("--prompts", "Prompts of one's own: a JSON object a line, with kind and prompt.")
+    ] = None,
+    prompts_per_kind: Annotated[
+        int | None,
+        options.option("--prompts-per-kind", "The first so many; 3, or 1 with --quick.", min=1, show_default=False),
+    ] = None,
+    rounds: Annotated[
+        int | None, options.option("--rounds", "Rounds of all of it; 2, or 1 with --quick.", min=1, show_default=False)
+    ] = None,
+    early_exit: Annotated[
+        int | None,
+        options.option(
+            "--early-exit", "Layers with which transformers guesses; default: a third.", min=1, show_default=False
+        ),
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, options.option("--vllm-python", "An interpreter that has vLLM, to compare with vLLM as well.")
+    ] = None,
+    quick: Annotated[bool, options.option("--quick", "Fewer and shorter answers: minutes, the same keys.")] = False,
+    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, options.option("--plot", "Draw the results into this .png file.")] = None,
+) -> None:
+    """How much each drafter speeds up which kind of prompt, greedy and sampled, and how its guesses fare.
+
+    All answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with the same
+    weights. Fails when guesses have changed a text.
+    """
+    chosen = lanes.parse(drafter_list or _coming_along(target))
+    if vllm_python is not None and not os.access(vllm_python, os.X_OK):
+        raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
+    check_files(json_file, plot_file)
+    data = needs("torch", "models", "outrider.train.data")
+    texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
+    lanes.check_kinds(chosen, _kinds())
+    extent = Extent.of(quick, prompts_per_kind, rounds, tokens, gamma)
+    plan = Plan(target=target, device=device, dtype=dtype, threads=threads)
+    with showing_turns() as turns:
+        comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
+    _report(comparison, chosen, where, json_file, plot_file)
+
+
+def _coming_along(target: str) -> str:
+    """Drafters that need nothing but the target: the best, and what it is blended of."""
+    best = best_drafter(target)
+    return ",".join(dict.fromkeys(("ngram", *best.split("+"), best)))
+
+
+def _kinds() -> list[str]:
+    """The drafters there are, as their own package says: the core imports no service."""
+    done = subprocess.run([sys.executable, "-c", _KINDS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StartupError(f"the drafters cannot be listed: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.split()
+
+
+def _measure(
+    plan: Plan,
+    chosen: Sequence[Lane],
+    texts: Sequence[Any],
+    extent: Extent,
+    early_exit: int | None,
+    vllm_python: Path | None,
+    turns: Turns,
+) -> tuple[Comparison, dict[str, Any]]:
+    model = str(locate(plan.target, turns.say))
+
+    def starting(running: Stack) -> None:
+        waiting = [f"{child.name} {child.state}" for child in running.children if not child.ready.is_set()]
+        turns.say(", ".join(waiting) or "the workers report for duty")
+
+    with ExitStack() as exits:
+        clients = exits.enter_context(lanes.open_lanes(plan, (PLAIN_LANE, *chosen), starting))
+        info = clients[PLAIN].model()
+        asked = questions(_encoded(model, texts), extent, info.context_length)
+        longest = max(len(question.prompt) for question in asked) + extent.tokens + _GUESS_ROOM
+        weights = Weights(
+            model=model,
+            dtype=info.dtype,
+            device=info.device,
+            threads=plan.threads,
+            context=min(longest, info.context_length),
+            eos=info.eos_token_ids,
+        )
+        recipes = [peers.transformers_recipe(weights, early_exit)]
+        recipes += peers.vllm_recipes(weights, vllm_python) if vllm_python is not None else []
+        turns.say(f"starting {', '.join(recipe.engine for recipe in recipes)}")
+        others = exits.enter_context(peers.peers(recipes, weights))
+        contest = Contest(clients, others, extent.gamma)
+        turns.say("warming up")
+        contest.warm_up(asked[0])
+        runs = contest.run(asked, turns)
+    where = {"target": info.name, "weights": info.dtype, "device": info.device, "threads": plan.threads or "auto"}
+    return Comparison(runs), where | _versions(others)
+
+
+def _encoded(model: str, texts: Sequence[Any]) -> list[tuple[str, list[int]]]:
+    """Tokenised once for all engines."""
+    tokenizer = needs("transformers", "models", "transformers").AutoTokenizer.from_pretrained(model)
+    encode = needs("torch", "models", "outrider.train.data").encode
+    return [(text.kind, encode(tokenizer, text.text)) for text in texts]
+
+
+def _versions(others: Sequence[Peer]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for peer in others:
+        found |= {peer.recipe.engine: peer.about["version"]}
+        if "early_exit" in peer.about:
+            found["early_exit_layers"] = peer.about["early_exit"]
+    return found
+
+
+def _report(
+    comparison: Comparison,
+    chosen: Sequence[Lane],
+    where: dict[str, Any],
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    rows, summary = comparison.rows(), comparison.summary()
+    _show(Console(), rows, comparison.kinds, summary)
+    if json_file is not None:
+        write_json(json_file, rows, summary, **where)
+    if plot_file is not None:
+        names = [lane.name for lane in chosen]
+        needs("matplotlib", "bench", "outrider.bench.drafters.plot").draw(
+            rows, comparison.kinds, names, where, plot_file
+        )
+    changed = [found for found in summary["differences"] if found["engine"] == OUTRIDER]
+    if changed:
+        first = changed[0]
+        raise OutriderError(
+            f"{first['drafter']} has changed {len(changed)} texts, first prompt {first['prompt']} ({first['kind']}, "
+            f"{first['mode']}) at token {first['first_different_token']}: this must never happen, please report it"
+        )
+
+
+def _show(console: Console, rows: Sequence[Row], kinds: Sequence[str], summary: dict[str, Any]) -> None:
+    for mode in MODES:
+        found = [row for row in rows if row["mode"] == mode]
+        console.print(f"\n[bold]{mode}[/bold]: speed-up over plain (tokens per verdict with guesses)", highlight=False)
+        console.print(_table(found, kinds))
+    console.print(f"the fastest drafter over all kinds is [bold]{summary['drafter']}[/bold]", highlight=False)
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['engine']} {row['drafter']}, {row['kind']}: {row['error']}", style="yellow")
+    for found in summary["differences"]:
+        console.print(
+            f"{found['engine']} {found['drafter']} wrote another text than plain Outrider: {found['kind']}, "
+            f"{found['mode']}, prompt {found['prompt']}, from token {found['first_different_token']}",
+            style="red",
+        )
+
+
+def _table(rows: Sequence[Row], kinds: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault((row["engine"], row["drafter"]), {})[row["kind"]] = _cell(row)
+    for (engine, drafter), by_kind in cells.items():
+        name = drafter if engine == OUTRIDER else f"{engine} {drafter}"
+        table.add_row(name, *(by_kind.get(kind, "–") for kind in kinds))
+    return table
+
+
+def _cell(row: Row) -> str:
+    if row["drafter"] == PLAIN and row["tokens_per_s"] is not None:
+        return f"{row['tokens_per_s']:.1f}/s"
+    if row["speedup_vs_plain"] is None:
+        return "–"
+    length = row.get("acceptance_length")
+    return f"{row['speedup_vs_plain']:.2f} ×" + (f" ({length:.2f})" if length is not None else "")

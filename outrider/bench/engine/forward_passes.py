@@ -1,0 +1,255 @@
+"""Forward passes of one engine in this process, and what transformers and the machine itself can do beside it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.pytorch_utils import Conv1D
+
+from outrider.bench.common.report import Times
+from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, Alone, Extent, some_tokens
+from outrider.engine.interface import Engine, Rows, prefill
+from outrider.engine.loading.loader import EngineOptions, load_model, pick_device, pick_dtype
+from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.native.build import library
+from outrider.launch.stack import Plan
+from outrider.models.hub import locate
+from outrider.protocol.errors import StartupError
+
+Key = tuple[str, int, int]  # what was done, at which context, with how many tokens or sessions
+Step = Callable[[], float]  # one run of something; its milliseconds
+Say = Callable[[str], None]
+
+_EAGER: Key = ("eager", BASE_CONTEXT, 1)
+_READ: Key = ("read", 0, 0)
+_PRODUCT: Key = ("product", 0, 0)
+_MIB = 1 << 20
+_READ_BYTES = 2 << 30  # far more than any cache holds
+_MEMORY_SHARE = 8  # but at most one part in this many of a small machine's memory
+_SIDE = {"cpu": 2048, "cuda": 8192}  # of square matrices, large enough for full speed
+
+
+def measure(plan: Plan, extent: Extent, say: Say) -> Alone:
+    """Load and run the curves, from the longest context to the shortest; beside the last one also transformers and
+    the machine itself, so that what is divided by each other was measured in the same moments."""
+    memory = {"before_loading": _resident_mb()}
+    engine = _load(plan, extent, say)
+    memory["after_loading"] = _resident_mb()
+    passes = _Passes(engine)
+    taken: dict[Key, Times] = {}
+    for context in reversed(extent.contexts_of(engine.info.context_length)[1:]):
+        steps = passes.steps(extent, context, say)
+        taken |= _in_turn(steps, extent.rounds)
+    steps = passes.steps(extent, BASE_CONTEXT, say)
+    _in_turn(steps, 1)
+    memory["after_runs"] = _resident_mb()  # every step has been run by now, and nothing else is loaded
+    if engine.device.type == "cuda":
+        memory["cuda_peak"] = torch.cuda.max_memory_allocated(engine.device) / _MIB
+
+    eager = _Eager(plan, passes.prompt(0, BASE_CONTEXT), say)
+    read_bytes, steps[_READ] = _reading(engine.device)
+    product_flop, steps[_PRODUCT] = _product(engine.device, eager.dtype)
+    taken |= _in_turn({**steps, _EAGER: eager.step}, extent.rounds)
+    stored = 1 if plan.quantization == "int8" else eager.dtype.itemsize
+    cached = torch.float32.itemsize if isinstance(engine, NativeEngine) else eager.dtype.itemsize
+    return Alone(
+        name=engine.info.name,
+        engine=type(engine).__name__,
+        weights=engine.info.dtype,
+        device=str(engine.device),
+        threads=torch.get_num_threads(),
+        verification={(context, new): times for (kind, context, new), times in taken.items() if kind == "verify"},
+        batch={(context, count): times for (kind, context, count), times in taken.items() if kind == "decode"},
+        eager=taken[_EAGER],
+        read=taken[_READ],
+        read_bytes=read_bytes,
+        product=taken[_PRODUCT],
+        product_flop=product_flop,
+        token_bytes=stored * eager.weights() + cached * eager.cached(),
+        memory_mb=memory,
+    )
+
+
+def release() -> None:
+    """Give memory back before another process loads the same model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _load(plan: Plan, extent: Extent, say: Say) -> Engine:
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    options = EngineOptions(
+        device=plan.device,
+        dtype=plan.dtype,
+        quantization=plan.quantization,
+        compile=plan.compile,
+        threads=plan.threads,
+        kv_tokens=extent.kv_tokens,
+        prefix_tokens=0,
+    )
+    engine = load_model(plan.target, options, say).engine
+    needed, context = BASE_CONTEXT + MOST_NEW_TOKENS, engine.info.context_length
+    if context < needed:
+        raise StartupError(f"{engine.info.name} has a context of {context} tokens, this needs {needed}")
+    return engine
+
+
+class _Passes:
+    """Sessions of distinct contents, all at one context; every step leaves them as they were."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sessions: list[str] = []
+        self._context = 0
+
+    def prompt(self, index: int, length: int) -> list[int]:
+        return some_tokens(f"session {index}", length, self._engine.info.vocab_size)
+
+    def steps(self, extent: Extent, context: int, say: Say) -> dict[Key, Step]:
+        """Both curves at one context."""
+        counts = extent.sessions_at(context)
+        say(f"filling caches: {counts[-1]} sessions of {context} tokens")
+        self._fill(counts[-1], context)
+        say(f"steps at a context of {context}")
+        steps: dict[Key, Step] = {("verify", context, new): self._verify(new) for new in extent.new_tokens}
+        return steps | {("decode", context, count): self._decode(count) for count in counts}
+
+    def _fill(self, count: int, context: int) -> None:
+        """So many sessions of so many tokens. What is cached already is kept."""
+        for session in self._sessions[count:]:
+            self._engine.free(session)
+        self._sessions = [f"bench-{i}" for i in range(count)]
+        self._context = context
+        for i, session in enumerate(self._sessions):
+            self._engine.truncate(session, context)
+            prefill(self._engine, session, self.prompt(i, context)[self._engine.length(session) :])
+
+    def _verify(self, new_tokens: int) -> Step:
+        """A chain of new tokens of one session."""
+        tokens = some_tokens("guesses", new_tokens, self._engine.info.vocab_size)
+        return self._step([Rows(self._sessions[0], tokens)], draw=False)
+
+    def _decode(self, count: int) -> Step:
+        """One new token of each of so many sessions, and a greedy draw for each."""
+        tokens = some_tokens("next", count, self._engine.info.vocab_size)
+        pairs = zip(self._sessions, tokens, strict=False)
+        return self._step([Rows(session, [token]) for session, token in pairs], draw=True)
+
+    def _step(self, batch: list[Rows], *, draw: bool) -> Step:
+        def run() -> None:
+            logits = self._engine.extend(batch).logits
+            if draw:
+                torch.cat([rows.argmax(dim=-1) for rows in logits]).tolist()
+
+        def step() -> float:
+            taken = _milliseconds(self._engine.device, run)
+            for rows in batch:
+                self._engine.truncate(rows.session, self._context)
+            return taken
+
+        return step
+
+
+class _Eager:
+    """The same weights as transformers runs them when nothing else is asked for."""
+
+    def __init__(self, plan: Plan, prompt: list[int], say: Say) -> None:
+        self._device = pick_device(plan.device)
+        self.dtype = pick_dtype(plan.dtype, self._device)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(locate(plan.target, say)),
+            dtype=self.dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        self._model: Any = model.to(self._device).eval()
+        self._cache: Any = DynamicCache(config=model.config)
+        self._next = torch.tensor([[prompt[-1]]], device=self._device)
+        self._forward(torch.tensor([prompt], device=self._device))
+
+    def step(self) -> float:
+        taken = _milliseconds(self._device, lambda: self._forward(self._next))
+        self._cache.crop(-1)
+        return taken
+
+    def weights(self) -> int:
+        """Numbers in all that multiplies: a token reads each of them once."""
+        kinds = (torch.nn.Linear, Conv1D)
+        return sum(module.weight.numel() for module in self._model.modules() if isinstance(module, kinds))
+
+    def cached(self) -> int:
+        """Numbers in the keys and values of the context."""
+        return sum(layer.keys.numel() + layer.values.numel() for layer in self._cache.layers)
+
+    @torch.inference_mode()
+    def _forward(self, ids: torch.Tensor) -> None:
+        self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+
+def _in_turn(steps: Mapping[Key, Step], rounds: int) -> dict[Key, Times]:
+    """A B A B …: a busy moment of the machine falls on all alike. The first round is for caches and is not counted."""
+    taken: dict[Key, list[float]] = {key: [] for key in steps}
+    for number in range(rounds + 1):
+        for key, step in steps.items():
+            milliseconds = step()
+            if number:
+                taken[key].append(milliseconds)
+    return {key: Times(ms) for key, ms in taken.items()}
+
+
+def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
+    _settle(device)
+    started = time.perf_counter()
+    run()
+    _settle(device)
+    return 1000 * (time.perf_counter() - started)
+
+
+def _settle(device: torch.device) -> None:
+    """What a GPU was asked for is done only when it says so."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reading(device: torch.device) -> tuple[int, Step]:
+    """Bytes, and a step that reads them all, by the engine's own kernel where there is one."""
+    if device.type == "cuda":
+        data = torch.ones(_READ_BYTES // 4, device=device)
+        return _READ_BYTES, lambda: _milliseconds(device, data.sum)
+    memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    size = min(_READ_BYTES, memory // _MEMORY_SHARE) // _MIB * _MIB
+    # In large pages, as the engine's weights are: small ones would make the machine look slower than it is.
+    mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    data = torch.frombuffer(mapped, dtype=torch.float32).fill_(1.0)
+    try:
+        read = library().outrider_read
+    except NoCompiler:
+        return size, lambda: _milliseconds(device, data.sum)
+    read.restype = ctypes.c_float
+    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    return size, lambda: _milliseconds(device, lambda: read(data.data_ptr(), data.numel(), torch.get_num_threads()))
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[int, Step]:
+    side = _SIDE[device.type]
+    left, right = (torch.rand((side, side), device=device).to(dtype) for _ in range(2))
+    into = torch.empty_like(left)
+    return 2 * side**3, lambda: _milliseconds(device, lambda: torch.mm(left, right, out=into))
+
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / _MIB

@@ -1,0 +1,126 @@
+"""The client for asyncio: what `client` does, without blocking.
+
+One `AsyncClient` serves many requests at once, all in the event loop in which
+it was first used. Leave a stream before its end with `contextlib.aclosing`, or
+by cancelling the task that reads it: the coordinator then stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
+from outrider.client.resume import RETRY_S, Progress, Turns, our_errors
+from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
+from outrider.protocol import convert
+from outrider.protocol.errors import PeerLost, Unavailable
+from outrider.protocol.fleet import ModelInfo
+from outrider.security.channels import Access
+from outrider.security.tls import Tls
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+
+__all__ = ["AsyncClient", "Finished", "Generation", "Options", "Reply", "Started", "Tls", "Tokens"]
+
+
+class AsyncClient:
+    """`endpoints` are coordinators of one fleet; the first is used until it fails."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str] = (DEFAULT_ENDPOINT,),
+        *,
+        timeout_s: float | None = None,
+        api_key: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._timeout_s = timeout_s
+        self._access = Access(tls, api_key)
+        self._channels: list[grpc.aio.Channel] = []  # opened by the first call: they belong to its event loop
+        self._turns = Turns(len(self._endpoints))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> AsyncGenerator[Reply, None]:
+        """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
+        return self._stream(Progress(request_of(prompt, options), len(self._endpoints)))
+
+    def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> AsyncGenerator[Reply, None]:
+        """Stream the rest of an output, from the output token at `position` on.
+
+        `tail` are tokens before it, as many as are at hand: in rejection and
+        block mode those that died with a coordinator cannot be made again.
+        """
+        request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
+        return self._stream(Progress(request, len(self._endpoints)))
+
+    async def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
+        """The same as `generate`, waiting for the end."""
+        return whole([reply async for reply in self.generate(prompt, **options)])
+
+    async def cancel(self, session_id: str) -> bool:
+        """False: it had ended already."""
+        with our_errors():
+            reply: pb.CancelReply = await self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S)
+        return reply.cancelled
+
+    async def model(self) -> ModelInfo:
+        with our_errors():
+            info: common.ModelInfo = await self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S)
+        return convert.model_from_proto(info)
+
+    async def server(self) -> pb.ServerInfo:
+        with our_errors():
+            info: pb.ServerInfo = await self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
+        return info
+
+    def _stub(self) -> rpc.OutriderAsyncStub:
+        if not self._channels:
+            self._channels = [self._access.aio_channel(endpoint) for endpoint in self._endpoints]
+        return rpc.OutriderStub(self._channels[self._turns.present])  # type: ignore[return-value]
+
+    async def _stream(self, progress: Progress) -> AsyncGenerator[Reply, None]:
+        while True:
+            endpoint = self._turns.present
+            call = self._call(progress)
+            try:
+                with our_errors():
+                    async for reply in call:
+                        if (news := progress.take(reply)) is None:
+                            continue
+                        yield news
+                        if isinstance(news, Finished):
+                            return
+                raise PeerLost("the stream ended before the output was complete")
+            except (PeerLost, Unavailable):
+                if not progress.may_go_on(time.monotonic()):
+                    raise
+                self._turns.leave(endpoint)
+            finally:
+                call.cancel()
+            await asyncio.sleep(RETRY_S)
+
+    def _call(self, progress: Progress) -> Any:
+        """One stream, the first or one that goes on."""
+        request = progress.request()
+        if isinstance(request, pb.ResumeRequest):
+            return self._stub().Resume(request, timeout=self._timeout_s)
+        return self._stub().Generate(request, timeout=self._timeout_s)

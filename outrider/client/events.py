@@ -1,0 +1,148 @@
+"""What a client asks of a coordinator and what streams back, as values: the same for both clients."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from outrider.protocol import convert
+from outrider.protocol.errors import OutriderError, PeerLost
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
+from outrider.v1 import coordinator_pb2 as pb
+
+
+class Options(TypedDict, total=False):
+    """Of one request, beside its prompt. Instead of a prompt: `chat` or `tokens`."""
+
+    chat: Sequence[tuple[str, str]]  # (role, content), through the target's template
+    tokens: Sequence[int]
+    params: SamplingParams | None
+    gamma: int | None  # from here to `ahead` None is: as pays best
+    patience_us: int | None
+    drafter: str
+    branches: int | None
+    ahead: bool | None
+    idempotency_key: str
+    cache_salt: str  # requests of equal salt share what is cached of prompts that begin alike
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    session_id: str
+    seed: int
+    prompt_tokens: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What came at once: text and, token by token, ids and kinds."""
+
+    position: int
+    text: str
+    token_ids: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+    characters: tuple[int, ...]  # of the text, that each token adds
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    text: str  # the last of it
+    finish_reason: FinishReason
+    stop: str
+    prompt_tokens: int
+    output_tokens: int
+    stats: pb.Stats
+
+
+Reply = Started | Tokens | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Everything of one request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+    started: Started
+    finished: Finished
+
+
+def whole(replies: Iterable[Reply]) -> Generation:
+    """A stream that ends as it should, in one."""
+    started: Started | None = None
+    parts: list[Tokens] = []
+    for reply in replies:
+        if isinstance(reply, Started):
+            started = reply
+        elif isinstance(reply, Tokens):
+            parts.append(reply)
+        else:
+            assert started is not None
+            return Generation(
+                text="".join(part.text for part in parts) + reply.text,
+                token_ids=tuple(token for part in parts for token in part.token_ids),
+                kinds=tuple(kind for part in parts for kind in part.kinds),
+                started=started,
+                finished=reply,
+            )
+    raise PeerLost("the stream ended before the output was complete")
+
+
+def request_of(prompt: str | None, options: Options) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(
+        params=convert.params_to_proto(options.get("params") or SamplingParams()),
+        # With a key a request can be sent again when the answer to it was lost.
+        idempotency_key=options.get("idempotency_key") or secrets.token_hex(16),
+        speculation=pb.Speculation(
+            gamma=options.get("gamma"),
+            patience_us=options.get("patience_us"),
+            drafter=options.get("drafter", ""),
+            branches=options.get("branches"),
+            ahead=options.get("ahead"),
+        ),
+        cache_salt=options.get("cache_salt", ""),
+    )
+    if prompt is not None:
+        request.prompt = prompt
+    elif chat := options.get("chat"):
+        request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)
+    else:
+        request.tokens.ids.extend(options.get("tokens", ()))
+    return request
+
+
+def reply_from_proto(reply: pb.GenerateReply) -> Reply:
+    """Raises what the coordinator reports instead of an output."""
+    kind = reply.WhichOneof("message")
+    if kind == "started":
+        started = reply.started
+        return Started(started.session_id, started.seed, started.prompt_tokens, started.model)
+    if kind == "chunk":
+        chunk = reply.chunk
+        return Tokens(
+            chunk.position,
+            chunk.text,
+            tuple(chunk.token_ids),
+            tuple(TokenKind(value) for value in chunk.kinds),
+            tuple(chunk.characters),
+            tuple(convert.logprobs_from_proto(entry) for entry in chunk.logprobs),
+        )
+    if kind == "error":
+        raise convert.error_from_proto(reply.error)
+    if kind != "complete":
+        raise OutriderError(f"the coordinator sent a message that this client does not know: {kind}")
+    complete = reply.complete
+    return Finished(
+        complete.text,
+        FinishReason(complete.finish_reason),
+        complete.stop,
+        complete.prompt_tokens,
+        complete.output_tokens,
+        complete.stats,
+    )

@@ -1,0 +1,119 @@
+"""A client of the coordinator over gRPC, synchronous: for the command line, load tests and programs.
+
+`Client.generate` yields `Started`, `Tokens` and at last `Finished`; a stream
+that breaks is resumed, here or on the next endpoint, without a token lost or
+doubled. `async_client` has the same for asyncio.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
+from outrider.client.resume import RETRY_S, Progress, Turns, our_errors
+from outrider.protocol import convert
+from outrider.protocol.errors import PeerLost, Unavailable
+from outrider.protocol.fleet import ModelInfo
+from outrider.security.channels import Access
+from outrider.security.tls import Tls
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+
+__all__ = ["DEFAULT_ENDPOINT", "Client", "Finished", "Generation", "Options", "Reply", "Started", "Tls", "Tokens"]
+
+DEFAULT_ENDPOINT = "127.0.0.1:50050"
+SHORT_S = 10.0  # for calls that are answered at once
+
+
+class Client:
+    """`endpoints` are coordinators of one fleet; the first is used until it fails."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str] = (DEFAULT_ENDPOINT,),
+        *,
+        timeout_s: float | None = None,
+        api_key: str = "",
+        tls: Tls | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        access = Access(tls, api_key)
+        self._channels = [access.channel(endpoint) for endpoint in endpoints]
+        self._turns = Turns(len(self._channels))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Iterator[Reply]:
+        """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
+        return self._stream(Progress(request_of(prompt, options), len(self._channels)))
+
+    def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
+        """Stream the rest of an output, from the output token at `position` on.
+
+        `tail` are tokens before it, as many as are at hand: in rejection and
+        block mode those that died with a coordinator cannot be made again.
+        """
+        request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
+        return self._stream(Progress(request, len(self._channels)))
+
+    def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
+        """The same as `generate`, waiting for the end."""
+        return whole(self.generate(prompt, **options))
+
+    def cancel(self, session_id: str) -> bool:
+        """False: it had ended already."""
+        with our_errors():
+            return self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S).cancelled
+
+    def model(self) -> ModelInfo:
+        with our_errors():
+            return convert.model_from_proto(self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S))
+
+    def server(self) -> pb.ServerInfo:
+        with our_errors():
+            return self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
+
+    def _stub(self) -> rpc.OutriderStub:
+        return rpc.OutriderStub(self._channels[self._turns.present])
+
+    def _stream(self, progress: Progress) -> Iterator[Reply]:
+        while True:
+            endpoint = self._turns.present
+            call = self._call(progress)
+            try:
+                with our_errors():
+                    for reply in call:
+                        if (news := progress.take(reply)) is None:
+                            continue
+                        yield news
+                        if isinstance(news, Finished):
+                            return
+                raise PeerLost("the stream ended before the output was complete")
+            except (PeerLost, Unavailable):
+                if not progress.may_go_on(time.monotonic()):
+                    raise
+                self._turns.leave(endpoint)
+            finally:
+                call.cancel()
+            time.sleep(RETRY_S)
+
+    def _call(self, progress: Progress) -> Any:
+        """One stream, the first or one that goes on."""
+        request = progress.request()
+        if isinstance(request, pb.ResumeRequest):
+            return self._stub().Resume(request, timeout=self._timeout_s)
+        return self._stub().Generate(request, timeout=self._timeout_s)

@@ -1,0 +1,122 @@
+"""An engine that answers no sooner than another device would: for benchmarks of timing only.
+
+The model and its answers are real; only the time of a step is that of the
+device that is being studied, as long as this machine is faster. And one that
+grows worse or better along a text, to see how others take it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from outrider.engine.interface import Engine, Rows, StepResult
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import ModelInfo
+
+_SPIN_S = 0.0005  # sleeping is not exact to less
+
+
+class PacedEngine:
+    """`blur` is what is added to the logits, in their own standard deviations, from which position on."""
+
+    def __init__(self, engine: Engine, pace: CostCurve, blur: Sequence[tuple[int, float]] = ()) -> None:
+        self._engine = engine
+        self._pace = pace
+        self._blur = blur
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._engine.info
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self._engine.capacity_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._engine.cached_tokens
+
+    @property
+    def idle_tokens(self) -> int:
+        return self._engine.idle_tokens
+
+    def length(self, session: str) -> int:
+        return self._engine.length(session)
+
+    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return self._engine.adopt(session, tokens, salt)
+
+    def extend(self, batch: Sequence[Rows]) -> StepResult:
+        until = time.perf_counter() + self._pace.at(sum(len(rows.tokens) for rows in batch)) / 1000
+        starts = [self._engine.length(rows.session) for rows in batch] if self._blur else []
+        result = self._engine.extend(batch)
+        if self._blur:
+            result = self._blurred(result, batch, starts)
+        if (left := until - time.perf_counter() - _SPIN_S) > 0:
+            time.sleep(left)
+        while time.perf_counter() < until:
+            pass
+        return result
+
+    def _blurred(self, result: StepResult, batch: Sequence[Rows], starts: Sequence[int]) -> StepResult:
+        """The same noise for the same position, whenever it is asked for."""
+        blurred = []
+        for rows, start, logits in zip(batch, starts, result.logits, strict=True):
+            noisy = logits.clone()
+            for row, depth in enumerate(rows.depths()[rows.logits_from :]):
+                position = start + depth
+                amount = self._blur_at(position)
+                if amount:
+                    noise = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(position))
+                    noisy[row] += amount * logits[row].std() * noise.to(logits)
+            blurred.append(noisy)
+        return replace(result, logits=blurred, together=torch.cat(blurred))
+
+    def _blur_at(self, position: int) -> float:
+        part = bisect_right(self._blur, position, key=lambda point: point[0])
+        return self._blur[part - 1][1] if part else 0.0
+
+    def truncate(self, session: str, length: int) -> None:
+        self._engine.truncate(session, length)
+
+    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+        self._engine.keep(session, base, rows)
+
+    def fork(self, session: str, copy: str) -> None:
+        self._engine.fork(session, copy)
+
+    def free(self, session: str) -> None:
+        self._engine.free(session)
+
+
+def parse_pace(text: str) -> CostCurve:
+    """`1:40,16:40,32:80`: milliseconds of a step by the tokens that go through it."""
+    points = _points("pace", text, "rows:ms,... with ascending rows")
+    return CostCurve(tuple(rows for rows, _ in points), tuple(ms for _, ms in points))
+
+
+def parse_blur(text: str) -> list[tuple[int, float]]:
+    """`200:1.5,400:0`: how much noise, from which position on."""
+    return _points("blur", text, "position:amount,... with ascending positions") if text else []
+
+
+def _points(field: str, text: str, limit: str) -> list[tuple[int, float]]:
+    try:
+        points = [(int(at), float(value)) for at, _, value in (point.partition(":") for point in text.split(","))]
+        sane = all(a < b for (a, _), (b, _) in pairwise(points)) and all(at >= 1 and value >= 0 for at, value in points)
+        if not sane:
+            raise ValueError("the points do not ascend")
+    except ValueError as error:
+        raise StartupError(f"cannot read a {field}: {error}", field=field, value=text, limit=limit) from error
+    return points

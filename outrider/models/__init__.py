@@ -1,0 +1,1 @@
+"""Where models and tokenizers come from."""

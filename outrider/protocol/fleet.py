@@ -1,0 +1,57 @@
+"""Models and workers, as workers report them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. Equal fingerprints give equal text."""
+
+    name: str
+    fingerprint: str
+    architecture: str = ""
+    vocab_size: int = 0
+    vocabulary_digest: str = ""
+    context_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = ""
+    device: str = ""
+    parameters: int = 0
+    lineage: str = ""
+    made_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    sessions: int = 0
+    waiting: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    step_ms: float = 0.0
+    cost: CostCurve = UNKNOWN_COST
+    kv_tokens_idle: int = 0
+
+
+class Role(enum.IntEnum):
+    VERIFIER = 1
+    DRAFTER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    worker_id: str
+    role: Role
+    address: str
+    model: ModelInfo
+    kind: str = ""
+    capacity: int = 1
+    load: WorkerLoad = WorkerLoad()
+    draining: bool = False
+    round_trip_ms: float = 0.0
+    features: bool = False  # a drafter that wants hidden states
+    machine: str = ""  # equal on one machine

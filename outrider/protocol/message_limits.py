@@ -1,0 +1,74 @@
+"""How large a message from a peer may be: checked on the protobuf itself, before anything in Python loops over it.
+
+Lengths of repeated fields and `ByteSize` are known to protobuf's own code, so
+that a message of megabytes is refused as quickly as a short one.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.speculation import MAX_CANDIDATES, MAX_FEATURE_ROWS, MAX_FEATURE_WIDTH, MAX_GAMMA
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import verifier_pb2 as verify
+
+_ID_BYTES = 5  # of a varint of 32 bits
+_DISTRIBUTION_BYTES = MAX_CANDIDATES * (_ID_BYTES + 3) + 16
+# A message of guesses with everything that it may carry.
+MAX_GUESS_BYTES = MAX_GAMMA * (_ID_BYTES + 1 + _DISTRIBUTION_BYTES) + 128
+MAX_OPEN_TOKENS = 4 * 1024 * 1024  # prompt and output; no context is as long
+MAX_EOS_IDS = 256
+MAX_SMALL_BYTES = 16 * 1024  # of a message without guesses, hidden states and logprobs
+# What a drafter may send at all: a message of guesses, what it says of itself, or its load.
+MAX_DRAFTER_MESSAGE_BYTES = MAX_GUESS_BYTES + MAX_SMALL_BYTES
+
+
+def check_bytes(name: str, message: Message, limit: int) -> None:
+    """The whole message, with fields that this version does not know."""
+    size = message.ByteSize()
+    if size > limit:
+        raise InvalidRequest.of(name, f"{size} bytes", f"at most {limit} bytes")
+
+
+def check_count(name: str, count: int, what: str, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest.of(name, f"{count} {what}", f"at most {limit} {what}")
+
+
+def check_guess(guess: common.Guess) -> None:
+    check_count("guess.tokens", len(guess.tokens), "tokens", MAX_GAMMA)
+    check_count("guess.parents", len(guess.parents), "parents", MAX_GAMMA)
+    check_count("guess.draft_probs", len(guess.draft_probs), "distributions", MAX_GAMMA)
+    for index, distribution in enumerate(guess.draft_probs):
+        name = f"guess.draft_probs[{index}]"
+        check_count(f"{name}.id_deltas", len(distribution.id_deltas), "ids", MAX_CANDIDATES)
+        check_count(f"{name}.weights", len(distribution.weights), "weights", MAX_CANDIDATES)
+    check_bytes("guess", guess, MAX_GUESS_BYTES)
+
+
+def check_features(name: str, features: common.Features) -> None:
+    """Whole rows of float16, and not too many."""
+    if not 1 <= features.width <= MAX_FEATURE_WIDTH:
+        raise InvalidRequest.of(f"{name}.width", features.width, f"in [1, {MAX_FEATURE_WIDTH}]")
+    rows, rest = divmod(len(features.rows), 2 * features.width)
+    if rest:
+        raise InvalidRequest.of(
+            f"{name}.rows", f"{len(features.rows)} bytes", f"whole rows of {2 * features.width} bytes"
+        )
+    check_count(f"{name}.rows", rows, "rows", MAX_FEATURE_ROWS)
+
+
+def check_verify_request(request: verify.VerifyRequest) -> None:
+    """What may follow the first message of a stream to a verifier."""
+    check_bytes("message", request, MAX_GUESS_BYTES + MAX_SMALL_BYTES)
+
+
+def check_draft_request(request: draft.DraftRequest) -> None:
+    """What may follow the first message of a stream to a drafter."""
+    committed = request.committed
+    check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
+    if committed.HasField("features"):
+        check_features("committed.features", committed.features)
+    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.features.rows))

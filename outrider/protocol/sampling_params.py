@@ -1,0 +1,167 @@
+"""How a request draws its tokens: parameters and grammar, checked here once for every edge."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from outrider.protocol.checks import check_count, check_number, check_token, check_whole
+from outrider.protocol.errors import InvalidRequest
+
+MAX_SEED = 2**64 - 1
+
+MAX_STOP_STRINGS = 16
+
+MAX_STOP_CHARACTERS = 512
+
+MAX_STOP_IDS = 256
+
+MAX_LOGIT_BIAS = 1024
+
+MAX_LOGPROBS = 20
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+
+GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
+
+# Under these, logits overflow and there is nothing left to draw from.
+MIN_TEMPERATURE = 1e-6
+
+MIN_REPETITION_PENALTY = 0.01
+
+
+class Verification(enum.Enum):
+    GREEDY = 1
+    COUPLED = 2
+    REJECTION = 3
+    BLOCK = 4
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether guesses must carry the distribution that they were drawn from."""
+        return self in (Verification.REJECTION, Verification.BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be; exactly one of these is given. See Grammar in common.proto."""
+
+    json_schema: str = ""
+    json_object: bool = False
+    regex: str = ""
+    lark: str = ""
+
+    @property
+    def form(self) -> str:
+        """The name of the one that is given."""
+        return self._given[0]
+
+    @property
+    def text(self) -> str:
+        return "" if self.json_object else str(getattr(self, self.form))
+
+    @property
+    def field(self) -> str:
+        return f"params.grammar.{self.form}"
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in GRAMMAR_FORMS if getattr(self, name)]
+
+    def check(self) -> None:
+        """Whether it can be one at all; see `grammar.Grammars` for whether it says something."""
+        if len(self._given) != 1:
+            given = " and ".join(self._given) or "empty"
+            raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest.of(self.field, f"{size} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        if self.json_schema:
+            self._check_schema()
+
+    def _check_schema(self) -> None:
+        try:
+            schema = json.loads(self.json_schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest.of(self.field, self.json_schema, f"JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise InvalidRequest.of(self.field, self.json_schema, "a JSON object")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request draws its tokens; the defaults are the documented ones."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    verification: Verification | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def mode(self) -> Verification:
+        """The verification in force: the one asked for, else the default."""
+        return self.verification or (Verification.GREEDY if self.greedy else Verification.COUPLED)
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        return replace(self, seed=seed)
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raise InvalidRequest naming the first field that cannot be."""
+        check_number("params.temperature", self.temperature, 0.0, 10.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest.of("params.temperature", self.temperature, f"0 or at least {MIN_TEMPERATURE}")
+        check_whole("params.top_k", self.top_k, 0, 2**31 - 1)
+        check_number("params.top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("params.min_p", self.min_p, 0.0, 1.0)
+        check_number("params.repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
+        check_number("params.presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("params.frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_whole("params.max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if self.seed is not None:
+            check_whole("params.seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            check_whole("params.logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        check_count("params.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token, bias in self.logit_bias.items():
+            check_token(f"params.logit_bias[{token}]", token, vocab_size)
+            check_number(f"params.logit_bias[{token}]", bias, -100.0, 100.0)
+        self._check_stops(vocab_size)
+        if self.verification is Verification.GREEDY and not self.greedy:
+            raise InvalidRequest.of("params.temperature", self.temperature, "0 when verification is greedy")
+        if self.verification not in (None, Verification.GREEDY) and self.greedy:
+            raise InvalidRequest.of("params.verification", self.mode.name.lower(), "greedy when temperature is 0")
+        if self.grammar is not None:
+            self.grammar.check()
+
+    def _check_stops(self, vocab_size: int | None) -> None:
+        check_count("params.stop_token_ids", len(self.stop_token_ids), MAX_STOP_IDS)
+        for index, token in enumerate(self.stop_token_ids):
+            check_token(f"params.stop_token_ids[{index}]", token, vocab_size)
+        check_count("params.stop", len(self.stop), MAX_STOP_STRINGS)
+        for index, text in enumerate(self.stop):
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest.of(
+                    f"params.stop[{index}]", f"{len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
+                )

@@ -1,0 +1,192 @@
+"""Guesses, verdicts and steering: what a session's services exchange in each round."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import SamplingParams
+
+MAX_GAMMA = 64
+
+MAX_BRANCHES = 8
+
+MAX_NODES = 256  # guesses of a session that are open at the same time
+
+MAX_CANDIDATES = 64  # ids of a distribution that a guess was drawn from
+
+MAX_FEATURE_WIDTH = 131_072  # numbers of one position's hidden states
+
+MAX_FEATURE_ROWS = 512  # positions whose hidden states travel in one message
+
+MAX_PATIENCE_US = 10_000_000
+
+WHOLE = 65536  # the parts a Distribution is made of
+
+
+class TokenKind(enum.IntEnum):
+    """Where a committed token came from."""
+
+    NONE = 0
+    ACCEPTED = 1
+    RECOVERED = 2
+    BONUS = 3
+    PLAIN = 4
+
+
+class FinishReason(enum.IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """How a session is to be drafted: absent means unchanged."""
+
+    gamma: int | None = None
+    branches: int | None = None
+    patience_us: int | None = None
+    features: bool | None = None
+    nodes: int | None = None
+    eager: bool | None = None
+
+    def check(self) -> None:
+        for name, value, high in (
+            ("steer.gamma", self.gamma, MAX_GAMMA),
+            ("steer.branches", self.branches, MAX_BRANCHES),
+            ("steer.patience_us", self.patience_us, MAX_PATIENCE_US),
+            ("steer.nodes", self.nodes, MAX_NODES),
+        ):
+            if value is not None:
+                check_number(name, value, 0, high)
+
+
+NO_STEERING = Steering()
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sparse distribution in whole parts of 65536: small on the wire and exact on both sides."""
+
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    def check(self, name: str, vocab_size: int) -> None:
+        if len(self.ids) != len(self.weights) or not self.ids:
+            raise InvalidRequest.of(
+                name, f"{len(self.ids)} ids and {len(self.weights)} weights", "as many weights as ids, at least one"
+            )
+        if any(b <= a for a, b in pairwise(self.ids)):
+            raise InvalidRequest.of(f"{name}.id_deltas", "not ascending", "ascending ids, each once")
+        check_token(f"{name}.id_deltas", self.ids[0], vocab_size)
+        check_token(f"{name}.id_deltas", self.ids[-1], vocab_size)
+        if min(self.weights) < 1 or sum(self.weights) != WHOLE:
+            raise InvalidRequest.of(
+                f"{name}.weights", f"a sum of {sum(self.weights)}", f"parts of at least 1 that sum to {WHOLE}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens for position, position+1, … in a chain, or in a tree with `parents`; see Guess in common.proto."""
+
+    position: int
+    first_id: int
+    parent: int
+    tokens: tuple[int, ...]
+    draft_probs: tuple[Distribution, ...] = ()
+    draft_us: int = 0
+    source: int = 0
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Hidden states of committed positions: float16 rows, little endian."""
+
+    position: int
+    width: int
+    rows: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTimings:
+    wait_us: int = 0
+    forward_us: int = 0
+    step_us: int = 0
+    sessions: int = 1
+    rows: int = 1
+    session_rows: int = 1
+    cached_tokens: int = 0
+    step_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTally:
+    """How one of a session's drafters did in a step."""
+
+    source: int
+    offered: int  # length of its longest path that was checked
+    accepted: int  # accepted tokens that it had guessed
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one verifier step committed for one session."""
+
+    position: int
+    tokens: tuple[int, ...]
+    accepted: int
+    last: TokenKind
+    offered: int = 0
+    skipped: int = 0
+    finish_reason: FinishReason = FinishReason.NONE
+    timings: VerifyTimings = VerifyTimings()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    features: Features | None = None
+    sources: tuple[SourceTally, ...] = ()
+    nodes: int = 0  # guesses that were checked, all branches together
+    left: int = 0  # longest guessed path that goes on from here
+    beside: int = 0  # accepted guesses that were not the first for their place
+
+    @property
+    def kinds(self) -> tuple[TokenKind, ...]:
+        rest = len(self.tokens) - self.accepted
+        return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * rest
+
+
+def check_opening(
+    session_id: str,
+    tokens: Sequence[int],
+    prompt_length: int,
+    params: SamplingParams,
+    steering: Steering,
+    vocab_size: int,
+    cache_salt: str = "",
+) -> None:
+    """What must hold of the first message of a session's stream, at the verifier and at the drafter."""
+    if not 1 <= len(session_id) <= MAX_ID_CHARACTERS:
+        raise InvalidRequest.of("open.session_id", session_id, f"1 to {MAX_ID_CHARACTERS} characters")
+    if not tokens:
+        raise InvalidRequest.of("open.tokens", "empty", "at least one token")
+    if not 1 <= prompt_length <= len(tokens):
+        raise InvalidRequest.of("open.prompt_length", prompt_length, f"in [1, {len(tokens)}]")
+    check_tokens("open.tokens", tokens, vocab_size)
+    check_salt("open.cache_salt", cache_salt)
+    params.check(vocab_size)
+    steering.check()
+    if params.seed is None:
+        raise InvalidRequest.of("params.seed", "absent", "given: only the coordinator draws one")

@@ -1,0 +1,64 @@
+"""What a model's token ids mean, so that models that disagree are never paired."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.protocol.errors import ModelMismatch
+
+
+class _Tokenizer(Protocol):
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token text by id; ids that a tokenizer leaves out are empty."""
+
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: _Tokenizer) -> Vocabulary:
+        return cls.of_map(tokenizer.get_vocab())
+
+    @classmethod
+    def of_map(cls, vocab: Mapping[str, int]) -> Vocabulary:
+        tokens = [""] * (max(vocab.values(), default=-1) + 1)
+        for token, token_id in vocab.items():
+            tokens[token_id] = token
+        return cls(tuple(tokens))
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for token in self.tokens:
+            data = token.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(4, "little") + data)
+        return digest.hexdigest()[:32]
+
+
+def refuse_difference(target: Vocabulary, first_id: int, drafter_tokens: Iterable[str], *, last: bool) -> None:
+    """Raise ModelMismatch naming the first id on which a drafter's tokens differ from the target's."""
+    token_id = first_id - 1
+    for token_id, token in enumerate(drafter_tokens, start=first_id):
+        wanted = target.tokens[token_id] if token_id < len(target.tokens) else None
+        if token != wanted:
+            raise _mismatch(token_id, token, wanted)
+    if last and token_id + 1 < len(target.tokens):
+        raise _mismatch(token_id + 1, None, target.tokens[token_id + 1])
+
+
+def _mismatch(token_id: int, drafter: str | None, target: str | None) -> ModelMismatch:
+    def shown(token: str | None) -> str:
+        return "no such id" if token is None else repr(token)
+
+    return ModelMismatch(
+        f"the drafter's vocabulary differs from the target's, first at token id {token_id}: "
+        f"the drafter has {shown(drafter)}, the target {shown(target)}",
+        field=f"vocabulary[{token_id}]",
+        value=shown(drafter),
+        limit=shown(target),
+    )

@@ -1,0 +1,1 @@
+"""Running a service: listen, report health, register, drain."""

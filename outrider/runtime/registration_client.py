@@ -1,0 +1,107 @@
+"""How a worker reports for duty: one stream to a coordinator, kept open for as long as the worker serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider.base.rpc_status import error_from_rpc
+from outrider.protocol import convert
+from outrider.protocol.errors import ModelMismatch, Unauthenticated
+from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.security.channels import PLAIN, Access
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 0.5
+_VOCABULARY_CHUNK = 8192
+
+
+class Enlistment:
+    """Keeps a worker registered with one of `coordinators`, trying them in turn."""
+
+    def __init__(
+        self,
+        coordinators: list[str],
+        describe: Callable[[], WorkerInfo],
+        vocabulary: Vocabulary | None,
+        access: Callable[[], Access] = lambda: PLAIN,
+    ) -> None:
+        """`access`: asked for before each attempt, for keys and certificates change."""
+        self._coordinators = coordinators
+        self._describe = describe
+        self._vocabulary = vocabulary
+        self._access = access
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """Send the worker's state now rather than with the next heartbeat."""
+        self._news.set()
+
+    async def run(self) -> None:
+        turn = 0
+        told = ""
+        while self._coordinators:
+            address = self._coordinators[turn % len(self._coordinators)]
+            turn += 1
+            try:
+                await self._report_to(address)
+            except grpc.aio.AioRpcError as lost:
+                error = error_from_rpc(lost)
+                if error.message != told:  # once per trouble, not twice a second
+                    told = error.message
+                    level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
+                    level("not registered", coordinator=address, error=told)
+            except asyncio.InvalidStateError:
+                log.info("registration ended while it was written to", coordinator=address)
+            await asyncio.sleep(RETRY_S)
+
+    async def _report_to(self, address: str) -> None:
+        async with self._access().aio_channel(address) as channel:
+            call: Any = rpc.RegistryStub(channel).Register()  # type: ignore[call-arg]
+            heartbeat: asyncio.Task[None] | None = None
+            try:
+                await call.write(self._worker())
+                async for reply in call:
+                    if reply.WhichOneof("message") == "send_vocabulary":
+                        async for part in self._show_vocabulary():
+                            await call.write(part)
+                    elif heartbeat is None:
+                        log.info("registered", coordinator=address)
+                        heartbeat = asyncio.create_task(self._heartbeat(call, reply.heartbeat_ms / 1000))
+            finally:
+                if heartbeat is not None:
+                    heartbeat.cancel()
+                    await asyncio.gather(heartbeat, return_exceptions=True)
+                call.cancel()
+
+    async def _heartbeat(self, call: Any, seconds: float) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):  # no news: time for a heartbeat
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+            self._news.clear()
+            await call.write(self._worker())
+
+    def _worker(self) -> pb.RegisterRequest:
+        return pb.RegisterRequest(worker=convert.worker_to_proto(self._describe()))
+
+    async def _show_vocabulary(self) -> AsyncIterator[pb.RegisterRequest]:
+        tokens = self._vocabulary.tokens if self._vocabulary else ()
+        for first in range(0, max(1, len(tokens)), _VOCABULARY_CHUNK):
+            part = tokens[first : first + _VOCABULARY_CHUNK]
+            yield pb.RegisterRequest(
+                vocabulary=pb.Vocabulary(
+                    first_id=first,
+                    tokens=[token.encode("utf-8", "surrogatepass") for token in part],
+                    last=first + len(part) >= len(tokens),
+                )
+            )

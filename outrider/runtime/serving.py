@@ -1,0 +1,141 @@
+"""What every service does alike: listen, report health, answer errors, drain on SIGTERM.
+
+`serve` runs one service from its `__main__`; `channel_options` and
+`server_options` are the gRPC settings of both ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.base.aio import background, until
+from outrider.base.config import Settings, WorkerSettings, has_secrets
+from outrider.base.endpoint import is_loopback
+from outrider.base.grpc_options import raise_descriptor_limit, server_options
+from outrider.protocol.errors import StartupError
+from outrider.security.credentials import Credentials
+from outrider.security.error_interceptor import ErrorInterceptor
+
+log = structlog.get_logger(__name__)
+
+HEALTH_S = 0.1
+
+
+class Service(Protocol):
+    """One of the three services, between `start` and `stop`."""
+
+    @property
+    def credentials(self) -> Credentials: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def guard(self) -> grpc.aio.ServerInterceptor:
+        """Asks callers for keys."""
+        ...
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+    async def start(self, port: int) -> None:
+        """Called when the port is bound and before anything is served."""
+        ...
+
+    def drain(self) -> None:
+        """Take nothing new; say so to whoever asks."""
+        ...
+
+    def busy(self) -> bool:
+        """Whether streams are still open."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether its own names may be reported as serving; the process as a whole is, once it listens."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
+    """Run until SIGTERM or SIGINT, then drain and leave."""
+    raise_descriptor_limit()
+    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
+    status = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    service.add_to(server)
+    port = bind(server, settings.host, settings.port, service.credentials)
+    if service.credentials.tls is None and has_secrets(settings) and not is_loopback(settings.host):
+        log.warning("keys are asked for without TLS: whoever is on the way can read them", host=settings.host)
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    await server.start()
+    try:
+        await service.start(port)
+    except BaseException:
+        await server.stop(None)  # left alone, gRPC would complain in words of its own
+        raise
+    await _set_health(status, [""], serving=True)
+    address = f"{settings.host}:{port}"
+    log.info("serving", address=address)
+    ready(address)
+    async with background(_follow_health(status, service), service.credentials.follow()):
+        await leave.wait()
+    log.info("draining", seconds=settings.drain_s)
+    await _set_health(status, ["", *service.names], serving=False)
+    service.drain()
+    await until(lambda: not service.busy(), settings.drain_s)
+    await service.stop()
+    await server.stop(grace=1.0)
+    log.info("stopped")
+
+
+def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
+    """What every call goes through. How long clients of a coordinator may read is for its sessions to say."""
+    write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
+    return [service.guard, ErrorInterceptor(write_timeout_s)]
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
+    try:
+        # Tried by hand first: gRPC reports a port in use on standard error, in words of its own.
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        encrypted = credentials.server_credentials()
+        if encrypted is None:
+            return server.add_insecure_port(f"{host}:{port}")
+        return server.add_secure_port(f"{host}:{port}", encrypted)
+    except (RuntimeError, OSError) as error:
+        raise StartupError(
+            f"cannot listen on {host}:{port}: in use, or not an address of this machine; choose another --port",
+            field="port",
+            value=port,
+            limit="a free port",
+        ) from error
+
+
+async def _set_health(status: health.aio.HealthServicer, names: Iterable[str], *, serving: bool) -> None:
+    state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in names:
+        await status.set(name, state)
+
+
+async def _follow_health(status: health.aio.HealthServicer, service: Service) -> None:
+    shown: bool | None = None
+    while True:
+        if (serving := service.ready()) != shown:
+            await _set_health(status, service.names, serving=serving)
+            shown = serving
+        await asyncio.sleep(HEALTH_S)

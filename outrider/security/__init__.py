@@ -1,0 +1,1 @@
+"""Keys, certificates, channels, and the interceptors that check callers."""

@@ -1,0 +1,178 @@
+"""The keys that open a door: read from a setting, compared with what a caller shows.
+
+One rule for both edges: gRPC's metadata and HTTP's header are the same
+`authorization: Bearer KEY`. No key is ever logged or printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.protocol.errors import StartupError
+from outrider.security.tenants import ANYBODY, Limits, Tenant
+
+HEADER = "authorization"
+_SCHEME = "bearer"
+_NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
+_ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N]"
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Keys of one setting. Each field is replaced as a whole: other threads read it."""
+
+    first: str
+    holders: tuple[tuple[bytes, Tenant], ...]  # by the keys' digests
+
+
+class Keys:
+    """Any of them opens. Without any the door stands open.
+
+    What is made of several with `|` changes with each of them.
+    """
+
+    __slots__ = ("_rings",)
+
+    def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
+        """`holders`: one per key; absent: a tenant of its own for each."""
+        given = list(keys)
+        held = dict(zip(given, holders or [Tenant.of_key(key) for key in given], strict=True))
+        pairs = tuple((_digest(key), holder) for key, holder in held.items())
+        self._rings: tuple[_Ring, ...] = (_Ring(given[0] if given else "", pairs),)
+
+    @classmethod
+    def parse(cls, text: str, field: str) -> Keys:
+        """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raises StartupError, which never quotes a key.
+
+        An entry is a key, perhaps with a name before it and limits behind:
+        `web: KEY requests_per_minute=60 max_sessions=8`. Keys of one name
+        belong to one tenant.
+        """
+        if not text.strip():
+            return cls()
+        entries = _lines(text[1:], field) if text.startswith("@") else [entry.strip() for entry in text.split(",")]
+        if not entries:
+            # Not the same as no setting: somebody wanted a locked door.
+            raise StartupError(f"{field}: {text[1:]} holds no key", field=field, value=text, limit="a key a line")
+        keys: dict[str, Tenant] = {}
+        holders: dict[str, Tenant] = {}
+        for number, entry in enumerate(entries, start=1):
+            key, holder = _entry(entry, f"{field}: key {number} of {len(entries)}", field)
+            if holders.setdefault(holder.id, holder) != holder:
+                raise StartupError(
+                    f"{field}: the keys named {holder.id} have different limits",
+                    field=field,
+                    value=holder.id,
+                    limit="the same limits for keys of one name",
+                )
+            keys[key] = holder
+        return cls(keys, list(keys.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __or__(self, other: Keys) -> Keys:
+        either = Keys()
+        either._rings = self._rings + other._rings
+        return either
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self._held)})"
+
+    def become(self, other: Keys) -> None:
+        """Hold the keys of another from now on, wherever this object is used."""
+        (ring,), (new,) = self._rings, other._rings
+        ring.holders, ring.first = new.holders, new.first
+
+    @property
+    def _held(self) -> list[tuple[bytes, Tenant]]:
+        return [pair for ring in self._rings for pair in ring.holders]
+
+    @property
+    def num_holders(self) -> int:
+        return len({holder.id for _, holder in self._held})
+
+    @property
+    def first(self) -> str:
+        """The one to show to others; empty: none."""
+        return next((ring.first for ring in self._rings if ring.first), "")
+
+    def shares(self, other: Keys) -> bool:
+        """Whether a key is in both."""
+        return bool({digest for digest, _ in self._held} & {digest for digest, _ in other._held})
+
+    def derived(self, purpose: bytes) -> list[bytes]:
+        """A secret of each key, the one to show first, that tells nothing of the key and serves only this purpose."""
+        return [hmac.digest(digest, purpose, "sha256") for digest, _ in self._held]
+
+    def allows(self, header: str | bytes | None) -> bool:
+        """Whether what a caller sent as `authorization` opens."""
+        return self.holder(header) is not None
+
+    def holder(self, header: str | bytes | None) -> Tenant | None:
+        """Return whose key a caller sent as `authorization`; None: it does not open.
+
+        The time it takes tells nothing of any key.
+        """
+        held = self._held
+        if not held:
+            return ANYBODY
+        text = header.decode("latin-1") if isinstance(header, bytes) else header or ""
+        scheme, _, key = text.partition(" ")
+        shown = _digest(key.strip())
+        found: Tenant | None = None
+        for digest, holder in held:
+            if hmac.compare_digest(digest, shown):
+                found = holder
+        return found if scheme.lower() == _SCHEME else None
+
+
+def bearer(key: str) -> str:
+    """The header's value."""
+    return f"Bearer {key}"
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever the key's."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _lines(path: str, field: str) -> list[str]:
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise StartupError(f"{field}: cannot read {path}: {reason}", field=field, value=path) from error
+    return [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+
+
+def _entry(entry: str, where: str, field: str) -> tuple[str, Tenant]:
+    """Read one key with its name and its limits."""
+    name, separator, rest = entry.partition(": ")
+    if separator and not _NAME.fullmatch(name):
+        raise StartupError(
+            f"{where} has a name that is no name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-",
+            field=field,
+            limit=_ENTRY,
+        )
+    key, *more = (rest if separator else entry).split(" ")
+    if not key or not (entry.isascii() and entry.isprintable()):
+        raise StartupError(
+            f"{where} is empty or has other characters than visible ASCII", field=field, limit="visible ASCII"
+        )
+    return key, Tenant.of_key(key, name if separator else "", _limits([word for word in more if word], where, field))
+
+
+def _limits(words: Sequence[str], where: str, field: str) -> Limits:
+    given: dict[str, int] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in Limits.__dataclass_fields__ or name in given or not (number.isascii() and number.isdigit()):
+            raise StartupError(f"{where} is followed by something that is no limit", field=field, limit=_ENTRY)
+        given[name] = int(number)
+    return Limits(**given)

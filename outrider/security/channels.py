@@ -1,0 +1,95 @@
+"""How we reach others: encrypted or not, and the key that we show. The one place that opens channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+
+import grpc
+
+from outrider.base.grpc_options import channel_options
+from outrider.security.api_keys import HEADER, bearer
+from outrider.security.credentials import Credentials
+from outrider.security.tls import Tls
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Without `tls` in plain text, without `key` as nobody in particular."""
+
+    tls: Tls | None = None
+    key: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, credentials: Credentials) -> Self:
+        """A service's, to other services, as it is now."""
+        return cls(credentials.tls, credentials.own_keys.first)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """For synchronous stubs."""
+        if self.tls is None:
+            channel = grpc.insecure_channel(address, options=channel_options())
+        else:
+            channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=channel_options())
+        return cast("grpc.Channel", _Keyed(channel, self.key)) if self.key else channel
+
+    def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
+        """For asynchronous stubs; only inside the event loop that will use it. `receive_bytes`: of one message."""
+        options = channel_options(receive_bytes=receive_bytes)
+        if self.tls is None:
+            channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
+        return cast("grpc.aio.Channel", _Keyed(channel, self.key)) if self.key else channel
+
+
+PLAIN = Access()
+
+
+class _Keyed:
+    """A channel whose every call shows a key.
+
+    gRPC's own call credentials refuse plain text, and its interceptors put
+    themselves between a stream and each of its messages; this costs a header
+    per call.
+    """
+
+    def __init__(self, channel: Any, key: str) -> None:
+        self._channel = channel
+        self._metadata = ((HEADER, bearer(key)),)
+
+    def unary_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
+        return self._showing(self._channel.unary_unary(*method, **more))
+
+    def unary_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
+        return self._showing(self._channel.unary_stream(*method, **more))
+
+    def stream_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
+        return self._showing(self._channel.stream_unary(*method, **more))
+
+    def stream_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
+        return self._showing(self._channel.stream_stream(*method, **more))
+
+    def close(self, *grace: Any) -> Any:
+        return self._channel.close(*grace)
+
+    def __enter__(self) -> Self:
+        self._channel.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._channel.__exit__(*error)
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
+
+    def _showing(self, call: Any) -> Callable[..., Any]:
+        def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
+            return call(*request, metadata=(*self._metadata, *metadata), **more)
+
+        return start

@@ -1,0 +1,128 @@
+"""The keys and certificates of one service: read from their files at start, and again whenever a file changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import structlog
+from pydantic import SecretStr
+
+from outrider.base.config import Settings
+from outrider.protocol.errors import StartupError
+from outrider.security.api_keys import Keys
+from outrider.security.tls import SYSTEM, Tls
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 2.0
+_Contents = tuple[bytes | None, ...]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Files that are used together; `load` puts what they hold in force, or raises StartupError and changes nothing."""
+
+    name: str
+    paths: list[Path]
+    load: Callable[[], None]
+    used: _Contents = field(init=False)  # or refused
+    seen: _Contents = field(init=False)  # at the last look
+
+    def __post_init__(self) -> None:
+        self.used = self.seen = self._contents()
+
+    def look(self) -> None:
+        """Load a change that two looks in a row have seen: files may be half written, or one of a pair be missing."""
+        before, self.seen = self.seen, self._contents()
+        if self.seen == self.used or self.seen != before:
+            return
+        self.used = self.seen
+        try:
+            self.load()
+        except (StartupError, OSError) as error:
+            message = error.message if isinstance(error, StartupError) else str(error)
+            log.error("changed file not usable, the values read before stay in force", setting=self.name, error=message)
+        else:
+            log.info("changed file read again", setting=self.name)
+
+    def _contents(self) -> _Contents:
+        return tuple(_content(path) for path in self.paths)
+
+
+class Credentials:
+    """Keys given as @FILE and certificates, current. Whoever keeps `Keys` of it sees them change."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raise StartupError for a file that cannot be used."""
+        self._settings = settings
+        self._watched: list[_Watched] = []
+        self._keys: dict[str, Keys] = {}
+        for name, value in settings:
+            if isinstance(value, SecretStr):
+                self._keys[name] = self._watch_keys(name, value.get_secret_value())
+        files = [settings.tls_cert, settings.tls_key, "" if settings.tls_ca == SYSTEM else settings.tls_ca]
+        if given := [file for file in files if file]:
+            self._watch("tls_cert, tls_key, tls_ca", given, self._load_tls)
+        self._load_tls()
+
+    def keys(self, name: str) -> Keys:
+        """Return the keys of a setting."""
+        return self._keys[name]
+
+    @property
+    def own_keys(self) -> Keys:
+        """What this service and others of the fleet show each other."""
+        name, _ = self._settings.own_key
+        return self._keys[name]
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Return credentials that answer each handshake with the certificate of that moment; None: plain text."""
+        shown = self.tls
+        if shown is None:
+            return None
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """None: go on with the last one."""
+            nonlocal shown
+            if self.tls is None or self.tls == shown:
+                return None
+            shown = self.tls
+            return shown.server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            shown.server_configuration(),
+            changed,  # type: ignore[arg-type]
+            require_client_authentication=shown.client_auth,
+        )
+
+    async def follow(self) -> None:
+        """Look at the files every few seconds."""
+        while self._watched:
+            await asyncio.sleep(LOOK_S)
+            for watched in self._watched:
+                await asyncio.to_thread(watched.look)
+
+    def _watch_keys(self, name: str, text: str) -> Keys:
+        keys = Keys()
+        if text.startswith("@"):
+            self._watch(name, [text[1:]], lambda: keys.become(Keys.parse(text, name)))
+        keys.become(Keys.parse(text, name))
+        return keys
+
+    def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
+        """Call it before the first `load`: then no change is missed."""
+        self._watched.append(_Watched(name, [Path(file).expanduser() for file in files], load))
+
+    def _load_tls(self) -> None:
+        self.tls = Tls.of(self._settings)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

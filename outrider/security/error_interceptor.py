@@ -1,0 +1,163 @@
+"""The gRPC interceptor that checks requests and turns exceptions into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc
+
+from outrider.base.rpc_status import grpc_status
+from outrider.protocol import convert
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
+from outrider.protocol.field_limits import check_fields
+
+log = structlog.get_logger(__name__)
+
+UNREAD_STATUS_S = 1.0
+
+
+class _Undecodable:
+    """Stands in for a request whose bytes are no message."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions into statuses, in one place, and bytes that are no message into INVALID_ARGUMENT."""
+
+    def __init__(self, write_timeout_s: float | None = None) -> None:
+        """`write_timeout_s`: how long the other end of a stream may leave a reply unread."""
+        self._write_timeout_s = write_timeout_s
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        decode = _lenient(handler.request_deserializer)
+        if inspect.isasyncgenfunction(handler.stream_stream):
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(handler.stream_stream, self._write_timeout_s, streams_in=True),
+                decode,
+                handler.response_serializer,
+            )
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream, self._write_timeout_s, streams_in=False),
+                decode,
+                handler.response_serializer,
+            )
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary), decode, handler.response_serializer
+            )
+        return handler  # library services that write to their context by themselves
+
+
+def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def deserialize(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return _Undecodable(str(error))
+
+    return deserialize
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise InvalidRequest(
+            f"the request is no valid message: {request.reason}; text must be UTF-8",
+            field="request",
+            value=request.reason,
+            limit="a protobuf message with UTF-8 text",
+        )
+    check_fields(request)
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+def _guard_unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(_checked(request), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await abort(context, expected(error))
+
+    return guarded
+
+
+def _guard_stream(
+    behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float | None, *, streams_in: bool
+) -> Callable[..., Any]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            given = _checked_stream(request) if streams_in else _checked(request)
+            async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
+                async for reply in replies:
+                    await _write(context, reply, write_timeout_s)
+        except grpc.aio.AbortError:
+            raise
+        except _Gone:
+            log.debug("caller is gone", peer=context.peer())
+        except _Unread as error:
+            # What is unread stands in the way of the status too: it is left to gRPC, and the call ends here.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(UNREAD_STATUS_S):
+                    await abort(context, error.meant)
+        except Exception as error:
+            await abort(context, expected(error))
+
+    return guarded
+
+
+class _Gone(Exception):
+    """The caller hung up while it was written to: there is nobody to tell anything."""
+
+
+class _Unread(Exception):
+    def __init__(self, meant: OutriderError) -> None:
+        self.meant = meant
+
+
+async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeout_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.write(reply)
+    except cygrpc.ExecuteBatchError as error:
+        raise _Gone from error
+    except TimeoutError as error:
+        log.info("peer does not read", peer=context.peer(), seconds=timeout_s)
+        raise _Unread(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    """End a call with a status and the error itself as trailing metadata."""
+    metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
+    details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
+    await context.abort(grpc_status(error), details, trailing_metadata=metadata)
+
+
+def expected(error: Exception) -> OutriderError:
+    """Return the error itself, or for a fault of ours one that names where the log tells of it."""
+    if isinstance(error, OutriderError):
+        return error
+    reference = secrets.token_hex(6)
+    log.error("request failed", reference=reference, exc_info=error)
+    return OutriderError(f"internal error: {type(error).__name__}; the log tells more under {reference}")

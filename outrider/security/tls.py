@@ -1,0 +1,129 @@
+"""Certificates: who we are, whom we trust, and gRPC's credentials made of that.
+
+One rule for a whole fleet: a service that has any of these settings speaks
+TLS only, when it listens and when it calls. Imports little: health checks
+start it every few seconds.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Self
+
+import grpc
+
+from outrider.protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    from outrider.base.config import Settings  # which health checks need not wait for
+
+SYSTEM = "system"  # as --tls-ca: the authorities that gRPC brings along
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM, as it was when it was read. Without a certificate of our own we can call but not listen."""
+
+    cert: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = b""  # empty: the authorities that gRPC brings along
+    client_auth: bool = False
+    # To listen without gRPC: asking callers for what gRPC asks them for, and for nothing.
+    context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    lenient_context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, *, cert: str = "", key: str = "", ca: str = "") -> Self | None:
+        """From files; None when none is named. Raises StartupError for what can never work."""
+        if not (cert or key or ca):
+            return None
+        if bool(cert) != bool(key):
+            there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")
+            raise StartupError(f"{there} is given without {missing}: both or neither", field=missing, limit="a file")
+        given = cls(
+            cert=_read("tls_cert", cert) if cert else b"",
+            key=_read("tls_key", key) if key else b"",
+            ca=_read("tls_ca", ca) if ca not in ("", SYSTEM) else b"",
+        )
+        context = _context(cert, key) if cert else None
+        if given.ca:
+            _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ca)
+        return replace(given, context=context, lenient_context=context)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self | None:
+        """A service's: it must be able to listen, and to tell who calls when it is to ask them."""
+        given = cls.load(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca)
+        if given is not None and not given.cert:
+            raise StartupError(
+                "tls_ca is given without tls_cert and tls_key: this service would listen in plain text",
+                field="tls_cert",
+                limit="a file",
+            )
+        if not settings.tls_client_auth:
+            return given
+        if given is None or not given.ca:
+            raise StartupError(
+                "tls_client_auth needs tls_cert, tls_key and a tls_ca file: whose certificates may callers show?",
+                field="tls_ca",
+                value=settings.tls_ca,
+                limit="a file",
+            )
+        asking = _context(settings.tls_cert, settings.tls_key)
+        asking.verify_mode = ssl.CERT_REQUIRED
+        _trust(asking, settings.tls_ca)
+        # A session that is taken up again shows no certificate, not even one whose authority is trusted no more.
+        asking.num_tickets = 0
+        asking.options |= ssl.OP_NO_TICKET
+        return replace(given, client_auth=True, context=asking)
+
+    def server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key, self.cert)], root_certificates=self.ca if self.client_auth else None
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Our own certificate goes along, for those who ask callers for one."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca or None, private_key=self.key or None, certificate_chain=self.cert or None
+        )
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise StartupError(
+            f"{field}: cannot read {path}: {error.strerror}", field=field, value=path, limit="a PEM file"
+        ) from error
+
+
+def _context(cert: str, key: str) -> ssl.SSLContext:
+    """Also a check: gRPC itself would listen with files that do not fit, and fail every caller."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A key with a password would otherwise be asked for at the terminal.
+        context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        _refuse("tls_key", key, f"tls_cert {cert} and tls_key {key} are no pair of a certificate and its key", error)
+    return context
+
+
+def _trust(context: ssl.SSLContext, path: str) -> None:
+    try:
+        context.load_verify_locations(Path(path).expanduser())
+    except ssl.SSLError as error:
+        _refuse("tls_ca", path, f"tls_ca {path} holds no certificate", error)
+
+
+def _refuse(field: str, path: str, what: str, error: Exception) -> NoReturn:
+    reason = getattr(error, "reason", None) or str(error)
+    raise StartupError(f"{what}: {reason}; files must be PEM, keys without a password", field=field, value=path) from (
+        error
+    )
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")

@@ -1,0 +1,67 @@
+"""The draw that drafter and target share: greedy and coupled.
+
+Both sides call the same function with the same seed and position; where
+their distributions are alike, so is the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation import noise, sampling
+
+_WIDE = 64  # ids that a guess is looked for among: the rest would hardly ever win
+
+Choice = tuple[int, float]  # a token, and the logarithm of its share
+
+
+def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
+    """The token that each row of adjusted logits yields at its absolute position.  # [rows, vocab]"""
+    if params.greedy:
+        return [int(token) for token in logits.argmax(dim=-1).tolist()]
+    assert params.seed is not None
+    kept = sampling.candidates(logits, params)
+    keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
+    columns = noise.race(keys, kept.ids, kept.probs)
+    if kept.ids.dim() == 1:
+        return [int(column) for column in columns.tolist()]
+    return [int(token) for token in kept.ids.gather(1, columns[:, None])[:, 0].tolist()]
+
+
+def shared_choices(
+    logits: torch.Tensor, params: SamplingParams, positions: Sequence[int], count: int
+) -> list[list[Choice]]:
+    """The shared draw's winner of each row and its runners-up, for guessing: what another model draws with the same
+    noise is likely to be among them.
+
+    The draw is the argmax of log-probabilities plus Gumbel noise, −log of the
+    race's exponentials; the shares are the softmax of just these sums (of the
+    logits when greedy): how likely each is to win where a model like this one
+    draws. Of all ids only the likeliest are looked at.
+    """
+    values, ids = _likeliest(logits)
+    if params.greedy:
+        sums = values.to(torch.float64)
+    else:
+        assert params.seed is not None
+        kept = sampling.candidates(values, params)
+        columns = kept.ids.expand(len(values), -1)
+        ids = ids.gather(1, columns)
+        keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
+        sums = -noise.arrivals(keys, ids, kept.probs).log()
+    best = torch.log_softmax(sums, dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, tokens = best.values[:, :count], ids.gather(1, best.indices[:, :count])
+    return [
+        [(token, share) for token, share in zip(row, logs, strict=True) if share > float("-inf")]
+        for row, logs in zip(tokens.tolist(), shares.tolist(), strict=True)
+    ]
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ascending ids, so that of equals the first wins, as everywhere.  # [rows, kept] each"""
+    values, ids = logits.topk(min(_WIDE, logits.shape[-1]), dim=-1)
+    ids, order = ids.sort(dim=-1)
+    return values.gather(1, order), ids

@@ -1,0 +1,320 @@
+"""The guess tree of one session: guesses that fit, rooted at the committed prefix.
+
+The verifier owns one per session. Guesses come in any order and at any time;
+what was committed meanwhile is skipped forward, what no longer fits is
+pruned, what is there already is not stored twice. A node is known by its
+drafter (`source`) and the id that the drafter gave it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.speculation import Distribution, Guess, SourceTally
+
+NodeKey = tuple[int, int]
+
+# What a flood of guesses could make grow without end.
+MAX_NAMES = 16  # of one node
+MAX_HELD = 16_384  # committed guesses that later ones may hang from
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    token: int
+    position: int
+    draft_prob: Distribution | None = None
+    parent: Node | None = None  # None: hangs from the committed prefix
+    children: list[Node] = field(default_factory=list)
+    keys: list[NodeKey] = field(default_factory=list)
+    skipped: bool = False  # fits only because earlier tokens of its guess were committed meanwhile
+
+
+# What siblings are worth until a session's own have shown it: drafters push their likeliest first.
+_PRIOR_RATES = (0.7, 0.1, 0.05)
+_PRIOR_TRIALS = 8.0
+_RATE_DECAY = 0.99
+
+
+class SiblingRates:
+    """How often the first guess for a place holds, how often the second, and so on: what a node is worth unseen."""
+
+    def __init__(self) -> None:
+        self._held = [rate * _PRIOR_TRIALS for rate in _PRIOR_RATES]
+        self._trials = [_PRIOR_TRIALS] * len(_PRIOR_RATES)
+
+    def __getitem__(self, rank: int) -> float:
+        rank = min(rank, len(self._held) - 1)
+        return self._held[rank] / self._trials[rank]
+
+    def judged(self, siblings: int, held: int | None) -> None:
+        """A place with so many siblings came true, by which of them or by none."""
+        for rank in range(min(siblings, len(self._held))):
+            self._trials[rank] = self._trials[rank] * _RATE_DECAY + 1.0
+            self._held[rank] = self._held[rank] * _RATE_DECAY + (1.0 if held == rank else 0.0)
+
+
+# What a guess may hang from, and the position after it; no node: the committed prefix.
+Place = tuple[Node | None, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of a tree that one step checks. Guess i sits in row i + 1 and hangs from row parents[i]; row 0 is the
+    last committed token."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    ranks: tuple[int, ...] = ()  # among its siblings, 0 for the first that came
+
+    def path_to(self, row: int) -> list[int]:
+        """Guessed tokens from the root to a row."""
+        path: list[int] = []
+        while row:
+            path.append(self.tokens[row - 1])
+            row = self.parents[row - 1]
+        return path[::-1]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """To each row, row 0 first."""
+        return [self.path_to(row) for row in range(len(self.tokens) + 1)]
+
+    @property
+    def depth(self) -> int:
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    def tallies(self, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
+        """How each drafter did whose guesses are in here; `accepted` are the rows of the path that held."""
+        depths = [0]
+        longest: dict[int, int] = {}
+        held: Counter[int] = Counter()
+        for row, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True), start=1):
+            depths.append(depths[parent] + 1)
+            sources = {source for source, _ in node.keys}
+            longest.update((source, max(depths[row], longest.get(source, 0))) for source in sources)
+            held.update(sources if row in accepted else ())
+        return tuple(SourceTally(source, longest[source], held[source]) for source in sorted(longest))
+
+
+class GuessTree:
+    """`committed` is the session's own list of tokens: the tree reads it and never writes it.
+
+    With `single` (rejection and block) a node has one child, the first that
+    came, whatever its token: choosing among drawn tokens by value would bias
+    the text.
+    """
+
+    def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
+        self._committed = committed
+        self._single = single
+        self._max_nodes = max_nodes
+        self._max_ahead = max_ahead
+        self._roots: list[Node] = []
+        self._nodes: dict[NodeKey, Node] = {}
+        self._held: dict[NodeKey, int] = {}  # committed guesses, by the position they took
+        self._highest: dict[int, int] = {}
+        self._size = 0
+        self._rates = SiblingRates()
+        self.passed_at = -1  # a drafter has said that it has nothing for this position
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, guess: Guess) -> int:
+        """Take what fits; returns how many tokens were new. Raises InvalidRequest for what no honest drafter sends."""
+        parent, after = self._locate(guess)
+        self._check_ids(guess)
+        self._check_parents(guess)
+        if after is None:
+            return 0  # hangs from something that did not come true
+        if guess.position != after:
+            raise InvalidRequest.of("guess.position", guess.position, f"{after}, one past its parent")
+        if not guess.tokens:
+            self.passed_at = max(self.passed_at, guess.position)
+            return 0
+        before = self._size
+        places: list[Place | None] = [(parent, guess.position)]
+        for i in range(len(guess.tokens)):
+            place = places[guess.parents[i] if guess.parents else i]
+            places.append(None if place is None else self._put(guess, i, *place))
+        return self._size - before
+
+    def _put(self, guess: Guess, i: int, parent: Node | None, position: int) -> Place | None:
+        """Token i of a guess at `position`: what hangs from it has its place there. None: it does not fit."""
+        key = (guess.source, guess.first_id + i)
+        if position < len(self._committed):  # committed meanwhile: skipped forward when it was right
+            if self._committed[position] != guess.tokens[i]:
+                return None
+            self._hold(key, position)
+            return None, position + 1
+        node = self._plant(guess, i, parent, position, key)
+        return None if node is None else (node, position + 1)
+
+    def _plant(self, guess: Guess, i: int, parent: Node | None, position: int, key: NodeKey) -> Node | None:
+        """A new node below `parent` or the one that is there; None: no room for it."""
+        if position >= len(self._committed) + self._max_ahead:
+            return None
+        node = self._child(parent, guess.tokens[i])
+        if node is None:
+            if self._full(parent):
+                return None
+            draft_prob = guess.draft_probs[i] if guess.draft_probs else None
+            skipped = guess.position < len(self._committed)
+            node = Node(guess.tokens[i], position, draft_prob, parent, skipped=skipped)
+            self._siblings(parent).append(node)
+            self._size += 1
+        elif self._single and key not in node.keys:
+            return None  # same token by chance, but another draw: what follows it is not ours to use
+        if len(node.keys) < MAX_NAMES:
+            node.keys.append(key)
+            self._nodes[key] = node
+        return node
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Move the root along `tokens`, which the owner has just appended to `committed`; prune the rest."""
+        position = len(self._committed) - len(tokens)
+        for token in tokens:
+            kept = next((node for node in self._roots if node.token == token), None)
+            self._rates.judged(len(self._roots), None if kept is None else self._roots.index(kept))
+            for node in self._roots:
+                if node is not kept:
+                    self._drop(node)
+            self._roots = []
+            if kept is not None:
+                self._forget(kept)
+                for key in kept.keys:
+                    self._hold(key, position)
+                for child in kept.children:
+                    child.parent = None
+                self._roots = kept.children
+            position += 1
+
+    def block(self, max_rows: int, max_depth: int) -> Block:
+        """Up to `max_rows` guesses, no deeper than `max_depth`, those first that are likeliest to hold."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: list[Node] = []
+        ranks: list[int] = []
+        reached: list[tuple[float, int, Node, int, int, int]] = []
+        seen = 0
+
+        def reach(siblings: Sequence[Node], parent_row: int, depth: int, chance: float) -> None:
+            nonlocal seen
+            for rank, node in enumerate(siblings):
+                seen += 1  # of equals, the first reached
+                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent_row, depth))
+
+        if max_depth > 0:
+            reach(self._roots, 0, 1, 1.0)
+        while reached and len(tokens) < max_rows:
+            worth, _, node, rank, parent_row, depth = heapq.heappop(reached)
+            tokens.append(node.token)
+            parents.append(parent_row)
+            nodes.append(node)
+            ranks.append(rank)
+            if depth < max_depth:
+                reach(node.children, len(tokens), depth + 1, -worth)
+        return Block(tuple(tokens), tuple(parents), tuple(nodes), tuple(ranks))
+
+    def reaches(self, depth: int) -> bool:
+        """Whether a chain of this length fits now."""
+        level = self._roots
+        for _ in range(depth - 1):
+            level = [child for node in level for child in node.children]
+        return depth <= 0 or bool(level)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest chain that fits now."""
+        deepest = 0
+        stack = [(node, 1) for node in self._roots]
+        while stack:
+            node, depth = stack.pop()
+            deepest = max(deepest, depth)
+            stack.extend((child, depth + 1) for child in node.children)
+        return deepest
+
+    def _locate(self, guess: Guess) -> tuple[Node | None, int | None]:
+        """The node a guess hangs from, and the position after it; None as position when that did not come true."""
+        length = len(self._committed)
+        if guess.parent == 0:
+            if guess.position > length:
+                raise InvalidRequest.of(
+                    "guess.position", guess.position, f"at most {length}, the committed length, when it has no parent"
+                )
+            return None, guess.position
+        key = (guess.source, guess.parent)
+        node = self._nodes.get(key)
+        if node is not None:
+            return node, node.position + 1
+        if key in self._held:
+            return None, self._held[key] + 1
+        if guess.parent > self._highest.get(guess.source, 0):
+            raise InvalidRequest.of("guess.parent", guess.parent, "0 or the id of a token guessed earlier")
+        return None, None
+
+    def _check_ids(self, guess: Guess) -> None:
+        if not guess.tokens:
+            return
+        highest = self._highest.get(guess.source, 0)
+        if guess.first_id < 1:
+            raise InvalidRequest.of("guess.first_id", guess.first_id, "at least 1")
+        if guess.parent >= guess.first_id:
+            raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
+        self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
+
+    def _check_parents(self, guess: Guess) -> None:
+        if not guess.parents:
+            return
+        if len(guess.parents) != len(guess.tokens):
+            raise InvalidRequest.of(
+                "guess.parents", f"{len(guess.parents)} parents", f"none or as many as tokens, {len(guess.tokens)}"
+            )
+        for i, parent in enumerate(guess.parents):
+            if parent > i:
+                raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
+
+    def _hold(self, key: NodeKey, position: int) -> None:
+        self._held[key] = position
+        if len(self._held) > MAX_HELD:
+            del self._held[next(iter(self._held))]
+
+    def _full(self, parent: Node | None) -> bool:
+        return (self._single and bool(self._siblings(parent))) or self._size >= self._max_nodes
+
+    def _siblings(self, parent: Node | None) -> list[Node]:
+        return self._roots if parent is None else parent.children
+
+    def _child(self, parent: Node | None, token: int) -> Node | None:
+        return next((node for node in self._siblings(parent) if node.token == token), None)
+
+    def _drop(self, top: Node) -> None:
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            self._forget(node)
+            stack.extend(node.children)
+
+    def _forget(self, node: Node) -> None:
+        self._size -= 1
+        for key in node.keys:
+            self._nodes.pop(key, None)
+
+
+def depth(parents: Sequence[int], num_tokens: int) -> int:
+    """Length of a guess's longest path: what its drafter had to do one after the other."""
+    if not parents:
+        return num_tokens
+    depths = [0]
+    for parent in parents[:num_tokens]:
+        depths.append(1 + depths[min(parent, len(depths) - 1)])
+    return max(depths)

@@ -1,0 +1,1 @@
+"""Toy models and an emulated link, for tests and benchmarks."""

@@ -1,0 +1,148 @@
+"""EAGLE: one decoder layer that goes on with the target's own hidden states.
+
+At place i it reads the target's final hidden state after token i beside the
+embedding of token i + 1, and answers with what the hidden state after token
+i + 1 would be: the target's head says from it which token comes next. Where
+the target has not been yet, its own answer stands in for the state. The head
+is the target's, cut to the ids that are drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.train.artifacts.embeddings_and_head import Ends
+
+METHOD = "eagle"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int = 1
+    rope_theta: float = 10_000.0
+    context: int = 8192
+    eps: float = 1e-5
+
+    def config(self, num_ids: int) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=num_ids,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.context,
+            rms_norm_eps=self.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            tie_word_embeddings=True,  # it is given inputs, never ids: only the head is used
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    @classmethod
+    def like(cls, model: PreTrainedModel, layers: int = 1) -> Shape:
+        """A layer as the target's own are."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
+        return cls(
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            layers=layers,
+            rope_theta=float(theta),
+            context=int(getattr(config, "max_position_embeddings", 8192)),
+        )
+
+
+class Eagle(nn.Module):
+    """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
+
+    def __init__(self, shape: Shape, ids: torch.Tensor, ends: Ends) -> None:
+        super().__init__()
+        self.shape = shape
+        self.ids = ids
+        self.mix = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.body = LlamaForCausalLM(shape.config(len(ids)))
+        head = self.body.get_output_embeddings().weight
+        head.requires_grad_(requires_grad=False)
+        head.copy_(ends.head[ids])
+        self.embeddings = ends.embeddings
+
+    def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
+        embedded = self.embeddings[tokens].to(states.dtype)
+        mixed: torch.Tensor = self.mix(torch.cat([embedded, states], dim=-1))
+        return mixed
+
+    def unroll(
+        self, features: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, steps: int
+    ) -> list[torch.Tensor]:
+        """The answers to the target's states, then to its own answers, and so on.  # `steps` of [batch, places, hidden]
+
+        `features[b, i]` stands before `tokens[b, i]`; places from `starts[b]`
+        up to `lengths[b]` count. In step s a place sees states of the target's
+        up to s places before it and after that the answers that led to it,
+        just as while drafting.
+        """
+        batch, places, _ = features.shape
+        at = torch.arange(places, device=features.device)
+        inside = (at >= starts[:, None]) & (at < lengths[:, None])  # [batch, places]
+        position_ids = at.expand(batch, places)
+        cache = DynamicCache()
+        states, answers = features, []
+        seen: list[torch.Tensor] = []
+        for step in range(steps):
+            # Of the target's states those that lie `step` and more places back, of earlier answers one each.
+            first = at[:, None] - step >= at[None, :]
+            seen = [first, *(at[:, None] - (step - s) == at[None, :] for s in range(1, step + 1))]
+            mask = torch.cat([part & inside[:, None, :] for part in seen], dim=-1)
+            mask = mask | torch.eye(places, mask.shape[-1], dtype=torch.bool, device=mask.device)  # none sees nothing
+            bias = torch.zeros(mask.shape, dtype=features.dtype, device=mask.device).masked_fill_(~mask, -1e9)
+            states = self.body.model(
+                inputs_embeds=self.inputs(states, tokens),
+                attention_mask=bias[:, None],
+                position_ids=position_ids,
+                past_key_values=cache,
+            ).last_hidden_state
+            answers.append(states)
+            states = torch.cat([features[:, :1], states[:, :-1]], dim=1)
+        return answers
+
+    def head(self, answers: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body.lm_head(answers)
+        return logits
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is its own, for the folder."""
+        own = {f"body.{name}": weight for name, weight in self.body.model.layers.state_dict().items()}
+        own |= {f"norm.{name}": weight for name, weight in self.body.model.norm.state_dict().items()}
+        own["mix"] = self.mix.weight.detach()
+        return {name: weight.to(torch.bfloat16) for name, weight in own.items()} | {"ids": self.ids.to(torch.int32)}
+
+    @classmethod
+    def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Eagle:
+        ids = weights["ids"].long().to(ends.head.device)
+        made = cls(Shape(**shape), ids, ends)
+        body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
+        made.body.model.layers.load_state_dict(body)
+        norm = {name.removeprefix("norm."): w.float() for name, w in weights.items() if name.startswith("norm.")}
+        made.body.model.norm.load_state_dict(norm)
+        with torch.no_grad():
+            made.mix.weight.copy_(weights["mix"].float())
+        return made
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return asdict(self.shape)

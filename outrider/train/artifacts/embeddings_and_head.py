@@ -1,0 +1,106 @@
+"""Both ends of a target, its embeddings and its head: all of its weights that a drafter on another machine needs.
+
+They are read alone: the target itself may be far too large for that machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from outrider.models.hub import locate
+from outrider.protocol.errors import StartupError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SAMPLED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    embeddings: torch.Tensor  # [vocab, hidden]
+    head: torch.Tensor  # [vocab, hidden]
+    head_bias: torch.Tensor | None
+    softcap: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Ends:
+        out: Any = model.get_output_embeddings()
+        return cls(model.get_input_embeddings().weight.detach(), out.weight.detach(), out.bias, _softcap(model.config))
+
+    def on(self, device: torch.device) -> Ends:
+        bias = None if self.head_bias is None else self.head_bias.to(device)
+        return Ends(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
+
+    @property
+    def digest(self) -> str:
+        """The same for the same weights in whatever number format."""
+        found = hashlib.sha256()
+        for weight in (self.embeddings, self.head):
+            flat = weight.reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).view(torch.int16)
+            found.update(f"{tuple(weight.shape)}".encode() + sample.cpu().numpy().tobytes())
+        return found.hexdigest()[:32]
+
+    @property
+    def hidden(self) -> int:
+        return int(self.head.shape[1])
+
+    def logits(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The target's own logits for some ids, from its final hidden states.  # [rows, ids]"""
+        logits = features @ self.head[ids].T
+        if self.head_bias is not None:
+            logits = logits + self.head_bias[ids]
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def read_ends(target: str, progress: Callable[[str], None]) -> Ends:
+    """From a target's safetensors, without loading the rest."""
+    path = locate(target, progress)
+    progress("reading the target's embeddings")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        embeddings, head, bias = _names(model)
+        read = {name: _read(path, name) for name in (embeddings, head, bias) if name}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise StartupError(
+            f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"
+        ) from error
+    return Ends(
+        read[embeddings].float(), read[head].float(), read[bias].float() if bias in read else None, _softcap(config)
+    )
+
+
+def _names(model: PreTrainedModel) -> tuple[str, str, str | None]:
+    """What the checkpoint calls them."""
+    out: Any = model.get_output_embeddings()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = names[id(model.get_input_embeddings().weight)]
+    tied = model.config.get_text_config().tie_word_embeddings
+    return embeddings, embeddings if tied else names[id(out.weight)], None if out.bias is None else names[id(out.bias)]
+
+
+def _read(path: Path | str, name: str) -> torch.Tensor:
+    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
+    file = _SINGLE
+    if index is not None:
+        file = json.loads(Path(index).read_text())["weight_map"][name]
+    with safe_open(cached_file(path, file), "pt") as held:
+        # Some checkpoints leave out the body's prefix.
+        found: torch.Tensor = held.get_tensor(name if name in held.keys() else name.partition(".")[2])  # noqa: SIM118
+        return found
+
+
+def _softcap(config: Any) -> float:
+    return float(getattr(config.get_text_config(), "final_logit_softcapping", None) or 0.0)

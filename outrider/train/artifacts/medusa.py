@@ -1,0 +1,75 @@
+"""Medusa: heads that look several tokens ahead from one hidden state of the target's.
+
+Head k reads the target's final hidden state after token i beside the
+embedding of token i + 1, and foretells the state after token i + 1 + k: what
+it knows of the tokens between is what those two say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.train.artifacts.embeddings_and_head import Ends
+
+METHOD = "medusa"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    heads: int = 4
+
+
+class Head(nn.Module):
+    """A linear map, and a layer that adds to it what is not linear."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * hidden, hidden, bias=False)
+        self.inner = nn.Linear(2 * hidden, hidden, bias=False)
+        self.outer = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        foretold: torch.Tensor = self.linear(inputs) + self.outer(nn.functional.silu(self.inner(inputs)))
+        return foretold
+
+
+class Medusa(nn.Module):
+    """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
+
+    def __init__(self, shape: Shape, ids: torch.Tensor, ends: Ends) -> None:
+        super().__init__()
+        self.shape = shape
+        self.ids = ids
+        self.heads = nn.ModuleList(Head(shape.hidden) for _ in range(shape.heads))
+        self.embeddings = ends.embeddings
+        self.ends = ends
+
+    def foretell(self, states: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
+        """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
+        inputs = torch.cat([self.embeddings[tokens].to(states.dtype), states], dim=-1)
+        foretold: torch.Tensor = self.heads[head](inputs)
+        return foretold
+
+    def logits(self, foretold: torch.Tensor) -> torch.Tensor:
+        return self.ends.logits(foretold, self.ids)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is its own, for the folder."""
+        own = {name: weight.to(torch.bfloat16) for name, weight in self.heads.state_dict().items()}
+        return own | {"ids": self.ids.to(torch.int32)}
+
+    @classmethod
+    def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Medusa:
+        made = cls(Shape(**shape), weights["ids"].long().to(ends.head.device), ends)
+        made.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
+        return made
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return asdict(self.shape)

@@ -1,0 +1,114 @@
+"""Training drafters that are language models of their own: early exits of the target, and small ones from nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
+
+_JUDGED_SHARE = 0.35
+_DEPTH = 5  # of held-out chains
+
+
+class LanguageMethod:
+    """`model` answers hidden states that `head` turns into logits for `ids`."""
+
+    def __init__(
+        self, name: str, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, shape: Mapping[str, Any]
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self._model = model
+        self._ends = ends
+        self._ids = ids
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self._model
+        return module
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
+
+    def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
+        judged = judged_places(batch, _JUDGED_SHARE, chance)
+        target = self._ends.logits(batch.wanted[judged], self._ids)
+        return surprise(target, self._logits(self._states(batch)[judged]))
+
+    @torch.inference_mode()
+    def held(self, batch: Batch) -> torch.Tensor:
+        guesses = self._ids[self._logits(self._states(batch)).argmax(dim=-1)]
+        return chains([guesses == likeliest(self._ends, batch)] * _DEPTH, batch.written)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        own = {name: weight.detach().to(torch.bfloat16) for name, weight in trained.items()}
+        return own | {"ids": self._ids.to(torch.int32)}
+
+    def _states(self, batch: Batch) -> torch.Tensor:
+        """After each place's token.  # [batch, places, width]"""
+        ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
+        states: torch.Tensor = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return states[:, 1:]
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        head: Any = self._model.get_output_embeddings()
+        logits: torch.Tensor = states @ head.weight[self._ids].to(states.dtype).T
+        return logits if head.bias is None else logits + head.bias[self._ids]
+
+
+def early_exit(
+    target: PreTrainedModel, ends: Ends, ids: torch.Tensor, *, exit_layers: int, layers: int
+) -> LanguageMethod:
+    """The target's first layers as they are, and behind them a few that are trained: at first copies of its last."""
+    body: Any = target.base_model
+    held = getattr(body, "layers", None)
+    if held is None or getattr(body, "norm", None) is None:
+        raise TypeError(f"{type(target).__name__} keeps its layers elsewhere")
+    kept = [*held[:exit_layers], *(copy.deepcopy(layer) for layer in held[-layers:])]
+    for index, layer in enumerate(kept):
+        layer.self_attn.layer_idx = index
+    body.layers = nn.ModuleList(kept)
+    config = target.config.get_text_config()
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: len(kept)]
+    for weight in target.parameters():
+        weight.requires_grad_(requires_grad=False)
+    for part in (*kept[exit_layers:], body.norm):
+        part.requires_grad_(requires_grad=True)
+    return LanguageMethod("early-exit", target, ends, ids, {"exit_layers": exit_layers, "layers": layers})
+
+
+def distilled(target: PreTrainedModel, ends: Ends, ids: torch.Tensor, *, hidden: int, layers: int) -> LanguageMethod:
+    """A small Llama with the target's vocabulary; its embeddings begin as what of the target's fits into its width."""
+    theirs = target.config.get_text_config()
+    config = LlamaConfig(
+        vocab_size=ends.embeddings.shape[0],
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 64),
+        max_position_embeddings=int(getattr(theirs, "max_position_embeddings", 2048)),
+        tie_word_embeddings=True,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=target.generation_config.eos_token_id if target.generation_config else theirs.eos_token_id,
+        pad_token_id=None,
+    )
+    student = LlamaForCausalLM(config)
+    with torch.no_grad():
+        table = ends.embeddings.float()
+        kept = min(hidden, *table.shape)
+        directions = torch.pca_lowrank(table, q=kept, niter=2)[2]
+        embeddings: Any = student.get_input_embeddings()
+        embeddings.weight[:, :kept] = (table - table.mean(dim=0)) @ directions
+    return LanguageMethod("distill", student, ends, ids, {"hidden": hidden, "layers": layers})

@@ -1,0 +1,799 @@
+"""γ control: what verdicts teach, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.control import gamma
+from coordinator.control.gamma import Controller, CostLine, Estimator, Pair, PairHistory, Share, Wishes
+from coordinator.control.simulation import Simulation, World
+from coordinator.control.throughput_model import PLAIN, Plan, Way, rate
+from coordinator.sessions.drafting import share_cores
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.speculation import MAX_GAMMA, Steering, TokenKind, Verdict, VerifyTimings
+
+GAMMA_MAX = 16
+PATIENCE_MS = 100.0
+FREE = Wishes()
+FLAT = CostCurve.line(40.0, 0.0)
+STEEP = CostCurve.line(40.0, 10.0)
+TREE = Plan(4, 3)
+TREE_AHEAD = Plan(16, 3, ahead=True, rows=16)
+
+
+def verdict(
+    accepted: int = 0,
+    offered: int = 0,
+    *,
+    nodes: int | None = None,
+    rows: int | None = None,
+    step_ms: float = 40.0,
+    wait_ms: float = 0.0,
+    left: int = 0,
+    beside: int = 0,
+) -> Verdict:
+    nodes = offered if nodes is None else nodes
+    missed = TokenKind.RECOVERED if accepted < offered else TokenKind.BONUS
+    return Verdict(
+        position=0,
+        tokens=(0,) * (accepted + 1),
+        accepted=accepted,
+        last=missed if offered else TokenKind.PLAIN,
+        offered=offered,
+        timings=VerifyTimings(
+            wait_us=int(wait_ms * 1000),
+            step_us=int(step_ms * 1000),
+            rows=1 + nodes if rows is None else rows,
+            session_rows=1 + nodes,
+        ),
+        nodes=nodes,
+        left=left,
+        beside=beside,
+    )
+
+
+# --- the cost line ---------------------------------------------------------------------------------------------------
+
+
+def line_of(
+    one: float, more: float, rows: Callable[[random.Random], int], jitter: float = 0.0, count: int = 400
+) -> tuple[float, float]:
+    source = random.Random(1)
+    line = CostLine()
+    for _ in range(count):
+        n = rows(source)
+        line.add(n, (one + more * (n - 1)) * (1 + jitter * source.uniform(-1, 1)))
+    return line.fit()
+
+
+def test_the_cost_line_is_recovered_from_noisy_steps() -> None:
+    one, more = line_of(40.0, 2.0, lambda source: source.randint(1, 17), jitter=0.1)
+    assert one == pytest.approx(40.0, rel=0.1)
+    assert more == pytest.approx(2.0, rel=0.35)
+
+
+def test_a_flat_verifier_is_seen_as_flat() -> None:
+    one, more = line_of(40.0, 0.0, lambda source: source.randint(1, 17))
+    assert one == pytest.approx(40.0, rel=0.05)
+    assert more < 0.2
+
+
+def test_with_one_kind_of_step_the_slope_is_the_prior() -> None:
+    one, more = line_of(40.0, 0.0, lambda source: 1)
+    assert one == pytest.approx(40.0)
+    assert more == pytest.approx(40.0 * gamma.PRIOR_ROW_SHARE)
+
+
+def test_the_cost_line_follows_a_machine_that_slows_down() -> None:
+    line = CostLine()
+    for step in range(300):
+        line.add(1 + step % 5, 20.0 if step < 150 else 60.0)
+    assert line.fit()[0] == pytest.approx(60.0, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(0.0, 1e6)), max_size=40))
+def test_any_steps_give_a_sane_line(steps: list[tuple[int, float]]) -> None:
+    line = CostLine()
+    for rows, ms in steps:
+        line.add(rows, ms)
+    one, more = line.fit()
+    assert one >= -1e-6 * max([1.0, *(ms for _, ms in steps)])
+    assert more >= 0.0
+
+
+# --- what guesses show -----------------------------------------------------------------------------------------------
+
+
+def test_acceptance_is_learnt_per_position() -> None:
+    estimator = Estimator(3)
+    for _ in range(200):
+        estimator.judged(verdict(1, 3), plan=Plan(3), patience_ms=PATIENCE_MS)
+    first, second, _ = estimator.pair.acceptance
+    assert first > 0.95
+    assert second < 0.05
+
+
+def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
+    pair = Pair(8)
+    for _ in range(200):
+        pair.judged(2, 2, due=True)
+    assert pair.acceptance[7] == pytest.approx(pair.acceptance[1])
+    assert pair.acceptance[1] > 0.9
+
+
+def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
+    pair = Pair(2)
+    for _ in range(200):
+        pair.judged(2, 2, due=True, beside=1)
+    first, second = pair.acceptance
+    assert first > 0.95
+    assert second < 0.05
+
+
+def test_a_share_is_what_held_lately() -> None:
+    share = Share(0.4)
+    assert share.mean == pytest.approx(0.4)
+    for _ in range(300):
+        share.add(held=True)
+    assert share.mean > 0.95
+    for _ in range(300):
+        share.add(held=False)
+    assert share.mean < 0.05
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turns", "ahead"])
+def test_runners_up_that_hold_are_a_gain(ahead: bool) -> None:
+    pair = Pair(4)
+    for _ in range(200):
+        pair.branched(verdict(2, 2, nodes=6, beside=1), ahead=ahead)
+    gain, other = (pair.ahead_gain, pair.tree_gain) if ahead else (pair.tree_gain, pair.ahead_gain)
+    assert gain > 0.95
+    assert other == pytest.approx(gamma.PRIOR_GAIN), "nothing was seen of it"
+
+
+def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
+    pair = Pair(4)
+    for _ in range(200):
+        pair.branched(verdict(1, 2, nodes=6, left=3), ahead=False)
+    assert pair.tree_gain < 0.05
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_ahead_a_miss_is_made_good_by_what_is_at_hand(left: int) -> None:
+    pair = Pair(4)
+    for _ in range(200):
+        pair.branched(verdict(1, 2, nodes=6, left=left), ahead=True)
+    assert pair.ahead_gain > 0.95 if left else pair.ahead_gain < 0.05
+
+
+def test_branches_say_how_many_rows_a_level_takes() -> None:
+    pair = Pair(4)
+    for _ in range(100):
+        pair.branched(verdict(2, 4, nodes=12), ahead=True)
+    assert pair.tree_rows == pytest.approx(3.0, rel=0.01)
+    pair.branched(verdict(), ahead=True)
+    assert pair.tree_rows == pytest.approx(3.0, rel=0.01), "a step without guesses says nothing"
+
+
+def test_chains_say_nothing_about_trees() -> None:
+    estimator = Estimator(4)
+    for _ in range(50):
+        estimator.judged(verdict(2, 4), plan=Plan(4), patience_ms=PATIENCE_MS)
+    conditions = estimator.conditions(0.0)
+    assert (conditions.tree_gain, conditions.ahead_gain, conditions.tree_rows) == (
+        pytest.approx(gamma.PRIOR_GAIN),
+        pytest.approx(gamma.PRIOR_GAIN),
+        gamma.PRIOR_TREE_ROWS,
+    )
+
+
+def test_the_session_learns_from_trees_by_the_plan_in_force() -> None:
+    in_turns, ahead = Estimator(4), Estimator(16)
+    for _ in range(100):
+        in_turns.judged(verdict(4, 4, nodes=12, beside=1), plan=TREE, patience_ms=PATIENCE_MS)
+        ahead.judged(verdict(4, 4, nodes=12, beside=1), plan=TREE_AHEAD, patience_ms=0.0)
+    assert in_turns.pair.tree_gain > 0.8 > in_turns.pair.ahead_gain
+    assert ahead.pair.ahead_gain > 0.8 > ahead.pair.tree_gain
+    assert ahead.conditions(0.0).tree_rows == pytest.approx(3.0, rel=0.01)
+
+
+def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> None:
+    pair = Pair(4)
+    for _ in range(100):
+        pair.drafted(4, 8_000)
+        pair.drafted(2, 10_000, tree=True)
+    assert pair.draft_ms == pytest.approx(2.0, rel=0.01)
+    assert pair.level_ms == pytest.approx(5.0, rel=0.01)
+
+
+def test_what_goes_out_without_its_time_says_nothing_about_drafting() -> None:
+    pair = Pair(4)
+    pair.drafted(4, 8_000)
+    before = pair.draft_ms
+    pair.drafted(4, 0)
+    pair.drafted(0, 8_000)
+    assert pair.draft_ms == before
+
+
+# --- what is remembered ----------------------------------------------------------------------------------------------
+
+
+REMEMBERED = PairHistory(
+    acceptance=[0.9, 0.3, 0.2, 0.1],
+    offer_rate=0.7,
+    draft_ms=2.5,
+    tree_gain=0.55,
+    ahead_gain=0.65,
+    tree_rows=3.5,
+    level_ms=4.5,
+    paces={Way.TURNS.value: 0.9, Way.TREE_AHEAD_WAITING.value: 1.2},
+)
+
+
+def test_what_a_pair_has_shown_goes_through_the_store_and_back() -> None:
+    """Every field, also one that is added some day."""
+    for name, value in asdict(PairHistory()).items():
+        assert getattr(REMEMBERED, name) != value, "an example says something about each"
+    pair = Pair(4)
+    pair.start_from(PairHistory(**json.loads(json.dumps(asdict(REMEMBERED)))))
+    again = pair.history()
+    assert again.acceptance == pytest.approx(REMEMBERED.acceptance)
+    assert again.tree_gain == pytest.approx(REMEMBERED.tree_gain)
+    assert again.ahead_gain == pytest.approx(REMEMBERED.ahead_gain)
+    rest = replace(again, acceptance=REMEMBERED.acceptance, tree_gain=0.55, ahead_gain=0.65)
+    assert rest == REMEMBERED
+
+
+def test_a_session_starts_from_the_pairs_history() -> None:
+    estimator = Estimator(6)
+    estimator.pair.start_from(REMEMBERED)
+    conditions = estimator.conditions(11.0)
+    assert conditions.acceptance[:4] == pytest.approx((0.9, 0.3, 0.2, 0.1))
+    assert len(conditions.acceptance) == 6
+    assert (conditions.offer_rate, conditions.draft_ms, conditions.level_ms) == (0.7, 2.5, 4.5)
+    assert (conditions.tree_gain, conditions.ahead_gain) == (pytest.approx(0.55), pytest.approx(0.65))
+    assert conditions.tree_rows == 3.5
+    assert conditions.link_ms == 11.0
+    assert conditions.paces == {Way.TURNS: 0.9, Way.TREE_AHEAD_WAITING: 1.2}
+
+
+def test_a_pair_that_learns_leaves_what_was_remembered_alone() -> None:
+    pair = Pair(4)
+    pair.start_from(REMEMBERED)
+    pair.paces[Way.TURNS] = 0.1
+    for _ in range(50):
+        pair.judged(4, 4, due=True)
+    assert REMEMBERED.paces[Way.TURNS.value] == 0.9
+    assert REMEMBERED.acceptance == [0.9, 0.3, 0.2, 0.1]
+
+
+def test_what_a_session_shows_outweighs_what_was_remembered() -> None:
+    pair = Pair(4)
+    pair.start_from(replace(REMEMBERED, acceptance=[0.1] * 4))
+    for _ in range(50):
+        pair.judged(4, 4, due=True)
+    assert min(pair.acceptance) > 0.9
+
+
+# --- links, steps, others --------------------------------------------------------------------------------------------
+
+
+def test_the_link_is_what_waiting_costs_beside_drafting() -> None:
+    estimator = Estimator(4)
+    for _ in range(100):
+        estimator.pair.drafted(4, 8_000)
+        estimator.judged(verdict(4, 4, wait_ms=20.0), plan=Plan(4), patience_ms=PATIENCE_MS)
+    conditions = estimator.conditions(999.0)
+    assert conditions.draft_ms == pytest.approx(2.0, rel=0.05)
+    assert conditions.link_ms == pytest.approx(12.0, rel=0.15)
+
+
+def test_beside_a_tree_it_is_by_the_levels() -> None:
+    estimator = Estimator(4)
+    for _ in range(100):
+        estimator.pair.drafted(4, 12_000, tree=True)
+        estimator.judged(verdict(4, 4, nodes=12, wait_ms=20.0), plan=TREE, patience_ms=PATIENCE_MS)
+    assert estimator.conditions(999.0).link_ms == pytest.approx(8.0, rel=0.15)
+
+
+def test_waits_ahead_say_nothing_about_the_link() -> None:
+    """Most of it may have passed while the step before was under way."""
+    estimator = Estimator(4)
+    estimator.judged(verdict(2, 2, wait_ms=1.0), plan=Plan(16, ahead=True, rows=8, want=2), patience_ms=PATIENCE_MS)
+    assert estimator.conditions(70.0).link_ms == 70.0
+
+
+def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
+    estimator = Estimator(4)
+    estimator.judged(verdict(0, 0), plan=Plan(3), patience_ms=0.0)
+    assert estimator.conditions(7.0).offer_rate == 1.0
+    assert estimator.conditions(7.0).link_ms == 7.0
+
+
+def test_a_step_that_waited_in_vain_does() -> None:
+    estimator = Estimator(4)
+    for _ in range(100):
+        estimator.judged(verdict(0, 0, wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
+    assert estimator.conditions(7.0).offer_rate < 0.05
+    assert estimator.conditions(7.0).link_ms == pytest.approx(9.0)
+
+
+def test_a_drafter_that_says_nothing_to_the_end_of_patience_is_silent() -> None:
+    """One that has no guess says so, and costs a link's time only."""
+    passing, silent = Estimator(4), Estimator(4)
+    for _ in range(5):
+        assert not passing.judged(verdict(wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
+        assert silent.judged(verdict(wait_ms=PATIENCE_MS), plan=Plan(3), patience_ms=PATIENCE_MS)
+    assert passing.conditions(7.0).silence == 0.0
+    assert silent.conditions(7.0).silence > 0.9
+    for _ in range(10):
+        assert not silent.judged(verdict(3, 3, wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
+    assert silent.conditions(7.0).silence < 0.1
+
+
+def test_a_silent_drafter_is_not_waited_for_again() -> None:
+    made = controller(Wishes(ahead=False))
+    made.decide(4.0, attached=True)
+    assert made.plan.gamma
+    for _ in range(4):
+        made.judged(verdict(wait_ms=made.patience_ms))
+        made.decide(4.0, attached=True)
+    assert made.patience_ms == 0.0, "at once, not at the next choice only"
+
+
+def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
+    estimator = Estimator(4)
+    for _ in range(50):
+        estimator.judged(verdict(), plan=PLAIN, patience_ms=0.0)
+    estimator.judged(verdict(rows=512, step_ms=3000.0), plan=PLAIN, patience_ms=0.0)
+    assert estimator.conditions(0.0).verify_ms(0) == pytest.approx(40.0, rel=0.02)
+
+
+def test_a_published_curve_is_taken_at_the_pace_of_our_own_steps() -> None:
+    estimator = Estimator(4)
+    estimator.priced(CostCurve.line(20.0, 1.0))
+    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(24.0)
+    for _ in range(100):
+        estimator.judged(verdict(step_ms=40.0), plan=PLAIN, patience_ms=0.0)
+    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(48.0)
+    estimator.priced(CostCurve.line(5.0, 0.0))
+    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(5.0), "another machine, its own pace"
+
+
+def test_the_rows_of_others_are_part_of_our_steps() -> None:
+    estimator = Estimator(4)
+    estimator.priced(CostCurve.line(40.0, 1.0))
+    for _ in range(100):
+        estimator.judged(verdict(2, 4, rows=15, step_ms=54.0), plan=Plan(4), patience_ms=PATIENCE_MS)
+    assert estimator.conditions(0.0).other_rows == pytest.approx(10.0, rel=0.01)
+    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(54.0, rel=0.01)
+
+
+def test_zeros_everywhere_do_not_raise() -> None:
+    estimator = Estimator(0)
+    controller = Controller(GAMMA_MAX, estimator)
+    estimator.pair.drafted(0, 0)
+    for _ in range(60):
+        controller.judged(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(rows=0, session_rows=0)))
+        controller.decide(0.0, attached=True)
+    assert 0 <= controller.plan.gamma <= GAMMA_MAX
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+def controller(
+    wishes: Wishes = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
+) -> Controller:
+    """With a drafter known to be quick and right so often."""
+    made = Controller(gamma_max, Estimator(gamma_max), wishes)
+    made.estimator.priced(cost)
+    made.estimator.pair.start_from(PairHistory(acceptance=[acceptance] * 16, draft_ms=2.0))
+    return made
+
+
+def promised(made: Controller, round_trips_ms: float, plan: Plan) -> float:
+    return rate(made.estimator.conditions(round_trips_ms), plan)
+
+
+def test_what_is_chosen_is_the_best_of_all() -> None:
+    made = controller()
+    steering = made.decide(4.0, attached=True)
+    assert steering == made.plan.for_verifier(made.patience_ms)
+    assert made.plan.gamma > 0
+    assert promised(made, 4.0, made.plan) == max(choice.tokens_per_s for choice in made.considered())
+
+
+def test_the_best_of_every_way_is_shown() -> None:
+    made = controller()
+    assert made.considered() == [], "nothing was chosen yet"
+    made.decide(4.0, attached=True)
+    shown = made.considered()
+    assert sorted(choice.plan.way for choice in shown) == sorted(Way)
+    for choice in shown:
+        assert choice.tokens_per_s == promised(made, 4.0, choice.plan)
+    assert controller(Wishes(gamma=4)).considered() == [], "there was nothing to choose"
+
+
+def test_tallies_tell_what_each_plan_brought() -> None:
+    made = controller()
+    made.judged(verdict(step_ms=40.0, wait_ms=1.0))
+    made.decide(4.0, attached=True)
+    chosen = made.plan
+    for _ in range(3):
+        made.judged(verdict(3, 4, step_ms=40.0, wait_ms=10.0))
+    plain, tally = made.tallies[PLAIN], made.tallies[chosen]
+    assert (plain.steps, plain.tokens, plain.ms) == (1, 1, 41.0)
+    assert (tally.steps, tally.tokens, tally.ms) == (3, 12, 150.0)
+    assert tally.expected == pytest.approx(3 * promised(controller(), 4.0, chosen))
+
+
+def test_between_two_choices_some_verdicts_pass() -> None:
+    made = controller()
+    made.decide(4.0, attached=True)
+    before = made.plan
+    for _ in range(gamma.DECIDE_EVERY - 1):
+        made.judged(verdict(0, 4, wait_ms=999.0))
+        assert made.decide(4.0, attached=True) is None
+    assert made.plan == before
+
+
+def test_nothing_is_said_when_nothing_changes() -> None:
+    made = controller(Wishes(gamma=4))
+    assert made.decide(3.0, attached=True) is not None
+    assert made.decide(3.0, attached=True) is None
+
+
+def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
+    for made in (controller(), controller(Wishes(gamma=5))):
+        made.decide(3.0, attached=True)
+        assert made.plan.gamma
+        assert made.decide(3.0, attached=False) == Steering(gamma=0, patience_us=0, nodes=0)
+        assert made.plan == PLAIN
+        assert made.decide(3.0, attached=False) is None, "said once"
+        assert made.decide(3.0, attached=True) is not None, "and taken back at once when one comes"
+        assert made.plan.gamma
+
+
+# --- wishes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
+    made = controller(Wishes(gamma=5), acceptance=0.0)
+    steering = made.decide(3.0, attached=True)
+    assert steering is not None
+    assert steering.gamma == 5
+    assert steering.patience_us is not None
+    assert steering.patience_us >= 50_000
+    for _ in range(50):
+        made.judged(verdict(0, 5))
+        made.decide(3.0, attached=True)
+    assert made.plan == Plan(5)
+
+
+def test_a_fixed_patience_is_kept() -> None:
+    made = controller(Wishes(gamma=5, patience_us=1234))
+    assert made.decide(3.0, attached=True) == Steering(gamma=5, patience_us=1234, nodes=0)
+    free = controller(Wishes(patience_us=1234))
+    free.decide(3.0, attached=True)
+    assert free.plan.gamma
+    assert free.patience_ms == 1.234
+
+
+def test_a_patience_means_nothing_where_there_is_no_guess() -> None:
+    made = controller(Wishes(gamma=0, patience_us=1234))
+    made.decide(3.0, attached=True)
+    assert (made.plan, made.patience_ms) == (PLAIN, 0.0)
+
+
+def decided(wishes: Wishes, *, gamma_max: int = GAMMA_MAX, single: bool = False) -> tuple[Controller, set[Plan]]:
+    """The plans of a controller whose world turns over and over."""
+    made = Controller(gamma_max, Estimator(gamma_max), wishes, single=single)
+    made.estimator.priced(FLAT)
+    found = set()
+    for step in range(400):
+        gain = 0.4 if step < 200 else 0.0
+        held = step // 40 % 5 / 4
+        made.estimator.pair.start_from(PairHistory([held] * 16, draft_ms=2.0, tree_gain=gain, ahead_gain=gain))
+        made.judged(verdict())
+        made.decide(4.0 + 40.0 * (step % 5), attached=True)
+        found.add(made.plan)
+    return made, found
+
+
+def looks(plan: Plan) -> bool:
+    """Whether guesses are only taken as they come, to see whether they would pay."""
+    return plan.ahead and plan.rows == 0 and plan.branches == 1
+
+
+def test_left_alone_it_takes_many_a_plan() -> None:
+    _, found = decided(Wishes())
+    assert len({plan.way for plan in found}) >= 4
+
+
+@pytest.mark.parametrize(
+    ("wishes", "single", "plan"),
+    [
+        (Wishes(gamma=0), False, PLAIN),
+        (Wishes(gamma=0, branches=3, ahead=True), False, PLAIN),
+        (Wishes(gamma=5), False, Plan(5)),
+        (Wishes(gamma=5, branches=3), False, Plan(5, 3)),
+        (Wishes(gamma=5, branches=3), True, Plan(5)),
+        (Wishes(gamma=5, ahead=False), False, Plan(5)),
+        (Wishes(gamma=MAX_GAMMA), False, Plan(MAX_GAMMA)),
+    ],
+)
+def test_what_is_wished_for_in_full_is_all_there_is(wishes: Wishes, single: bool, plan: Plan) -> None:
+    _, found = decided(wishes, single=single)
+    assert found == {plan}
+
+
+def test_a_wished_width_is_kept() -> None:
+    _, found = decided(Wishes(branches=2))
+    assert any(plan.branches == 2 for plan in found)
+    assert all(plan == PLAIN or plan.branches == 2 or looks(plan) for plan in found)
+
+
+def test_what_is_drawn_has_no_branches() -> None:
+    _, found = decided(Wishes(branches=4), single=True)
+    assert {plan.branches for plan in found} == {1}
+    assert any(plan.gamma for plan in found)
+
+
+def test_ahead_is_kept() -> None:
+    _, found = decided(Wishes(ahead=True))
+    assert any(plan.ahead for plan in found)
+    assert all(plan.ahead for plan in found if plan.gamma)
+
+
+def test_in_turns_is_kept_but_for_a_look_now_and_then() -> None:
+    _, found = decided(Wishes(ahead=False))
+    assert any(plan.gamma and not plan.ahead for plan in found)
+    assert all(looks(plan) for plan in found if plan.ahead)
+
+
+@pytest.mark.parametrize("wished", [1, 2, 3, 8, 32, MAX_GAMMA])
+def test_ahead_with_a_gamma_leaves_the_rest_to_be_chosen(wished: int) -> None:
+    made, found = decided(Wishes(gamma=wished, ahead=True))
+    assert all(plan.ahead and plan.gamma == wished and plan.branches == 1 for plan in found)
+    assert made.wants_drafter
+
+
+@pytest.mark.parametrize(
+    ("gamma_max", "wished", "wants"),
+    [(16, None, True), (0, None, False), (16, 0, False), (0, 3, True)],
+)
+def test_a_drafter_is_wanted_only_where_guesses_are_allowed(gamma_max: int, wished: int | None, wants: bool) -> None:
+    assert Controller(gamma_max, Estimator(gamma_max), Wishes(wished)).wants_drafter is wants
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+
+def drive(made: Controller, steps: int, slow: dict[Way, float]) -> None:
+    """As promised, but for ways that take so many times as long."""
+    luck = random.Random(0)
+    owed = 0.0
+    for _ in range(steps):
+        made.decide(4.0, attached=True)
+        plan = made.plan
+        deep = min(plan.gamma, plan.rows or plan.gamma, 8)
+        held = 0
+        while held < deep and luck.random() < 0.8:
+            held += 1
+        raw = promised(made, 4.0, plan) / made.estimator.pair.paces.get(plan.way, 1.0)
+        owed += (held + 1) * 1000 / raw * slow.get(plan.way, 1.0) - 40.0
+        waited = max(0.0, owed)  # and nobody knows why
+        owed -= waited
+        made.judged(verdict(held, deep, wait_ms=waited))
+
+
+def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
+    made = controller(Wishes(branches=1))
+    made.decide(4.0, attached=True)
+    first = made.plan.way
+    assert first in (Way.AHEAD, Way.AHEAD_WAITING)
+    drive(made, 120, {first: 2.5})
+    assert made.plan.way != first
+    assert made.estimator.pair.paces[first] < 0.9
+    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.paces[first], "and it is remembered"
+
+
+def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
+    made = controller(Wishes(branches=1))
+    made.decide(4.0, attached=True)
+    first = made.plan.way
+    drive(made, 120, {})
+    paces = made.estimator.pair.paces
+    assert first in paces
+    assert all(pace == pytest.approx(1.0, abs=0.2) for pace in paces.values())
+
+
+def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
+    fresh, known = controller(Wishes(branches=1)), controller(Wishes(branches=1))
+    fresh.decide(4.0, attached=True)
+    way = fresh.plan.way
+    known.estimator.pair.paces[way] = 1.0
+    for made in (fresh, known):
+        drive(made, gamma.SETTLING + gamma.PACE_STEPS + 1, {way: 2.0})
+    assert fresh.estimator.pair.paces[way] < known.estimator.pair.paces[way] < 1.0
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 1e5), st.floats(0.0, 1e5)), min_size=60, max_size=60))
+def test_no_pace_leaves_its_bounds(steps: list[tuple[int, float, float]]) -> None:
+    made = controller()
+    for accepted, wait_ms, step_ms in steps:
+        made.decide(4.0, attached=True)
+        made.judged(verdict(accepted, 4, wait_ms=wait_ms, step_ms=step_ms))
+    low, high = gamma.PACE_BOUNDS
+    assert all(low <= pace <= high for pace in made.estimator.pair.paces.values())
+
+
+# --- in virtual time -------------------------------------------------------------------------------------------------
+
+
+GOOD = World(acceptance=0.9, gain=0.3, draft_ms=4.0, cost=CostCurve.line(40.0, 1.0), rtt_ms=4.0)
+BAD = replace(GOOD, acceptance=0.0, gain=0.0)
+
+
+def plain_rate(world: World) -> float:
+    return 1000.0 / world.cost.at(1)
+
+
+def test_speculation_stops_when_guesses_turn_bad_and_comes_back_when_they_are_good_again() -> None:
+    simulation = Simulation(GOOD)
+    simulation.run(200)
+    assert simulation.run(200).tokens_per_s > 2.5 * plain_rate(GOOD)
+    simulation.world = BAD
+    simulation.run(300)
+    assert simulation.run(300).tokens_per_s > 0.95 * plain_rate(BAD)
+    simulation.world = GOOD
+    simulation.run(300)
+    assert simulation.run(200).tokens_per_s > 2.5 * plain_rate(GOOD)
+
+
+def test_probing_sees_that_guesses_are_good_again_behind_a_long_link() -> None:
+    """A guess that was not waited for comes some plain steps late: the look must reach beyond them."""
+    far = replace(GOOD, acceptance=0.95, rtt_ms=160.0)
+    simulation = Simulation(replace(BAD, rtt_ms=160.0), wishes=Wishes(branches=1))
+    simulation.run(200)
+    simulation.world = far
+    simulation.run(600)
+    assert simulation.run(300).tokens_per_s > 1.4 * plain_rate(far)
+
+
+def test_probing_costs_little_even_where_rows_are_dear() -> None:
+    """Plain wins here, and a look now and then must not eat what it saves."""
+    simulation = Simulation(replace(BAD, draft_ms=1.0, rtt_ms=0.0, cost=STEEP))
+    simulation.run(150)
+    assert simulation.run(400).tokens_per_s > 0.95 * plain_rate(simulation.world)
+
+
+def test_a_fixed_gamma_is_what_happens() -> None:
+    simulation = Simulation(GOOD, wishes=Wishes(gamma=4))
+    result = simulation.run(300)
+    assert simulation.controller.plan == Plan(4)
+    assert result.checked >= result.steps - 2, "nearly every step had guesses"
+    assert set(simulation.controller.tallies) == {Plan(4)}
+
+
+# --- one machine ------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None:
+    for wishes, ahead in ((Wishes(), False), (Wishes(ahead=True), True)):
+        made = controller(wishes)
+        made.shared = True
+        made.decide(0.5, attached=True)
+        assert made.plan.ahead is ahead
+        assert any(choice.plan.ahead for choice in made.considered()) is ahead
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "shared"),
+    [
+        ("here", "cpu", True),
+        ("here", "", True),
+        ("here", "cuda:0", False),
+        ("here", "paced", False),
+        ("there", "cpu", False),
+        ("", "cpu", False),
+    ],
+)
+def test_who_shares_cores(machine: str, device: str, shared: bool) -> None:
+    verifier = WorkerInfo("v", Role.VERIFIER, "a:1", ModelInfo("t", "t", device="cpu"), machine="here")
+    drafter = WorkerInfo("d", Role.DRAFTER, "b:1", ModelInfo("d", "d", device=device), machine=machine)
+    assert share_cores(verifier, drafter) is shared
+
+
+# --- beside others ---------------------------------------------------------------------------------------------------
+
+FULL = CostCurve((1, 17, 33, 257), (40.0, 40.0, 80.0, 640.0))  # at 17 rows
+
+
+def beside(others: int, steps: int, controller: Controller) -> list[Plan]:
+    """Plain verdicts of a verifier that has so many other sessions, all plain."""
+    taken = []
+    for _ in range(steps):
+        step_ms = FULL.at(1 + others)
+        timings = VerifyTimings(
+            step_us=int(1000 * step_ms),
+            sessions=1 + others,
+            rows=1 + others,
+            session_rows=1,
+            step_tokens=1 + others,
+        )
+        controller.judged(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
+        controller.decide(2.0, attached=True)
+        taken.append(controller.plan)
+    return taken
+
+
+def promising(sessions: int) -> Controller:
+    controller = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FREE)
+    controller.estimator.priced(FULL, sessions)
+    controller.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
+    controller.decide(2.0, attached=True)
+    return controller
+
+
+def test_a_full_verifier_is_not_given_guesses_and_an_empty_one_is() -> None:
+    assert promising(sessions=0).plan.gamma > 0
+    assert promising(sessions=40).plan == PLAIN
+
+
+def test_a_verifier_that_fills_up_is_left_to_those_who_are_there() -> None:
+    controller = promising(sessions=0)
+    assert beside(40, 12, controller)[-1] == PLAIN
+
+
+def test_nobody_looks_where_even_right_guesses_would_not_pay() -> None:
+    assert set(beside(60, 400, promising(sessions=60))) == {PLAIN}
+
+
+def test_when_the_others_leave_guesses_are_made_again() -> None:
+    controller = promising(sessions=60)
+    beside(60, 60, controller)
+    assert beside(0, 60, controller)[-1].gamma > 0
+
+
+# --- drafters that promise and do not come ---------------------------------------------------------------------------
+
+
+def waited_for(control: Controller, answers: Callable[[int], int], steps: int = 60) -> float:
+    """Milliseconds that a verifier waits per step for a drafter that has so many guesses; all waits end with patience
+    unless there are as many as were wanted."""
+    waited = 0.0
+    for step in range(steps):
+        control.decide(1.0, attached=True)
+        offered = answers(step)
+        enough = offered >= control.plan.gamma
+        wait_ms = min(5.0, control.patience_ms) if enough else control.patience_ms
+        waited += wait_ms
+        control.estimator.pair.drafted(offered, 1_000)
+        control.judged(verdict(0, offered, wait_ms=wait_ms))
+    return waited / steps
+
+
+@pytest.mark.parametrize("offered", [0, 1])
+def test_a_fixed_gamma_does_not_crawl_behind_a_drafter_that_does_not_come(offered: int) -> None:
+    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    waited_for(control, lambda _: offered, steps=40)
+    assert waited_for(control, lambda _: offered, steps=400) < 20.0, "a step takes 40 ms"
+
+
+def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
+    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    waited_for(control, lambda _: 0)
+    waited_for(control, lambda _: 4, steps=30)
+    assert control.patience_ms >= gamma.FIXED_PATIENCE_MS
+    assert control.estimator.unmet < 0.1

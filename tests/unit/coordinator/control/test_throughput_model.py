@@ -1,0 +1,492 @@
+"""The ways to speculate, and what each would bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.control import gamma, throughput_model
+from coordinator.control.gamma import choose
+from coordinator.control.throughput_model import (
+    BRANCHES,
+    MAX_PATIENCE_MS,
+    MIN_PATIENCE_MS,
+    MOST_NODES,
+    PLAIN,
+    Conditions,
+    Plan,
+    Way,
+    expected_tokens,
+    mean_acceptance,
+    patience_for,
+    rate,
+    wait_ms,
+)
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_NODES
+
+FAIR = Conditions(acceptance=(0.8,) * 16, offer_rate=1.0, draft_ms=2.0, link_ms=4.0, cost=CostCurve.line(40.0, 1.0))
+FLAT = replace(FAIR, cost=CostCurve.line(40.0, 0.0))
+PLAIN_RATE = 25.0  # tokens per second of both
+
+ALL = tuple(throughput_model.plans(16))
+CHAINS_IN_TURNS = tuple(plan for plan in throughput_model.plans(16, (1,)) if not plan.ahead)
+
+chances = st.floats(0.0, 1.0)
+costs = st.builds(CostCurve.line, st.floats(0.01, 500.0), st.floats(0.0, 50.0))
+any_conditions = st.builds(
+    Conditions,
+    acceptance=st.lists(chances, min_size=1, max_size=16).map(tuple),
+    offer_rate=chances,
+    draft_ms=st.floats(0.0, 100.0),
+    link_ms=st.floats(0.0, 500.0),
+    cost=costs,
+    other_rows=st.floats(0.0, 64.0),
+    tree_gain=chances,
+    ahead_gain=chances,
+    tree_rows=st.floats(1.0, 16.0),
+    level_ms=st.none() | st.floats(0.0, 100.0),
+    silence=chances,
+)
+any_paces = st.dictionaries(st.sampled_from([way for way in Way if way is not Way.PLAIN]), st.floats(0.3, 1.5))
+any_plan = st.sampled_from(ALL)
+few = settings(max_examples=40, deadline=None)
+
+
+def chosen_gamma(conditions: Conditions) -> int:
+    return choose(conditions, CHAINS_IN_TURNS).plan.gamma
+
+
+def chance(held: float) -> Conditions:
+    """Cheap rows, no link, and every guess holds with this chance."""
+    return replace(FLAT, acceptance=(held,) * 16, link_ms=0.0)
+
+
+# --- tokens per step -------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.0, 0.999), st.integers(0, 20))
+def test_expected_tokens_is_the_geometric_sum(acceptance: float, n: int) -> None:
+    assert expected_tokens((acceptance,), n) == pytest.approx((1 - acceptance ** (n + 1)) / (1 - acceptance))
+
+
+def test_expected_tokens_by_position() -> None:
+    assert expected_tokens((0.5, 0.2), 0) == 1.0
+    assert expected_tokens((0.5, 0.2), 2) == pytest.approx(1 + 0.5 + 0.5 * 0.2)
+    assert expected_tokens((0.5, 0.2), 3) == pytest.approx(1 + 0.5 + 0.5 * 0.2 + 0.5 * 0.2 * 0.2)
+
+
+@given(st.lists(chances, min_size=8, max_size=16))
+def test_the_mean_acceptance_lies_between_the_worst_place_and_the_best(acceptance: list[float]) -> None:
+    """Nearly: rows are counted up to a length only."""
+    mean = mean_acceptance(acceptance)
+    assert 0.96 * min(acceptance) - 1e-9 <= mean <= min(throughput_model.CERTAIN, max(acceptance)) + 1e-9
+
+
+@pytest.mark.parametrize("held", [0.0, 0.3, 0.8, 0.9])
+def test_the_mean_of_equal_places_is_their_chance(held: float) -> None:
+    assert mean_acceptance((held,) * 16) == pytest.approx(held, abs=1e-3)
+
+
+def test_certainty_is_never_believed() -> None:
+    assert mean_acceptance((1.0,) * 64) <= throughput_model.CERTAIN < 1.0
+
+
+# --- in turns --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_is_a_token_per_step() -> None:
+    assert rate(FAIR, PLAIN) == pytest.approx(1000 / 40)
+    assert rate(replace(FAIR, other_rows=10.0), PLAIN) == pytest.approx(1000 / 50), "others' rows share our steps"
+
+
+def test_rate_counts_waiting_and_rows() -> None:
+    assert rate(replace(FAIR, acceptance=(0.5,)), Plan(2)) == pytest.approx(1000 * 1.75 / (4 + 2 * 2 + 40 + 2 * 1))
+
+
+def test_a_drafter_that_often_has_nothing_costs_a_link_each_time() -> None:
+    half = replace(FAIR, acceptance=(1.0,), offer_rate=0.5)
+    assert rate(half, Plan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
+
+
+def test_a_tree_holds_where_a_runner_up_does_and_costs_all_its_rows() -> None:
+    tree = replace(FAIR, acceptance=(0.5,), tree_gain=0.4, level_ms=3.0)
+    held = 0.5 + 0.4 * 0.5
+    assert rate(tree, Plan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1))
+    without = replace(tree, level_ms=None)
+    assert rate(without, Plan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1))
+
+
+def test_more_branches_hold_more_often() -> None:
+    held = [FAIR.accepted(Plan(4, branches))[0] for branches in (1, *BRANCHES)]
+    assert held[0] == 0.8
+    assert held == sorted(set(held))
+    full = replace(FAIR, tree_gain=1.0, ahead_gain=1.0)
+    assert max(full.accepted(Plan(4, MAX_BRANCHES))) <= 1.0
+
+
+def test_a_silent_drafter_costs_all_patience_and_brings_a_plain_token() -> None:
+    plan = Plan(2)
+    patience = patience_for(FAIR, plan)
+    late = 1000 / (40 + patience)
+    assert rate(replace(FAIR, silence=1.0), plan) == pytest.approx(late)
+    assert rate(replace(FAIR, silence=0.5), plan) == pytest.approx((rate(FAIR, plan) + late) / 2)
+    assert rate(replace(FAIR, silence=1.0), PLAIN) == PLAIN_RATE
+
+
+# --- ahead -----------------------------------------------------------------------------------------------------------
+
+
+def test_ahead_and_waiting_by_hand() -> None:
+    """A miss after 1 / (1 − ½) = 2 tokens; 2 guesses are waited for, then blocks of 8 come without a pause."""
+    later = 1 / (1 - 0.5**9)
+    steps = 1 + 0.5**3 * later
+    expected = 1000 * 2 / (steps * 40 + 2 * 2)
+    assert rate(chance(0.5), Plan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-3)
+    linked = replace(chance(0.5), link_ms=10.0)
+    expected = 1000 * 2 / (steps * 40 + 10 + 2 * 2)
+    assert rate(linked, Plan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-2)
+
+
+def test_ahead_without_waiting_by_hand() -> None:
+    """After a miss one plain token passes before the drafter has caught up, if it guessed that one: two on average."""
+    later = 1 / (1 - 0.5**9)
+    expected = 1000 * (2 + 2) / (2 * 40 + 40 * (1 + 0.5**9 * later))
+    assert rate(chance(0.5), Plan(16, ahead=True, rows=8)) == pytest.approx(expected, rel=1e-3)
+
+
+def test_ahead_a_drafter_that_is_as_fast_as_the_verifier_at_least_is_no_help() -> None:
+    for draft_ms in (40.0, 41.0, 500.0):
+        slow = replace(FLAT, draft_ms=draft_ms)
+        assert rate(slow, Plan(16, ahead=True, rows=8)) == pytest.approx(PLAIN_RATE)
+    assert rate(replace(FLAT, draft_ms=500.0), Plan(16, ahead=True, rows=8, want=4)) < PLAIN_RATE
+
+
+def test_a_long_link_is_hidden_by_drafting_ahead() -> None:
+    far = replace(FLAT, link_ms=100.0)
+    in_turns = max(rate(far, Plan(g)) for g in range(1, 17))
+    assert rate(far, Plan(16, ahead=True, rows=8)) > 1.2 * in_turns
+    assert choose(far, ALL).plan.ahead
+
+
+def test_a_tree_ahead_adds_what_it_has_at_hand() -> None:
+    for want in (0, 2):
+        chain, tree = (rate(replace(FLAT, ahead_gain=0.6), Plan(16, b, ahead=True, rows=16, want=want)) for b in (1, 3))
+        assert tree > 1.2 * chain
+
+
+def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
+    tree = Plan(16, 3, ahead=True, rows=4, want=2)
+    assert rate(replace(FLAT, tree_rows=4.0), tree) < rate(replace(FLAT, tree_rows=1.0), tree)
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
+def test_guesses_that_never_hold_bring_nothing(plan: Plan) -> None:
+    nothing = replace(FLAT, acceptance=(0.0,) * 16, tree_gain=0.0, ahead_gain=0.0)
+    assert rate(nothing, plan) <= PLAIN_RATE * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in ALL if plan.gamma and not plan.ahead], ids=lambda plan: plan.label)
+def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: Plan) -> None:
+    wait = 4.0 + 2.0 * plan.gamma
+    assert rate(replace(FLAT, acceptance=(1.0,) * 16), plan) == pytest.approx(1000 * (plan.gamma + 1) / (40 + wait))
+
+
+def test_ahead_guesses_that_always_hold_come_as_fast_as_they_are_drafted() -> None:
+    sure = replace(FLAT, acceptance=(1.0,) * 16, draft_ms=10.0)
+    for want in (0, 1, 2, 4):
+        assert 0.9 * 1000 / 10 < rate(sure, Plan(16, ahead=True, rows=16, want=want)) <= 1000 / 10
+
+
+@pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
+def test_at_the_end_of_the_world_what_waits_brings_nothing_and_what_does_not_is_plain(plan: Plan) -> None:
+    far = rate(replace(FLAT, link_ms=1e7), plan)
+    if plan.gamma == 0 or (plan.ahead and plan.want == 0):
+        assert far == pytest.approx(PLAIN_RATE, rel=0.01)
+    else:
+        assert far < 0.01 * PLAIN_RATE
+
+
+def test_absurd_conditions_do_not_raise() -> None:
+    nothing = CostCurve.line(0.0, 0.0)
+    for conditions in (
+        Conditions((0.0,), 0.0, 0.0, 0.0, nothing),
+        Conditions((1.0,), 1.0, 0.0, 0.0, nothing),
+        Conditions((1.0,), 1.0, 1e9, 1e9, CostCurve.line(1e9, 1e9)),
+        Conditions((0.0,), 1.0, 1e9, 0.0, CostCurve.line(1e-9, 0.0)),
+    ):
+        for current in (None, PLAIN, Plan(3), Plan(64, 8), Plan(16, ahead=True, rows=8)):
+            choice = choose(conditions, throughput_model.plans(MAX_GAMMA), current)
+            assert math.isfinite(choice.tokens_per_s)
+            choice.plan.for_verifier(choice.patience_ms).check()
+
+
+@few
+@given(any_conditions, any_paces, any_plan)
+def test_a_rate_is_a_number_that_can_be(conditions: Conditions, paces: dict[Way, float], plan: Plan) -> None:
+    found = rate(replace(conditions, paces=paces), plan)
+    assert math.isfinite(found)
+    assert found >= 0.0
+    bare, pace = rate(conditions, plan), paces.get(plan.way, 1.0)
+    if bare <= rate(conditions, PLAIN):
+        pace = min(1.0, pace)  # luck is no reason to leave plain
+    assert found == pytest.approx(bare * pace), "what a way brought scales it"
+
+
+# --- more of this, less of that --------------------------------------------------------------------------------------
+
+
+def falls(rates: Sequence[float]) -> bool:
+    return all(b <= a * (1 + 1e-9) for a, b in pairwise(rates))
+
+
+@given(any_conditions, any_plan, st.lists(chances, min_size=3, max_size=3))
+def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: Plan, held: list[float]) -> None:
+    flat = replace(conditions, cost=CostCurve.line(conditions.cost.at(1), 0.0))
+    rates = [rate(replace(flat, acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
+    assert falls(rates)
+
+
+@given(any_conditions, any_plan, st.lists(st.floats(0.0, 500.0), min_size=3, max_size=3))
+def test_a_longer_link_is_never_faster(conditions: Conditions, plan: Plan, links: list[float]) -> None:
+    """Where guessing is better than plain: the further off the drafter is, the fewer are the steps with dear rows."""
+    plain = rate(conditions, PLAIN)
+    assert falls([max(plain, rate(replace(conditions, link_ms=each), plan)) for each in sorted(links)])
+
+
+@given(any_conditions, any_plan, st.lists(st.floats(0.0, 100.0), min_size=3, max_size=3))
+def test_a_slower_drafter_is_never_faster(conditions: Conditions, plan: Plan, drafts: list[float]) -> None:
+    """Where guessing is better than plain: a drafter too slow for it is counted as plain, whatever its rows cost."""
+    same, plain = replace(conditions, level_ms=None), rate(conditions, PLAIN)
+    assert falls([max(plain, rate(replace(same, draft_ms=each), plan)) for each in sorted(drafts)])
+
+
+@given(any_conditions, any_plan, st.floats(0.0, 50.0))
+def test_dearer_rows_are_never_faster(conditions: Conditions, plan: Plan, more: float) -> None:
+    dearer = CostCurve.line(conditions.cost.at(1), conditions.cost.at(2) - conditions.cost.at(1) + more)
+    assert falls([rate(conditions, plan), rate(replace(conditions, cost=dearer), plan)])
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_guessed_when_nothing_is_accepted() -> None:
+    assert chosen_gamma(replace(FAIR, acceptance=(0.0,) * 8)) == 0
+    nothing = replace(FAIR, acceptance=(0.0,) * 8, tree_gain=0.0, ahead_gain=0.0)
+    assert choose(nothing, ALL).plan == PLAIN
+
+
+def test_plain_wins_when_the_drafter_is_too_slow_or_too_far() -> None:
+    assert chosen_gamma(replace(FAIR, draft_ms=100.0)) == 0
+    assert chosen_gamma(replace(FAIR, link_ms=1000.0)) == 0
+    assert choose(replace(FAIR, draft_ms=100.0, level_ms=None), ALL).plan == PLAIN
+
+
+def test_gamma_grows_with_acceptance() -> None:
+    chosen = [chosen_gamma(replace(FAIR, acceptance=(a / 20,))) for a in range(21)]
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 0
+    assert chosen[-1] == 16
+    assert len(set(chosen)) > 5
+
+
+def test_gamma_falls_with_the_cost_of_drafting_and_of_rows() -> None:
+    slower = [replace(FAIR, draft_ms=float(ms)) for ms in range(0, 60, 3)]
+    steeper = [replace(FAIR, cost=CostCurve.line(40.0, float(ms))) for ms in range(0, 60, 3)]
+    for conditions in (slower, steeper):
+        chosen = [chosen_gamma(each) for each in conditions]
+        assert chosen == sorted(chosen, reverse=True)
+        assert chosen[0] > chosen[-1] == 0
+
+
+def test_a_longer_link_asks_for_longer_guesses_until_it_is_too_long() -> None:
+    near, far = (chosen_gamma(replace(FAIR, link_ms=link)) for link in (0.0, 60.0))
+    assert 0 < near < far
+
+
+def test_gamma_stops_where_the_curve_turns_up() -> None:
+    """A line through the first points would ask for all."""
+    turn = CostCurve((1, 6, 7, 17), (40.0, 41.0, 80.0, 480.0))
+    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn)) == 5
+    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn, other_rows=3.0)) == 2
+
+
+def test_a_way_that_brought_little_is_left_for_another() -> None:
+    first = choose(FLAT, ALL).plan
+    second = choose(replace(FLAT, paces={first.way: 0.5}), ALL).plan
+    assert first.way != second.way
+
+
+@few
+@given(any_conditions, any_paces, st.integers(0, 24))
+def test_the_choice_is_the_best_and_never_below_plain(
+    conditions: Conditions, paces: dict[Way, float], gamma_max: int
+) -> None:
+    conditions = replace(conditions, paces=paces)
+    candidates = list(throughput_model.plans(gamma_max))
+    choice = choose(conditions, candidates)
+    assert choice.plan in candidates
+    assert choice.tokens_per_s == rate(conditions, choice.plan) == max(rate(conditions, plan) for plan in candidates)
+    assert choice.tokens_per_s >= rate(conditions, PLAIN)
+    assert choice.patience_ms == patience_for(conditions, choice.plan)
+
+
+@few
+@given(any_conditions, any_plan)
+def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(conditions: Conditions, current: Plan) -> None:
+    choice = choose(conditions, ALL, current)
+    best = max(rate(conditions, plan) for plan in ALL)
+    if rate(conditions, current) * gamma.HYSTERESIS > best and rate(conditions, current) >= rate(conditions, PLAIN):
+        assert choice.plan == current
+    else:
+        assert choice.tokens_per_s == best
+    assert choice.tokens_per_s >= best / gamma.HYSTERESIS * (1 - 1e-12)
+    assert choice.tokens_per_s >= rate(conditions, PLAIN), "never slower than plain by choice"
+
+
+@few
+@given(any_conditions, st.integers(17, 99))
+def test_a_current_plan_that_is_no_longer_allowed_is_left(conditions: Conditions, current: int) -> None:
+    assert choose(conditions, ALL, Plan(current)).plan in ALL
+
+
+# --- all there is to choose from -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma_max", [0, 1, 2, 3, 4, 8, 16, MAX_GAMMA])
+def test_the_plans_are_sane(gamma_max: int) -> None:
+    found = list(throughput_model.plans(gamma_max))
+    assert found[0] == PLAIN
+    assert len(set(found)) == len(found)
+    assert len({plan.label for plan in found}) == len(found), "a label tells which"
+    for plan in found[1:]:
+        assert 1 <= plan.gamma <= (throughput_model.window(gamma_max) if plan.ahead else gamma_max)
+        assert plan.branches in (1, *BRANCHES)
+        if plan.ahead:
+            assert plan.gamma >= gamma_max, "it is never too early"
+            assert plan.rows in throughput_model.ROWS_AHEAD
+            assert 0 <= plan.want <= min(plan.rows, plan.gamma)
+        else:
+            assert plan.branches == 1 or plan.gamma * plan.branches <= MOST_NODES
+            assert (plan.rows, plan.want) == (0, 0)
+    ways = {plan.way for plan in found}
+    if gamma_max >= 4:
+        assert ways == set(Way)
+    if gamma_max == 0:
+        assert ways == {Way.PLAIN}
+
+
+def test_the_plans_can_be_narrowed() -> None:
+    assert {plan.branches for plan in throughput_model.plans(16, (1,))} == {1}
+    assert {plan.branches for plan in throughput_model.plans(16, (2,)) if plan.gamma} == {2}
+    assert any(plan.ahead and plan.branches == 2 for plan in throughput_model.plans(16, (2,))), (
+        "also ahead, when it is asked for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "way"),
+    [
+        (PLAIN, Way.PLAIN),
+        (Plan(4), Way.TURNS),
+        (Plan(4, 2), Way.TREE_TURNS),
+        (Plan(16, ahead=True, rows=8), Way.AHEAD),
+        (Plan(16, ahead=True, rows=8, want=2), Way.AHEAD_WAITING),
+        (Plan(16, 3, ahead=True, rows=8), Way.TREE_AHEAD),
+        (Plan(16, 3, ahead=True, rows=8, want=2), Way.TREE_AHEAD_WAITING),
+    ],
+    ids=lambda value: value.label if isinstance(value, Plan) else "",
+)
+def test_a_plan_knows_its_way(plan: Plan, way: Way) -> None:
+    assert plan.way is way
+
+
+@few
+@given(
+    any_conditions,
+    st.sampled_from([*throughput_model.plans(MAX_GAMMA), *(Plan(MAX_GAMMA, b) for b in range(1, MAX_BRANCHES + 1))]),
+)
+def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: Plan) -> None:
+    drafter, verifier = plan.for_drafter(), plan.for_verifier(patience_for(conditions, plan))
+    drafter.check()
+    verifier.check()
+    assert (drafter.gamma, drafter.branches, drafter.eager) == (plan.gamma, plan.branches, plan.ahead)
+    assert 0 <= plan.nodes <= MAX_NODES
+
+
+def test_the_verifier_waits_for_what_the_plan_wants() -> None:
+    assert Plan(5).for_verifier(3.5).gamma == 5
+    assert Plan(5).for_verifier(3.5).patience_us == 3500
+    assert Plan(5).for_verifier(3.5).nodes == 0, "it checks all there are"
+    waits = Plan(16, 3, ahead=True, rows=8, want=2).for_verifier(3.5)
+    assert (waits.gamma, waits.nodes) == (2, 8)
+    goes_on = Plan(16, 3, ahead=True, rows=8).for_verifier(0.0)
+    assert (goes_on.gamma, goes_on.patience_us) == (0, 0)
+
+
+# --- patience --------------------------------------------------------------------------------------------------------
+
+
+@few
+@given(any_conditions, any_plan)
+def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: Plan) -> None:
+    patience = patience_for(conditions, plan)
+    awaited = plan.want if plan.ahead else plan.gamma
+    if awaited == 0:
+        assert patience == 0.0
+        return
+    assert MIN_PATIENCE_MS <= patience <= MAX_PATIENCE_MS
+    assert patience >= min(wait_ms(conditions, awaited, plan.branches), MAX_PATIENCE_MS)
+
+
+# --- several sessions ------------------------------------------------------------------------------------------------
+
+FULL = CostCurve((1, 17, 33, 65, 129, 257), (40.0, 40.0, 80.0, 160.0, 320.0, 640.0))  # full at 17 rows
+
+
+def crowd(taken: Sequence[Plan], number: int) -> Conditions:
+    """What one of several sessions sees that step together, all in turns."""
+    lone = replace(FAIR, cost=FULL)
+    others = [plan for i, plan in enumerate(taken) if i != number]
+    rows = sum(1 + plan.gamma for plan in taken)
+    tokens = sum(expected_tokens(lone.acceptance, plan.gamma) for plan in others)
+    return replace(
+        lone, other_rows=rows - 1 - taken[number].gamma, others=len(others), other_rate=tokens / FULL.at(rows)
+    )
+
+
+def goodput(taken: Sequence[Plan]) -> float:
+    """Tokens of all sessions per millisecond."""
+    rows = sum(1 + plan.gamma for plan in taken)
+    wait = max(wait_ms(FAIR, plan.gamma) if plan.gamma else 0.0 for plan in taken)
+    return sum(expected_tokens(FAIR.acceptance, plan.gamma) for plan in taken) / (FULL.at(rows) + wait)
+
+
+@pytest.mark.parametrize("sessions", [1, 2, 4, 8, 16, 24])
+@pytest.mark.parametrize("begun", [Plan(), Plan(4), Plan(16)], ids=lambda plan: plan.label)
+def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, begun: Plan) -> None:
+    """Each decides for itself, one after the other; together they come to what is best for all."""
+    taken = [begun] * sessions
+    for _ in range(12):
+        for number in range(sessions):
+            conditions = crowd(taken, number)
+            taken[number] = choose(conditions, CHAINS_IN_TURNS, taken[number]).plan
+    best = max(goodput([Plan(gamma)] * sessions) for gamma in range(17))
+    assert goodput(taken) >= 0.93 * best
+    assert sum(1 + plan.gamma for plan in taken) <= max(20, 2 * sessions)
+
+
+def test_a_row_that_delays_nobody_is_free() -> None:
+    beside = replace(FAIR, cost=FULL, other_rows=3.0, others=2.0, other_rate=0.2)
+    assert throughput_model.worth(beside, Plan(4)) == pytest.approx(rate(beside, Plan(4)))
+    crowded = replace(beside, other_rows=16.0, others=16.0, other_rate=0.4)
+    assert throughput_model.worth(crowded, Plan(4)) < throughput_model.worth(crowded, PLAIN)

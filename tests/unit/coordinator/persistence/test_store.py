@@ -1,0 +1,51 @@
+"""The door to Redis: what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+
+import pytest
+
+from coordinator.persistence.store import Store, StoreDown
+
+
+class StalledRedis:
+    """Answers nothing on its first connection and everything on later ones; counts those that are open."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.ever = 0
+        self.asked = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.ever += 1
+        answers = self.ever > 1
+        try:
+            while data := await reader.read(1024):
+                self.asked.set()
+                if answers:
+                    writer.write(b"+PONG\r\n" * len(re.findall(rb"(?m)^\*\d", data)))
+        finally:
+            self.open -= 1
+            writer.close()
+
+
+async def test_a_call_under_way_at_the_end_leaves_no_connection() -> None:
+    stalled = StalledRedis()
+    server = await asyncio.start_server(stalled.serve, "127.0.0.1", 0)
+    store = Store(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "test", 60)
+    call = asyncio.create_task(store.ping())
+    await asyncio.wait_for(stalled.asked.wait(), 5)
+    await store.close()
+    with contextlib.suppress(StoreDown):
+        await call
+    with pytest.raises(StoreDown):
+        await store.ping()
+    connections = stalled.ever
+    await asyncio.sleep(0.1)
+    assert stalled.open == 0
+    assert stalled.ever == connections, "it connected again after it was closed"
+    server.close()

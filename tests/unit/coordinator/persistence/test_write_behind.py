@@ -1,0 +1,150 @@
+"""The journal over a store that takes its time: nobody waits for sessions that grow without end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.write_behind import BATCH_S, OPEN_S, Entry, Journal
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import FinishReason
+from outrider.protocol.speculation import TokenKind as Kind
+
+WRITE_S = 0.005
+
+
+class SlowStore:
+    """Takes every write after a while, and what was told how far is held here."""
+
+    def __init__(self, write_s: float = WRITE_S) -> None:
+        self.up = True  # as far as is known
+        self.answers = True
+        self.write_s = write_s
+        self.known: dict[str, int] = {}
+        self.writes = 0
+        self.finished: set[str] = set()
+
+    async def write(self, record: SessionRecord, start: int, end: int, *, whole: bool) -> str:
+        self.writes += 1
+        await asyncio.sleep(self.write_s)
+        if not self.answers:
+            raise StoreDown("away")
+        if not whole and record.session_id not in self.known:
+            return "MISSING"
+        self.known[record.session_id] = end
+        if record.finished:
+            self.finished.add(record.session_id)
+        return "OK"
+
+
+def entry_of(name: str) -> Entry:
+    record = SessionRecord(name, SessionRequest((1, 2), SamplingParams(seed=1)))
+    return Entry(record, lambda: pytest.fail("nobody else claims it"))
+
+
+def grow(entry: Entry) -> None:
+    entry.record.tokens.append(7)
+    entry.record.kinds.append(Kind.PLAIN)
+
+
+def journal_over(store: SlowStore) -> Journal:
+    return Journal(cast(Store, cast(Any, store)))
+
+
+async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None:
+    store = SlowStore()
+    journal = journal_over(store)
+    running = asyncio.create_task(journal.run())
+    growing, new = entry_of("growing"), entry_of("new")
+
+    async def grow_without_end() -> None:
+        while True:
+            grow(growing)
+            journal.changed(growing)
+            await asyncio.sleep(WRITE_S / 5)
+
+    others = asyncio.create_task(grow_without_end())
+    await asyncio.sleep(0.05)
+    journal.changed(new)
+    await asyncio.sleep(0.1)
+    assert "new" in store.known
+    assert store.known["growing"] > 5, "and it is written itself"
+    others.cancel()
+    growing.record.finish_reason = FinishReason.LENGTH
+    journal.changed(growing)
+    assert await journal.flush(1)
+    assert store.finished == {"growing"}
+    assert store.known["growing"] == len(growing.record.tokens)
+    running.cancel()
+
+
+async def test_what_redis_lost_is_written_again_whole() -> None:
+    store = SlowStore()
+    journal = journal_over(store)
+    entry = entry_of("lost")
+    await journal.opened(entry)
+    store.known.clear()
+    grow(entry)
+    journal.changed(entry)
+    assert await journal.flush(1)
+    assert store.known == {"lost": 1}
+
+
+async def test_opening_waits_for_redis_but_not_for_long() -> None:
+    journal = journal_over(store := SlowStore())
+    await journal.opened(entry_of("quick"))
+    assert "quick" in store.known
+
+    store.write_s = 10 * OPEN_S
+    async with asyncio.timeout(2 * OPEN_S):
+        await journal.opened(entry_of("slow"))
+
+    store.up = store.answers = False
+    async with asyncio.timeout(OPEN_S / 2):
+        await journal.opened(entry_of("away"))
+    assert set(store.known) == {"quick"}
+
+
+@pytest.mark.parametrize("write_s", [0.0, 5 * BATCH_S])
+async def test_a_session_that_begins_is_written_once(write_s: float) -> None:
+    """Also when a batch comes while the first write is under way."""
+    journal = journal_over(store := SlowStore(write_s))
+    running = asyncio.create_task(journal.run())
+    entry = entry_of("new")
+    journal.changed(entry)
+    await journal.opened(entry)
+    assert await journal.flush(1)
+    await asyncio.sleep(3 * BATCH_S)
+    assert (store.known, store.writes) == ({"new": 0}, 1)
+    grow(entry)
+    journal.changed(entry)
+    assert await journal.flush(1)
+    assert (store.known, store.writes) == ({"new": 1}, 2)
+    running.cancel()
+
+
+async def test_a_session_that_redis_did_not_take_at_its_beginning_is_written_later() -> None:
+    """Nobody grows or opens it again: the batches alone bring it there."""
+    journal = journal_over(store := SlowStore(5 * BATCH_S))
+    running = asyncio.create_task(journal.run())
+    store.answers = False
+    entry = entry_of("late")
+    journal.changed(entry)
+    await journal.opened(entry)
+    assert not store.known
+    store.answers = True
+    assert await journal.flush(1)
+    assert store.known == {"late": 0}
+    running.cancel()
+
+
+async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers() -> None:
+    """One slow answer marks it as away for a moment: sessions of that moment are to survive their coordinator, too."""
+    journal = journal_over(store := SlowStore())
+    store.up = False
+    await journal.opened(entry_of("in between"))
+    assert "in between" in store.known

@@ -1,0 +1,44 @@
+"""The newest hidden states that a coordinator keeps."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.sessions.hidden_states import WINDOW, FeatureWindow
+from outrider.protocol.speculation import Features
+
+WIDTH = 3
+
+
+def rows(first: int, count: int, width: int = WIDTH) -> Features:
+    """Each row tells its position."""
+    return Features(
+        first, width, b"".join(position.to_bytes(2, "little") * width for position in range(first, first + count))
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1)), max_size=12))
+def test_the_newest_are_kept_without_a_gap(pieces: list[tuple[int, int]]) -> None:
+    window = FeatureWindow()
+    start = end = 0
+    for count, gap in pieces:
+        if gap:
+            start = end = end + gap
+        window.add(rows(end, count))
+        end += count
+        first = max(start, end - WINDOW)
+        assert window.held() == rows(first, end - first)
+
+
+def test_what_does_not_follow_begins_anew() -> None:
+    window = FeatureWindow()
+    window.add(rows(0, 5))
+    window.add(rows(3, 5))
+    assert window.held() == rows(3, 5)
+    window.add(rows(8, 2, width=4))
+    assert window.held() == rows(8, 2, width=4)
+    window.clear()
+    assert window.held() is None
+    window.add(rows(100, 1))
+    assert window.held() == rows(100, 1)

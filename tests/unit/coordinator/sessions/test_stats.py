@@ -1,0 +1,85 @@
+"""What a request's statistics cost the event loop: an answer over HTTP reads numbers and works nothing out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from coordinator.api.http.replies import metrics, usage
+from coordinator.control.gamma import Controller, Estimator, PairHistory, Wishes
+from coordinator.control.throughput_model import Way
+from coordinator.sessions.session import Session
+from coordinator.sessions.stats import RequestStats
+from outrider.observability.metrics import CoordinatorMetrics
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.speculation import SourceTally, TokenKind, Verdict, VerifyTimings
+from outrider.v1 import common_pb2 as common
+
+GAMMA_MAX = 16
+
+
+def session_after(*accepted: int, offered: int = 4) -> Session:
+    """One whose steps accepted so many of `offered` guesses, with γ control at work."""
+    stats = RequestStats(CoordinatorMetrics(Way).of("target"))
+    stats.control = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), Wishes())
+    stats.control.estimator.priced(CostCurve.line(40.0, 0.0))
+    stats.control.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
+    stats.control.decide(4.0, attached=True)
+    stats.attached(1, "ngram")
+    stats.drafter_kind = "ngram"
+    for count in accepted:
+        stats.guessed(common.Guess(tokens=[7] * offered, source=1))
+        verdict = _verdict(count, offered)
+        stats.control.judged(verdict)
+        stats.judged(verdict, stats.control.plan)
+    params = SimpleNamespace(seed=5)
+    record = SimpleNamespace(session_id="s", tokens=[7] * 9, request=SimpleNamespace(prompt=(1,) * 6, params=params))
+    return cast(Session, SimpleNamespace(stats=stats, record=record))
+
+
+def _verdict(accepted: int, offered: int) -> Verdict:
+    return Verdict(
+        position=0,
+        tokens=(7,) * (accepted + 1),
+        accepted=accepted,
+        last=TokenKind.RECOVERED if accepted < offered else TokenKind.BONUS,
+        offered=offered,
+        nodes=offered,
+        sources=(SourceTally(1, offered, accepted),),
+        timings=VerifyTimings(step_us=40_000, cached_tokens=3),
+    )
+
+
+def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else was considered takes milliseconds to find, in which no other session gets a token."""
+    session = session_after(4, 1)
+
+    def looked(*_: object) -> None:
+        pytest.fail("considered() blocks the event loop for a number that is not told")
+
+    monkeypatch.setattr(Controller, "considered", looked)
+    assert usage([session], 1)["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert metrics([session])["metrics"]["outrider"]["plans"]
+
+
+def test_http_and_grpc_tell_the_same_numbers() -> None:
+    session = session_after(4, 1, 0)
+    told, proto = metrics([session])["metrics"], session.stats.to_proto()
+    speculative, own = told["speculative_decoding"], told["outrider"]
+    assert speculative == {
+        "mean_acceptance_length": 1.0 + 5 / 3,
+        "draft_acceptance_rate": 5 / 12,
+        "acceptance_histogram": [1, 1, 0, 0, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 12,
+        "num_spec_tokens": 4,
+    }
+    assert (proto.drafts, proto.accepted_tokens, proto.draft_tokens, proto.acceptance_rate) == (3, 5, 12, 5 / 12)
+    assert list(proto.accepted_per_position) == [2, 1, 1, 1]
+    for name in ("tokens_per_second", "time_to_first_token_ms", "steps", "mean_gamma", "bytes_per_accepted_token"):
+        assert own[name] == getattr(proto, name), name
+    assert own["drafter"] == proto.drafter == "ngram"
+    assert own["plans"] == [{"plan": share.plan, "steps": share.steps} for share in proto.plans if share.steps]

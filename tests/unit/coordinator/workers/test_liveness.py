@@ -1,0 +1,143 @@
+"""When a worker has been silent for too long, and when a verifier owes a verdict for too long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from coordinator.workers import liveness
+from coordinator.workers.liveness import SILENT_S, TICK_S, Debt, Silence
+from coordinator.workers.worker_pool import Link
+from outrider.protocol.cost_curve import CostCurve
+from outrider.protocol.errors import OutriderError, PeerLost
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+
+TIMEOUT_S = 10.0
+IDLE = WorkerLoad()
+
+
+def ticks_until_overdue(debt: Debt, load: WorkerLoad = IDLE, most: int = 10_000) -> float:
+    """Seconds; infinity when it is given all that time."""
+    for tick in range(most):
+        if debt.overdue_s(TICK_S, load, TIMEOUT_S):
+            return tick * TICK_S
+    return float("inf")
+
+
+def begun() -> Debt:
+    debt = Debt(100)
+    debt.paid()
+    return debt
+
+
+def test_a_verdict_is_due_within_the_limit() -> None:
+    assert ticks_until_overdue(begun()) == TIMEOUT_S
+
+
+def test_a_verdict_begins_the_time_anew() -> None:
+    debt = begun()
+    for _ in range(100):
+        assert not debt.overdue_s(TIMEOUT_S / 2, IDLE, TIMEOUT_S)
+        debt.paid()
+
+
+def test_slow_steps_and_patience_are_given_their_time() -> None:
+    assert ticks_until_overdue(begun(), WorkerLoad(step_ms=2_000.0)) == TIMEOUT_S + 40.0
+    patient = begun()
+    patient.patience_s = 5.0
+    assert ticks_until_overdue(patient) == TIMEOUT_S + 5.0
+
+
+def test_a_prompt_is_given_its_time() -> None:
+    quick = WorkerLoad(cost=CostCurve((1, 32), (10.0, 32.0)))
+    assert ticks_until_overdue(Debt(10_000), quick) == pytest.approx(2 * TIMEOUT_S + 200.0, abs=1)
+    assert ticks_until_overdue(Debt(10_000)) > ticks_until_overdue(Debt(10_000), quick), "where no cost is known"
+
+
+def test_waiting_for_room_is_no_debt_but_not_for_ever() -> None:
+    full = WorkerLoad(waiting=1)
+    assert 600 < ticks_until_overdue(Debt(10), full) < 700
+    assert ticks_until_overdue(begun(), full) == TIMEOUT_S, "a session that decodes waits for nobody"
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.why: OutriderError | None = None
+        self.owes = 0.0
+
+    def hang_up(self, why: OutriderError) -> None:
+        self.why = why
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        return self.owes
+
+
+class Worker:
+    """As much of a link as is watched."""
+
+    def __init__(self, role: Role) -> None:
+        self.info = WorkerInfo("w", role, "host:1", ModelInfo("m", "f"))
+        self.silence = Silence()
+        self.streams = {Stream()}
+        self.failures = 0
+
+    @property
+    def sessions(self) -> int:
+        return len(self.streams)
+
+    def failed(self) -> None:
+        self.failures += 1
+
+    def silent_for(self, seconds: float, *, spare: bool) -> OutriderError | None:
+        for _ in range(int(seconds / TICK_S)):
+            liveness._look(cast(Link, self), lambda _: spare, TIMEOUT_S)
+        return next(iter(self.streams)).why
+
+
+@pytest.mark.parametrize(
+    ("role", "spare", "seconds"),
+    [(Role.VERIFIER, True, SILENT_S), (Role.VERIFIER, False, TIMEOUT_S), (Role.DRAFTER, False, SILENT_S)],
+)
+def test_a_silent_worker_loses_its_streams_sooner_where_another_can_take_them(
+    role: Role, spare: bool, seconds: float
+) -> None:
+    worker = Worker(role)
+    assert worker.silent_for(seconds - TICK_S, spare=spare) is None
+    assert isinstance(worker.silent_for(TICK_S, spare=spare), PeerLost)
+    assert worker.failures
+
+
+def test_a_word_in_time_is_enough() -> None:
+    worker = Worker(Role.VERIFIER)
+    for _ in range(20):
+        assert worker.silent_for(SILENT_S - TICK_S, spare=True) is None
+        worker.silence.heard()
+
+
+def test_one_stream_that_is_owed_a_verdict_ends_alone() -> None:
+    worker = Worker(Role.VERIFIER)
+    owed = Stream()
+    owed.owes = 11.0
+    worker.streams.add(owed)
+    liveness._look(cast(Link, worker), lambda _: True, TIMEOUT_S)
+    assert isinstance(owed.why, PeerLost)
+    assert [stream.why for stream in worker.streams if stream is not owed] == [None]
+    assert not worker.failures
+
+
+async def test_time_in_which_we_do_not_run_ourselves_counts_as_one_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that was stopped for a minute finds every worker as it left it."""
+    worker = Worker(Role.VERIFIER)
+    watched: list[Any] = [worker]
+    clock = asyncio.get_running_loop().time
+    skipped = 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock() + skipped)
+    task = asyncio.create_task(liveness.watch(lambda: watched, lambda _: True, TIMEOUT_S))
+    await asyncio.sleep(0)
+    skipped = 60.0
+    await asyncio.sleep(TICK_S / 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert 0 < worker.silence.seconds <= 2 * TICK_S

@@ -1,0 +1,59 @@
+"""The bytes of a token, by what the vocabulary's decoder says and not by its letters."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.workers.target import Target
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.grammar import Grammars
+from outrider.testing.toy_models import byte_tokenizer
+
+
+def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
+    return Target(cast(ModelInfo, None), tokenizer, Vocabulary.of(tokenizer), cast(Grammars, None))
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """As Llama 2 and Gemma write it, with a letter that byte-level vocabularies write a space with."""
+    words = ["<unk>", "▁the", "Ġ", "▁aĠa", "é", "Ã©", "<0x0A>", "<0xC3>"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.add_tokens(["<tool▁>"])
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("token", "bytes_"),
+    [
+        ("▁the", b" the"),
+        ("Ġ", "Ġ".encode()),
+        ("▁aĠa", " aĠa".encode()),
+        ("é", "é".encode()),
+        ("Ã©", "Ã©".encode()),
+        ("<0x0A>", b"\n"),
+        ("<0xC3>", b"\xc3"),
+        ("<tool▁>", "<tool▁>".encode()),
+    ],
+)
+def test_of_sentencepiece(token: str, bytes_: bytes) -> None:
+    tokenizer = sentencepiece()
+    assert target_of(tokenizer).token_bytes(tokenizer.convert_tokens_to_ids(token)) == bytes_
+
+
+@pytest.mark.parametrize(
+    ("token", "bytes_"), [("Ġ", b" "), ("Ã", b"\xc3"), ("a", b"a"), ("<tool é>", "<tool é>".encode())]
+)
+def test_of_byte_level(token: str, bytes_: bytes) -> None:
+    tokenizer = byte_tokenizer(("<tool é>",))
+    assert target_of(tokenizer).token_bytes(tokenizer.convert_tokens_to_ids(token)) == bytes_
+
+
+def test_of_an_id_that_is_none() -> None:
+    assert target_of(byte_tokenizer()).token_bytes(100_000) == b""

@@ -1,0 +1,487 @@
+"""Several drafters as one: who drafts when, how each is judged, and that nothing is lost between them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from drafter.accuracy import Judge, Record
+from drafter.methods.blend import BlendDrafter
+from drafter.methods.interface import Ask, Draft
+from drafter.methods.ngram import NgramDrafter
+from drafter.methods.registry import make
+from drafter.methods.suffix import SuffixDrafter
+from drafter.session import Opening, Session
+from drafter.settings import DrafterSettings
+from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.speculation import WHOLE, Distribution, Features, Guess, Steering
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.tree import GuessTree
+
+VOCAB = 100
+_DRAW = random.Random(5)
+NOVEL = [_DRAW.randrange(VOCAB) for _ in range(400)]
+LOOP = [*range(20, 60)] * 10
+PROMPT = 3
+SPOKEN = Vocabulary(("a", "b"))
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Model:
+    """Knows what is true, except where it is wrong; takes its time."""
+
+    truth: Sequence[int]
+    clock: Clock
+    cost_s: float = 0.005
+    wrong: Callable[[int], bool] = lambda position: False
+    wants_features: bool = False
+    vocabulary: Vocabulary | None = SPOKEN
+    limit: int = 10**9
+    made_for: str = ""
+    asks: list[Ask] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+
+    @property
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            "fake",
+            "fake-model",
+            vocab_size=VOCAB,
+            vocabulary_digest="d",
+            context_length=self.limit,
+            made_for=self.made_for,
+        )
+
+    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+        self.asks += asks
+        self.clock.now += self.cost_s
+        return [self._draft(ask) for ask in asks]
+
+    def forget(self, session: str) -> None:
+        self.forgotten.append(session)
+
+    def _draft(self, ask: Ask) -> Draft:
+        position = len(ask.tokens)
+        if position >= self.limit:
+            return Draft(done=True)
+        token = (self.truth[position] + self.wrong(position)) % VOCAB
+        if ask.params.mode.needs_draft_probs:
+            ids = sorted({token, (token + 1) % VOCAB})
+            return Draft((token,), (Distribution(tuple(ids), (WHOLE - 1, 1)),))
+        if ask.branches == 1:
+            return Draft((token,))
+        tip = max(range(-1, len(ask.open_tokens)), key=lambda node: _depth(ask.open_parents, node))
+        rest = (token, (token + 1) % VOCAB)[: ask.budget]
+        return Draft(rest, parents=(tip,) * len(rest))
+
+
+def _depth(parents: Sequence[int], node: int) -> int:
+    return 0 if node < 0 else 1 + _depth(parents, parents[node])
+
+
+@dataclass
+class Run:
+    rounds: int
+    guesses: list[Guess]
+    session: Session
+
+
+def run(
+    drafter: BlendDrafter, truth: Sequence[int], clock: Clock, length: int = 200, *, gamma: int = 4, branches: int = 1,
+    verify_s: float = 0.02, **params,
+) -> Run:  # fmt: skip
+    """Draft, verify, commit, one after the other."""
+    params = {"temperature": 0.0} | params
+    drafter.forget("s")
+    session = Session(
+        Opening(
+            "s",
+            0,
+            tuple(truth[:PROMPT]),
+            PROMPT,
+            SamplingParams(seed=1, max_tokens=10_000, **params),
+            VOCAB,
+            Steering(gamma=gamma, branches=branches),
+        )
+    )
+    session.key = "s"
+    committed = list(truth[:PROMPT])
+    single = session.params.mode.needs_draft_probs
+    tree = GuessTree(committed, single=single, max_nodes=256, max_ahead=64)
+    rounds, guesses = 0, []
+    while len(committed) < length:
+        for _ in range(200):
+            if (ask := session.ask()) is None:
+                break
+            session.take(drafter.draft([ask])[0], 1)
+        else:
+            raise AssertionError("asked again and again")
+        while not session.outbox.empty():
+            guess = session.outbox.get_nowait()
+            assert guess is not None
+            guesses.append(guess)
+            tree.add(guess)
+        block = tree.block(256, 64)
+        paths = [block.path_to(row) for row in range(len(block.tokens) + 1)]
+        at = len(committed)
+        held = max(len(path) for path in paths if list(path) == list(truth[at : at + len(path)]))
+        new = tuple(truth[at : at + held + 1])
+        committed.extend(new)
+        tree.commit(new)
+        session.commit(at, new)
+        clock.now += verify_s
+        rounds += 1
+    return Run(rounds, guesses, session)
+
+
+def blend(truth: Sequence[int], **more) -> tuple[BlendDrafter, Model, Clock]:
+    clock = Clock()
+    model = Model(truth, clock, **more)
+    return BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "model": model}, clock), model, clock
+
+
+# --- who drafts ------------------------------------------------------------------------------------------------------
+
+
+def test_what_repeats_itself_is_copied_and_the_model_rests() -> None:
+    drafter, model, clock = blend(LOOP)
+    run(drafter, LOOP, clock, 60)
+    before = len(model.asks)
+    ended = run(drafter, LOOP, clock, 300)
+    assert len(model.asks) - before < 60, "only the first time round"
+    assert ended.rounds < 300 / 5 + 10
+
+
+def test_what_is_new_is_drafted_by_the_model() -> None:
+    drafter, model, clock = blend(NOVEL)
+    ended = run(drafter, NOVEL, clock, 200)
+    assert len(model.asks) > 120
+    assert ended.rounds < 200 / 5 + 8, "chance matches of the suffix drafter have not spoilt it"
+
+
+def test_a_model_that_is_always_wrong_or_too_slow_is_not_waited_for() -> None:
+    for more in ({"wrong": lambda position: True}, {"cost_s": 1.0}):
+        drafter, model, clock = blend(LOOP, **more)
+        run(drafter, LOOP, clock, 300)
+        late = [ask for ask in model.asks if ask.committed > 150]
+        assert len(late) < 15, more
+
+
+def test_promises_that_are_not_kept_are_believed_less() -> None:
+    """The text repeats its words, but never goes on as it did."""
+    draw = random.Random(3)
+    truth = [token for _ in range(200) for token in (1, 2, draw.randrange(10, VOCAB))]
+    drafter, model, clock = blend(truth)
+    ended = run(drafter, truth, clock, 400, gamma=6)
+    kept = drafter._records["suffix"].kept_promises[2]
+    assert kept.good < 0.6 * kept.all
+    assert drafter._records["suffix"].likely(3.0, Record()) < 2
+    assert ended.rounds < 400 / 7 + 40
+    assert model.asks
+
+
+def test_a_chain_may_mix_members() -> None:
+    """What is copied is too short but sure: the model goes on behind it."""
+    drafter, model, _ = blend([])
+    phrase = [1, 2, 3, 4, 5, 6, 7, 8]
+    text = [*phrase, 50, *phrase, 51, *phrase, 52, *phrase]
+    model.truth = [*text, 53, 54, 55, 56, 57, 58]
+    ask = Ask("s", text[:-3], len(text) - 3, 1, 6, SamplingParams(temperature=0.0), VOCAB)
+    drafter._members["suffix"]._certainty = 0.5  # the phrase is followed by something else each time
+    first = drafter.draft([ask])[0]
+    assert (first.tokens, first.done) == ((6, 7, 8), False)
+    assert not model.asks
+    again = Ask("s", text, len(text) - 3, 1, 3, ask.params, VOCAB)
+    assert drafter.draft([again])[0].tokens == (53,)
+
+
+def test_a_short_copy_is_sent_alone_where_the_model_is_slow() -> None:
+    drafter, _, clock = blend(LOOP, cost_s=10.0)
+    drafter._seconds["model"].add(10.0)
+    run(drafter, LOOP, clock, 20, gamma=1)
+    text = [*LOOP[:45]]
+    ask = Ask("t", text, len(text), 1, 60, SamplingParams(temperature=0.0), VOCAB)
+    draft = drafter.draft([ask])[0]
+    assert draft.tokens
+    assert draft.done
+
+
+def test_without_a_model_the_best_proposal_is_taken() -> None:
+    drafter = BlendDrafter({"ngram": NgramDrafter(2, 4), "suffix": SuffixDrafter(0, 4.0, 0.1)})
+    text = [1, 2, 3, 40, 9, 1, 2, 3, 41, 9, 8, 7, 1, 2, 3, 41, 9, 1, 2, 3]
+    draft = drafter.draft([Ask("s", text, len(text), 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
+    assert draft.tokens[:1] == (41,)
+    nothing = drafter.draft([Ask("t", [1, 2], 2, 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
+    assert nothing == Draft(done=True)
+    assert drafter.vocabulary is None
+
+
+def test_when_the_model_has_nothing_the_proposal_is_used() -> None:
+    drafter, model, _ = blend(NOVEL, limit=2)
+    text = [1, 2, 3, 9, 1, 2]
+    drafter._records["suffix"].judged(0.6, 0)
+    draft = drafter.draft([Ask("s", text, len(text), 1, 1, SamplingParams(temperature=0.0), VOCAB)])[0]
+    assert (draft.tokens, draft.done) == ((3,), True)
+    assert model.asks, "it was asked first"
+
+
+def test_of_two_models_the_better_one_drafts() -> None:
+    clock = Clock()
+    good = Model(NOVEL, clock)
+    bad = Model(NOVEL, clock, wrong=lambda position: position % 2 == 0)
+    drafter = BlendDrafter({"bad": bad, "good": good}, clock)
+    run(drafter, NOVEL, clock, 300)
+    assert bad.asks
+    assert sum(ask.committed > 150 for ask in good.asks) > 10 * sum(ask.committed > 150 for ask in bad.asks)
+
+
+def test_a_model_that_has_nothing_to_say_gives_way_to_the_next() -> None:
+    """As one that waits for hidden states that never come."""
+    clock = Clock()
+    mute, other = Model(NOVEL, clock, limit=0, vocabulary=None), Model(NOVEL, clock)
+    drafter = BlendDrafter({"mute": mute, "other": other, "suffix": SuffixDrafter(0, 4.0, 0.1)}, clock)
+    ended = run(drafter, NOVEL, clock, 150)
+    assert mute.asks
+    assert ended.rounds < 150 / 5 + 5
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_proposal_joins_the_models_tree_as_a_branch() -> None:
+    drafter, model, _ = blend(range(60, 100))
+    text = [1, 2, 3, 4, 5, 9, 1, 2]
+    params = SamplingParams(temperature=0.0)
+    drafter._rest_s = 0.05
+    for _ in range(20):
+        drafter._records["suffix"].judged(1.5, 0)
+        drafter._records["suffix"].judged(0.8, 0)
+    first = Ask("s", text, len(text), 1, 2, params, VOCAB, branches=3, budget=6, depth=2)
+    draft = drafter.draft([first])[0]
+    assert (len(draft.tokens), draft.done) == (2, False), "the model's first level"
+    assert (model.asks[0].branches, model.asks[0].budget) == (2, 4), "room is kept for the branch"
+    more = Ask(
+        "s",
+        [*text, draft.tokens[0]],
+        len(text),
+        1,
+        1,
+        params,
+        VOCAB,
+        open_tokens=draft.tokens,
+        open_parents=draft.parents,
+        branches=3,
+        budget=4,
+        depth=2,
+    )
+    last = drafter.draft([more])[0]
+    assert last.done
+    assert last.parents == (0, 0, -1, 4), "the model's second level, then the copy from the root"
+    assert last.tokens[2:] == (3, 4)
+
+
+@pytest.mark.parametrize("truth", [LOOP, NOVEL], ids=["loop", "novel"])
+@pytest.mark.parametrize("branches", [2, 3, 5])
+def test_trees_keep_to_what_may_be_open(truth: list[int], branches: int) -> None:
+    drafter, model, clock = blend(truth, wrong=lambda position: position % 5 == 0)
+    ended = run(drafter, truth, clock, 250, branches=branches)
+    assert ended.rounds < 120
+    for ask in model.asks:
+        assert ask.budget >= 1
+        assert ask.room >= 1
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("truth", [LOOP, NOVEL], ids=["loop", "novel"])
+def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int]) -> None:
+    drafter, model, clock = blend(truth, wrong=lambda position: position % 7 == 0)
+    drawn: dict[tuple[int, int], tuple[int, Distribution]] = {}
+    draft_one = model._draft
+
+    def remembering(ask: Ask) -> Draft:
+        draft = draft_one(ask)
+        drawn[ask.committed, len(ask.tokens)] = (draft.tokens[0], draft.draft_probs[0])
+        return draft
+
+    model._draft = remembering
+    ended = run(drafter, truth, clock, 200, temperature=1.0, verification=Verification.BLOCK)
+    sent = {
+        (token, prob): guess.position + i
+        for guess in ended.guesses
+        for i, (token, prob) in enumerate(zip(guess.tokens, guess.draft_probs, strict=True))
+    }
+    assert drawn
+    for (_, position), (token, prob) in drawn.items():
+        assert (token, prob) in sent, f"drawn for {position} and not sent"
+    kinds = {len(prob.ids) for _, prob in sent}
+    assert kinds == ({1, 2} if truth is LOOP else kinds | {2}), "point masses of the copy, and the model's own"
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+def ask_at(tokens: Sequence[int], committed: int | None = None, **more) -> Ask:
+    committed = len(tokens) if committed is None else committed
+    return Ask("s", list(tokens), committed, 1, 4, SamplingParams(temperature=0.0), VOCAB, **more)
+
+
+def heard(judge: Judge, tokens: Sequence[int]) -> Record:
+    record = {"m": Record()}
+    judge.hear(ask_at(tokens), [record])
+    return record["m"]
+
+
+def test_a_promise_is_judged_when_its_fate_is_known() -> None:
+    judge = Judge(2)
+    judge.promise("m", ask_at([1, 2]), (3, 4, 5), 2.5)
+    assert heard(judge, [1, 2, 3, 4]).kept_promises[2].all == 0, "5 may still come"
+    record = heard(judge, [1, 2, 3, 4, 9])
+    assert (record.kept_promises[2].good, record.kept_promises[2].all) == (2.0, 2.5)
+    assert heard(judge, [1, 2, 3, 4, 9, 9]).kept_promises[2].all == 0, "once"
+
+
+def test_a_promise_behind_guesses_that_failed_is_dropped() -> None:
+    judge = Judge(2)
+    judge.promise("m", ask_at([1, 2, 7], 2), (3,), 0.5)
+    assert heard(judge, [1, 2, 8, 3]).kept_promises[0].all == 0
+    assert not judge._promises
+
+
+def test_tokens_are_hits_if_those_before_them_came_true() -> None:
+    judge = Judge(2)
+    judge.drafted("m", ask_at([1, 2]), Draft((3, 4, 5)))
+    assert heard(judge, [1, 2, 3]).hits.good == 1
+    record = heard(judge, [1, 2, 3, 8, 5])
+    assert (record.hits.good, record.hits.all) == (0, 1), "5 was guessed behind 4"
+    assert not judge._guessed
+
+
+def test_any_sibling_is_a_hit() -> None:
+    judge = Judge(2)
+    ask = ask_at([1, 2, 7], 2, open_tokens=(7,), open_parents=(-1,), branches=2)
+    judge.drafted("m", ask, Draft((8, 9, 6), parents=(-1, 0, 1)))
+    record = heard(judge, [1, 2, 8, 6])
+    assert record.hits.good == pytest.approx(2, abs=0.2)
+    judge = Judge(2)
+    judge.drafted("m", ask, Draft((8, 9), parents=(-1, 0)))
+    assert heard(judge, [1, 2, 7, 6]).hits.good < heard(Judge(2), [1, 2]).hits.good + 0.1
+
+
+def test_pending_promises_are_bounded() -> None:
+    judge = Judge(1)
+    for n in range(1, 1000):
+        judge.promise("m", ask_at([0] * n, 1), (1,), 1.0)
+    assert len(judge._promises) <= 128
+
+
+# --- features, names, ends -------------------------------------------------------------------------------------------
+
+
+def rows(position: int, count: int = 1) -> Features:
+    return Features(position, 4, bytes(2 * 4 * count))
+
+
+def test_a_member_gets_every_hidden_state_with_its_next_ask() -> None:
+    drafter, model, clock = blend(LOOP, wants_features=True)
+    assert drafter.wants_features
+    run(drafter, LOOP, clock, 130)
+    seen = len(model.asks)
+    text = LOOP[:130]
+    copied = Ask("x", text, len(text), 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(1),))
+    drafter.draft([copied])
+    assert len(model.asks) == seen, "this one was copied"
+    novel = Ask("x", [*text, 99], len(text) + 1, 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(2),))
+    drafter.draft([novel])
+    assert model.asks[-1].features == (rows(1), rows(2))
+    model.truth = [*text, 99, *range(200)]
+    drafter.draft([Ask("x", [*text, 99, 1], len(text) + 1, 1, 3, novel.params, VOCAB)])
+    assert model.asks[-1].features == (), "once"
+
+
+def test_hidden_states_that_nobody_fetches_are_dropped() -> None:
+    drafter, _, _ = blend(LOOP, wants_features=True)
+    for n in range(100):
+        text = LOOP[: 130 + n]
+        params = SamplingParams(temperature=0.0)
+        drafter.draft([Ask("x", text, len(text), 1, 4, params, VOCAB, features=(rows(n, 100),))])
+    kept = drafter._sessions["x"].kept["model"]
+    assert kept._positions <= 4096
+    assert kept.take()[-1] == rows(99, 100)
+
+
+def test_it_is_named_after_its_members() -> None:
+    drafter, model, _ = blend(NOVEL)
+    info = drafter.info
+    assert (info.name, info.vocab_size, info.vocabulary_digest) == ("suffix+model", VOCAB, "d")
+    other = BlendDrafter({"suffix": SuffixDrafter(0, 3.0, 0.1), "model": model})
+    assert len({info.fingerprint, other.info.fingerprint, model.info.fingerprint}) == 3
+    assert drafter.vocabulary == model.vocabulary
+
+
+def test_all_members_forget() -> None:
+    drafter, model, clock = blend(LOOP)
+    key = run(drafter, LOOP, clock, 50).session.key
+    drafter.forget(key)
+    assert model.forgotten[-1] == key
+    assert not drafter._sessions
+    assert not drafter._members["suffix"]._texts
+    drafter.forget("never seen")
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("suffix+nonsense", "nonsense"), ("suffix+", "''"), ("ngram+ngram", "twice"), ("", "''")]
+)
+def test_members_that_cannot_be_are_refused(kind: str, named: str) -> None:
+    with pytest.raises(StartupError, match=named):
+        make(DrafterSettings(kind=kind), lambda _: None)
+
+
+def test_a_kind_with_a_plus_is_a_blend() -> None:
+    drafter = make(DrafterSettings(kind="suffix+ngram"), lambda _: None)
+    assert drafter.info.name == "suffix+ngram"
+
+
+def test_the_target_that_a_member_was_made_for_is_told() -> None:
+    """Such a member takes any vocabulary, and is a model all the same."""
+    clock = Clock()
+    trained = Model([], clock, vocabulary=None, made_for="target")
+    blended = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "trained": trained, "model": Model([], clock)}, clock)
+    assert (blended.info.made_for, blended.info.vocabulary_digest) == ("target", "d")
+    assert blended.vocabulary == SPOKEN
+    assert blended._free == ["suffix"]
+    with pytest.raises(StartupError, match="targets"):
+        BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, made_for="another")}, clock)
+
+
+def test_models_of_different_vocabularies_are_refused() -> None:
+    clock = Clock()
+    with pytest.raises(StartupError, match="vocabular"):
+        BlendDrafter({"a": Model([], clock), "b": Model([], clock, vocabulary=Vocabulary(("x",)))}, clock)
+
+
+if __name__ == "__main__":  # what the bookkeeping costs here: run this file
+    for name, truth in (("loop", LOOP), ("novel", NOVEL)):
+        clock = Clock()
+        alone = SuffixDrafter(0, 4.0, 0.1)
+        spent = {}
+        for drafter in (BlendDrafter({"suffix": alone, "model": Model(truth, clock)}, clock), alone):
+            started = time.perf_counter()
+            run(drafter, truth, clock, 380)
+            spent[type(drafter).__name__] = time.perf_counter() - started
+        print(name, {kind: f"{s / 380 * 1e6:.0f} us a token" for kind, s in spent.items()})

@@ -1,0 +1,200 @@
+"""EAGLE: what it drafts is what it was trained to answer, row for row, whatever is cached."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from drafter.methods.eagle import EagleDrafter, engine_for
+from drafter.methods.interface import Ask, Draft
+from drafter.settings import DrafterSettings
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import Features
+from outrider.train.artifacts.eagle import Eagle, Shape
+from outrider.train.artifacts.embeddings_and_head import Ends
+
+VOCAB, HIDDEN, DRAFTED = 60, 32, 40
+PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def eagle(target: LlamaForCausalLM) -> Eagle:
+    torch.manual_seed(4)
+    ids = torch.randperm(VOCAB)[:DRAFTED].sort().values
+    made = Eagle(Shape.like(target), ids, Ends.of(target)).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    return made
+
+
+def drafter_of(eagle: Eagle, kv_tokens: int) -> EagleDrafter:
+    eagle = copy.deepcopy(eagle)  # its engine takes the weights
+    settings = DrafterSettings(kind="eagle", dtype="float32", device="cpu", kv_tokens=kv_tokens)
+    return EagleDrafter(eagle, engine_for(eagle, settings, lambda _: None), ModelInfo("eagle", "e"), 8)
+
+
+@pytest.fixture
+def drafter(eagle: Eagle) -> EagleDrafter:
+    return drafter_of(eagle, 512)
+
+
+def states_of(target: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """The target's final hidden states after each token.  # [tokens, hidden]"""
+    with torch.no_grad():
+        states = target.model(torch.tensor([tokens])).last_hidden_state[0]
+    return states.half().float()  # as they cross the wire
+
+
+def sent(states: torch.Tensor, first: int, last: int) -> Features:
+    rows = states[first:last].numpy().astype("<f2")
+    return Features(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
+
+
+def ask_for(tokens: list[int], room: int, *features: Features, guesses: list[int] | None = None, **more: object) -> Ask:
+    params = more.pop("params", SamplingParams(temperature=0.0, seed=1))
+    return Ask("s", tokens + (guesses or []), len(tokens), len(PROMPT), room, params, VOCAB, features=features, **more)  # type: ignore[arg-type]
+
+
+def foretold(eagle: Eagle, states: torch.Tensor, tokens: list[int], length: int) -> list[int]:
+    """By the definition: all rows from the first on, each next one beside the last answer."""
+    states = states[: len(tokens) - 1]
+    tokens, drafted = list(tokens), []
+    with torch.no_grad():
+        for _ in range(length):
+            inputs = eagle.inputs(states[None], torch.tensor([tokens[1:]]))
+            answer = eagle.body.model(inputs_embeds=inputs).last_hidden_state[0, -1:]
+            drafted.append(int(eagle.ids[eagle.head(answer)[0].argmax()]))
+            tokens.append(drafted[-1])
+            states = torch.cat([states, answer])
+    return drafted
+
+
+def test_a_chain_is_what_the_layer_foretells(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
+    states = states_of(target, PROMPT)
+    (draft,) = drafter.draft([ask_for(PROMPT, 5, sent(states, 0, len(PROMPT) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states, PROMPT, 5)
+
+
+def test_commits_replace_answers_by_states(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
+    """Right and wrong guesses, features in pieces and overlapping: each draft is as if nothing had been cached."""
+    tokens = list(PROMPT)
+    told = 0
+    for new in ([5], [9, 12, 40], [1], [2, 2]):
+        states = states_of(target, tokens)
+        pieces = [sent(states, max(0, told - 1), len(tokens) - 1)]
+        told = len(tokens) - 1
+        (draft,) = drafter.draft([ask_for(tokens, 3, *pieces)])
+        assert list(draft.tokens) == foretold(eagle, states, tokens, 3)
+        tokens += new
+
+
+def test_more_of_an_open_chain(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
+    states = states_of(target, PROMPT)
+    wanted = foretold(eagle, states, PROMPT, 6)
+    features = sent(states, 0, len(PROMPT) - 1)
+    first = drafter.draft([ask_for(PROMPT, 2, features)])[0].tokens
+    then = drafter.draft([ask_for(PROMPT, 4, guesses=list(first))])[0].tokens
+    assert [*first, *then] == wanted
+
+
+def test_commits_whose_states_are_still_on_their_way(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter
+) -> None:
+    states = states_of(target, PROMPT)
+    wanted = foretold(eagle, states, PROMPT, 5)
+    drafter.draft([ask_for(PROMPT, 4, sent(states, 0, len(PROMPT) - 1))])
+    committed = PROMPT + wanted[:2]
+    (draft,) = drafter.draft([ask_for(committed, 3)])
+    assert list(draft.tokens) == wanted[2:]
+
+
+def test_without_the_beginning_of_the_prompt(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
+    """States of a shared prefix are not sent: what lies before the first one does not count."""
+    states = states_of(target, PROMPT)
+    (draft,) = drafter.draft([ask_for(PROMPT, 3, sent(states, 4, len(PROMPT) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states[4:], PROMPT[4:], 3)
+
+
+def test_a_gap_in_the_states_begins_anew(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
+    states = states_of(target, PROMPT)
+    drafter.draft([ask_for(PROMPT[:4], 2, sent(states, 0, 3))])
+    (draft,) = drafter.draft([ask_for(PROMPT, 3, sent(states, 5, len(PROMPT) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states[5:], PROMPT[5:], 3)
+
+
+def test_nothing_without_states(drafter: EagleDrafter) -> None:
+    assert drafter.draft([ask_for(PROMPT, 3)]) == [Draft(done=True)]
+
+
+def test_a_trees_nodes_are_the_likeliest_of_chains(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter
+) -> None:
+    states = states_of(target, PROMPT)
+    features = sent(states, 0, len(PROMPT) - 1)
+    (draft,) = drafter.draft([ask_for(PROMPT, 3, features, branches=2, budget=6, depth=3)])
+    assert len(draft.tokens) == 6
+    first = foretold(eagle, states, PROMPT, 1)[0]
+    children: dict[int, list[int]] = {}
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        children.setdefault(parent, []).append(token)
+    assert children[-1][0] == first
+    for parent, found in children.items():
+        path, at = [], parent
+        while at >= 0:
+            path.append(draft.tokens[at])
+            at = draft.parents[at]
+        replies = _follow(eagle, states, PROMPT, path[::-1])
+        assert found[0] == replies, "the first child of a node is what a chain would go on with"
+
+
+def _follow(eagle: Eagle, states: torch.Tensor, tokens: list[int], path: list[int]) -> int:
+    states, tokens = states[: len(tokens) - 1], list(tokens)
+    with torch.no_grad():
+        for token in [*path, None]:
+            inputs = eagle.inputs(states[None], torch.tensor([tokens[1:]]))
+            answer = eagle.body.model(inputs_embeds=inputs).last_hidden_state[0, -1:]
+            if token is None:
+                break
+            tokens.append(token)
+            states = torch.cat([states, answer])
+    return int(eagle.ids[eagle.head(answer)[0].argmax()])
+
+
+def test_a_full_cache_gives_up_the_idle(target: LlamaForCausalLM, eagle: Eagle) -> None:
+    drafter = drafter_of(eagle, 64)
+    states = states_of(target, PROMPT)
+    wanted = foretold(eagle, states, PROMPT, 2)
+    for i in range(5):
+        ask = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
+        (draft,) = drafter.draft([Ask(**{name: getattr(ask, name) for name in ask.__slots__} | {"session": f"s{i}"})])
+        assert list(draft.tokens) == wanted
+    drafter.forget("s4")
+
+
+def test_weights_survive_the_folder(eagle: Eagle, target: LlamaForCausalLM, tmp_path: Path) -> None:
+    again = Eagle.from_weights(eagle.described, eagle.weights(), Ends.of(target))
+    for (name, mine), (_, theirs) in zip(eagle.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(mine.to(torch.bfloat16), theirs.to(torch.bfloat16)), name

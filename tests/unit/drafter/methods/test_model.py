@@ -1,0 +1,269 @@
+"""The model drafter against the model itself: chains, trees, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from drafter.calibration import Calibration
+from drafter.methods.interface import Ask, Draft
+from drafter.methods.model import ModelDrafter, read_vocabulary
+from drafter.methods.registry import make
+from drafter.session import Opening, Session
+from drafter.settings import DrafterSettings
+from drafter.tree_builder import Growth
+from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.protocol.errors import StartupError
+from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.speculation import WHOLE, Steering
+from outrider.speculation.exponential_race import shared_choices
+from outrider.speculation.sampling import History, adjust
+from tests.conftest import Models
+
+PROMPT = [*range(40, 70)]
+VOCAB = 257
+MODES = [
+    {"temperature": 0.0},
+    {"temperature": 2.0, "seed": 3},
+    {"temperature": 0.9, "repetition_penalty": 0.1, "seed": 3},
+]
+
+
+@pytest.fixture(scope="module", params=["auto", "off"])
+def loaded(models: Models, request: pytest.FixtureRequest) -> LoadedModel:
+    return load_model(str(models.draft), EngineOptions(device="cpu", compile=request.param, kv_tokens=4096))
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(models.draft, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def drafter_of(loaded: LoadedModel) -> ModelDrafter:
+    return ModelDrafter(loaded.engine, loaded.vocabulary, 24)
+
+
+def session_of(tokens: list[int], gamma: int, branches: int, **params) -> Session:
+    params = SamplingParams(max_tokens=500, **({"seed": 1} | params))
+    opening = Opening("s", 0, tuple(tokens), len(PROMPT), params, VOCAB, Steering(gamma=gamma, branches=branches))
+    return Session(opening)
+
+
+def grown(drafter: ModelDrafter, session: Session) -> int:
+    """Draft until it is sent; how many steps that took."""
+    steps = 0
+    while (ask := session.ask()) is not None:
+        (draft,) = drafter.draft([ask])
+        session.take(draft, 0)
+        steps += 1
+        assert steps < 200
+    return steps
+
+
+def paths(session: Session) -> set[tuple[int, ...]]:
+    return {tuple(session._path(node)) for node in session._tree}
+
+
+def by_hand(plain: LlamaForCausalLM, ask: Ask) -> Draft:
+    """The next level, from the model's own answer to every path of the tree."""
+    growth = Growth(ask)
+    for place in range(-1, len(ask.open_tokens)):
+        tokens = [*ask.tokens[: ask.committed], *growth.path(place)]
+        with torch.inference_mode():
+            logits = plain(torch.tensor([tokens])).logits[0, -1:]
+        logits = adjust(logits, ask.params, History(tokens, ask.prompt_length, VOCAB, logits.device), [()])
+        growth.offer(place, shared_choices(logits, ask.params, [len(tokens)], ask.branches)[0])
+    added = [growth.add() for _ in range(growth.share)]
+    return growth.draft(done=added[0] is None)
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedModel, plain, params: dict) -> None:
+    # Of one token, so that penalties bear on the tree's own tokens.
+    drafter, session = drafter_of(loaded), session_of([65] * len(PROMPT), 4, 3, **params)
+    for n in range(3):
+        steps = 0
+        while (ask := session.ask()) is not None:
+            (draft,) = drafter.draft([ask])
+            assert draft == by_hand(plain, ask)
+            session.take(draft, 0)
+            steps += 1
+        assert n or steps == 4, "a level a step"
+        assert len(paths(session)) == 12
+        session.commit(len(session._committed), (*max(paths(session), key=len)[:n], 7))
+    drafter.forget(session.key)
+
+
+class Deaf(Calibration):
+    """Believes the drafter, whatever happens."""
+
+    def score(self, rank: int, logprob: float) -> float:
+        return logprob
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+@pytest.mark.parametrize("branches", [1, 3])
+def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches: int) -> None:
+    """Commits that agree, commits that do not: the next tree is that of a drafter that saw all this for the first
+    time."""
+    drafter, session = drafter_of(loaded), session_of(PROMPT, 4, branches, **params)
+    committed = list(PROMPT)
+    for n in range(6):
+        grown(drafter, session)
+        longest = max(paths(session), key=len)
+        new = (*longest[: n % 4], (n * 37) % 256)
+        session.commit(len(committed), new)
+        committed += new
+        fresh = session_of(committed, 4, branches, **params)
+        # What stayed open of the last tree is not what a fresh one would hold.
+        fresh._tree, fresh._exhausted = list(session._tree), False
+        session._calibration = fresh._calibration = Deaf()
+        grown(drafter, session)
+        other = drafter_of(loaded)
+        grown(other, fresh)
+        other.forget(fresh.key)
+        assert paths(session) == paths(fresh), n
+        if branches > 1:
+            assert loaded.engine.length(session.key) == len(committed)
+    drafter.forget(session.key)
+    assert loaded.engine.length(session.key) == 0
+
+
+def test_trees_and_chains_share_a_step(loaded: LoadedModel) -> None:
+    alone = {}
+    for branches in (1, 2):
+        drafter, session = drafter_of(loaded), session_of(PROMPT, 3, branches, temperature=0.0)
+        grown(drafter, session)
+        alone[branches] = paths(session)
+        drafter.forget(session.key)
+    drafter = drafter_of(loaded)
+    sessions = [session_of(PROMPT, 3, branches, temperature=0.0) for branches in (1, 2)]
+    while asked := [(session, ask) for session in sessions if (ask := session.ask()) is not None]:
+        for (session, _), draft in zip(asked, drafter.draft([ask for _, ask in asked]), strict=True):
+            session.take(draft, 0)
+    assert {1: paths(sessions[0]), 2: paths(sessions[1])} == alone
+    for session in sessions:
+        drafter.forget(session.key)
+
+
+def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
+    tokens = [(7 * i) % 250 for i in range(1200)]
+    params = SamplingParams(temperature=0.0)
+    ask = Ask("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
+    drafter = drafter_of(loaded)
+    drafts = [drafter.draft([ask])[0] for _ in range(3)]
+    assert drafts[:2] == [Draft(), Draft()]
+    assert len(drafts[2].tokens) == 2
+    drafter.forget("long")
+
+
+def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
+    drafter = drafter_of(loaded)
+    params = SamplingParams(temperature=1.0, top_k=1, seed=1)
+    ask = Ask("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
+    draft = drafter.draft([ask])[0]
+    assert len(draft.tokens) == 1, "top-k leaves one candidate"
+    again = Ask("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
+    assert drafter.draft([again])[0] == Draft(done=True)
+    drafter.forget("s")
+
+
+# --- a reduced output vocabulary -------------------------------------------------------------------------------------
+
+SOME = [id_ for id_ in range(VOCAB) if id_ % 3 != 1]
+
+
+@pytest.fixture(scope="module")
+def tied(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose output embeddings are its input embeddings."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = LlamaForCausalLM.from_pretrained(models.draft, dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.model.embed_tokens.weight.data = model.lm_head.weight.data
+    model.tie_weights()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models.draft).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["draft", "tied"])
+def folder(models: Models, tied: Path, request: pytest.FixtureRequest) -> Path:
+    return tied if request.param == "tied" else models.draft
+
+
+def reduced(folder: Path, compiled: str, tmp_path: Path, ids: object = SOME) -> ModelDrafter:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(ids))
+    settings = DrafterSettings(
+        kind="model", model=str(folder), device="cpu", compile=compiled, kv_tokens=4096, draft_vocabulary=str(file)
+    )
+    drafter = make(settings, lambda _: None)
+    assert isinstance(drafter, ModelDrafter)
+    return drafter
+
+
+def allowed(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """The whole model's logits, those of other ids struck out."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, -1:]
+    struck = torch.full_like(logits, float("-inf"))
+    struck[:, SOME] = logits[:, SOME]
+    return struck
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+@pytest.mark.parametrize("params", [*MODES, {"temperature": 1.0, "seed": 5, "logit_bias": {5: 9.0, 4: 9.0}}], ids=str)
+def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
+    folder: Path, tmp_path: Path, compiled: str, params: dict
+) -> None:
+    drafter = reduced(folder, compiled, tmp_path)
+    tokens = list(PROMPT)
+    for _ in range(6):
+        given = SamplingParams(**params)
+        (draft,) = drafter.draft([Ask("s", tokens, len(tokens), len(PROMPT), 4, given, VOCAB)])
+        logits = allowed(folder, tokens)
+        logits = adjust(logits, given, History(tokens, len(PROMPT), VOCAB, logits.device), [()])
+        assert draft.tokens[0] == shared_choices(logits, given, [len(tokens)], 1)[0][0][0]
+        assert draft.tokens[0] in SOME
+        tokens += draft.tokens
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+def test_what_is_drawn_from_is_told_in_the_targets_ids(folder: Path, tmp_path: Path, compiled: str) -> None:
+    drafter = reduced(folder, compiled, tmp_path, {"ids": SOME})
+    params = SamplingParams(temperature=1.0, seed=5, verification=Verification.BLOCK)
+    (draft,) = drafter.draft([Ask("s", PROMPT, len(PROMPT), len(PROMPT), 4, params, VOCAB)])
+    (distribution,) = draft.draft_probs
+    assert draft.tokens[0] in distribution.ids
+    distribution.check("probs", VOCAB)
+    probs = torch.softmax(allowed(folder, PROMPT)[0].double(), dim=-1)
+    ids = sorted(probs.topk(24).indices.tolist())
+    assert set(distribution.ids) <= set(ids)
+    found = torch.tensor(distribution.weights) / WHOLE
+    wanted = probs[list(distribution.ids)] / probs[ids].sum()
+    assert torch.allclose(found, wanted.float(), atol=1e-3)
+
+
+def test_a_reduced_model_is_another_model_of_the_same_vocabulary(models: Models, tmp_path: Path) -> None:
+    whole = load_model(str(models.draft), EngineOptions(device="cpu", kv_tokens=4096))
+    some, others = reduced(models.draft, "auto", tmp_path), reduced(models.draft, "auto", tmp_path, SOME[:-1])
+    infos = [whole.engine.info, some.info, others.info]
+    assert len({info.fingerprint for info in infos}) == 3
+    assert len({(info.vocab_size, info.vocabulary_digest) for info in infos}) == 1
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [1, VOCAB], ["a"], {"tokens": [1]}, 7, [True, 2]])
+def test_ids_that_cannot_be_are_refused(models: Models, tmp_path: Path, ids: object) -> None:
+    with pytest.raises(StartupError) as refused:
+        reduced(models.draft, "auto", tmp_path, ids)
+    assert refused.value.field == "draft_vocabulary"
+
+
+def test_a_vocabulary_that_is_not_there_is_refused(models: Models) -> None:
+    with pytest.raises(StartupError, match=r"nowhere\.json"):
+        read_vocabulary("nowhere.json")

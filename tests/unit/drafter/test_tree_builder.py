@@ -1,0 +1,124 @@
+"""Where a tree of guesses grows: always at the likeliest place, never past its limits."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter.methods.interface import Ask
+from drafter.tree_builder import ROOT, Growth
+from outrider.protocol.sampling_params import SamplingParams
+
+
+def ask_for(
+    open_tokens: tuple[int, ...] = (),
+    open_parents: tuple[int, ...] = (),
+    *,
+    branches: int = 2,
+    budget: int = 8,
+    depth: int = 4,
+) -> Ask:
+    return Ask(
+        "s",
+        [1],
+        1,
+        1,
+        depth,
+        SamplingParams(temperature=0.0),
+        50,
+        open_tokens=open_tokens,
+        open_parents=open_parents,
+        branches=branches,
+        budget=budget,
+        depth=depth,
+    )
+
+
+def choices(*shares: float) -> list[tuple[int, float]]:
+    return [(token, math.log(share)) for token, share in enumerate(shares)]
+
+
+def grown(growth: Growth, shares: dict[int, tuple[float, ...]]) -> Growth:
+    """To the end, each place offering what it is told."""
+    for place in growth.open_places():
+        growth.offer(place, choices(*shares.get(place, ())))
+    while (node := growth.add()) is not None:
+        growth.offer(node, choices(*shares.get(node, ())))
+    return growth
+
+
+def test_the_likeliest_path_grows_first() -> None:
+    growth = grown(Growth(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
+    assert (growth.tokens, growth.parents) == ([0, 1, 0], [ROOT, ROOT, 1]), "0.6, 0.4, then 0.36 before 0.3"
+    assert growth.path(2) == [1, 0]
+    assert math.isclose(growth.score(2), math.log(0.36))
+
+
+def test_no_place_has_more_children_than_branches_and_none_twice() -> None:
+    growth = grown(Growth(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
+    draft = growth.draft()
+    assert (draft.tokens, draft.parents) == ((1,), (ROOT,)), "the open guess 0 is one of the two"
+
+
+def test_an_open_guess_that_is_not_offered_counts_as_little_as_the_last_that_is() -> None:
+    growth = Growth(ask_for((9,), (ROOT,)))
+    growth.offer(ROOT, choices(0.7, 0.2))
+    assert math.isclose(growth.score(0), math.log(0.2))
+
+
+def test_nothing_is_deeper_than_depth() -> None:
+    growth = grown(Growth(ask_for(depth=2, branches=1)), dict.fromkeys(range(-1, 9), (1.0,)))
+    assert growth.tokens == [0, 0]
+    growth = Growth(ask_for((5, 6), (ROOT, 0), depth=2))
+    assert growth.open_places() == [ROOT, 0]
+    growth.offer(1, choices(1.0))
+    assert growth.add() is None
+
+
+def test_a_score_may_be_asked_for() -> None:
+    growth = Growth(ask_for())
+    growth.offer(ROOT, choices(0.6, 0.1))
+    assert growth.add(math.log(0.5)) == 0
+    assert growth.add(math.log(0.5)) is None
+    assert growth.add() == 1
+
+
+def test_what_is_left_is_shared_among_the_levels_to_come() -> None:
+    assert Growth(ask_for(budget=8, depth=4)).share == 2
+    assert Growth(ask_for((5, 6), (ROOT, 0), budget=6, depth=4)).share == 3
+    assert Growth(ask_for((5, 6), (ROOT, 0), budget=1, depth=4)).share == 1
+    assert Growth(ask_for((5, 6), (ROOT, 0), budget=5, depth=2)).share == 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_what_grows_is_the_best_tree_there_is(data: st.DataObject) -> None:
+    """Greedy is optimal: no offer that was left out is likelier than one that was taken."""
+    branches, budget, depth = (data.draw(st.integers(1, high)) for high in (3, 10, 4))
+    share = st.floats(0.01, 1.0)
+    shares: dict[int, tuple[float, ...]] = {}
+    growth = Growth(ask_for(branches=branches, budget=budget, depth=depth))
+    left: list[float] = []
+    taken: list[float] = []
+
+    def offer(place: int) -> None:
+        shares[place] = tuple(sorted(data.draw(st.lists(share, max_size=4)), reverse=True))
+        growth.offer(place, choices(*shares[place]))
+        if growth.depth(place) < depth:
+            left.extend(growth.score(place) + math.log(s) for s in shares[place][:branches])
+
+    offer(ROOT)
+    while (node := growth.add()) is not None:
+        taken.append(growth.score(node))
+        offer(node)
+    for score in taken:
+        left.remove(min(left, key=lambda other: abs(other - score)))
+    assert len(taken) <= budget
+    assert all(earlier >= later - 1e-9 for earlier, later in pairwise(taken)), "likeliest first"
+    if len(taken) < budget:
+        assert not left
+    elif left:
+        assert max(left) <= min(taken) + 1e-9

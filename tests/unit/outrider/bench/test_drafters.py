@@ -1,0 +1,244 @@
+"""What follows from runs of `outrider bench drafters`, and what its flags may say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench.drafters import lanes
+from outrider.bench.drafters.comparison import (
+    OUTRIDER,
+    PLAIN,
+    Answer,
+    Comparison,
+    Contestant,
+    Question,
+    Run,
+    acceptance,
+    best_drafter,
+    pace,
+)
+from outrider.bench.drafters.contest import Extent, questions
+from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.sampling_params import Verification
+from outrider.v1 import coordinator_pb2 as pb
+
+ASKED = Question("chat", 0, 0, "greedy", (1, 2), 8, 5)
+
+
+def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: pb.Stats | None = None) -> Answer:
+    """The first token after half a second, the others at this rate."""
+    return Answer(tuple(tokens), ((1, 0.5), (len(tokens), 0.5 + (len(tokens) - 1) / rate)), stats)
+
+
+def ran(drafter: str, rate: float, question: Question = ASKED, engine: str = OUTRIDER, **more: object) -> Run:
+    return Run(Contestant(engine, drafter), question, answer(rate, **more))  # type: ignore[arg-type]
+
+
+def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more: float) -> pb.Stats:
+    drafts, held = (offered[0] if offered else 0), sum(accepted)
+    return pb.Stats(
+        steps=steps,
+        drafts=drafts,
+        draft_tokens=sum(offered),
+        accepted_tokens=held,
+        offered_per_position=offered,
+        accepted_per_position=accepted,
+        acceptance_length=(held + drafts) / drafts if drafts else 0.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_rate_is_that_of_the_tokens_after_the_first() -> None:
+    assert answer(20.0).tokens_per_s == pytest.approx(20.0)
+    assert answer(20.0).first_ms == pytest.approx(500.0)
+    together = Answer((4, 5), ((2, 0.5),))
+    assert together.tokens_per_s is None, "all came at once: there is no rate"
+
+
+def test_acceptance_is_pooled_over_verdicts_not_over_answers() -> None:
+    many = guessed([9, 5], [6, 1], steps=10, bytes_per_accepted_token=4.0, mean_draft_ms=2.0)
+    few = guessed([1], [0], steps=20, mean_draft_ms=7.0)
+    found = acceptance([many, few])
+    assert found["offered_per_position"] == [10, 5]
+    assert found["acceptance_per_position"] == [pytest.approx(0.6), pytest.approx(0.2)]
+    assert found["acceptance_first"] == pytest.approx(0.6)
+    assert found["acceptance_length"] == pytest.approx((7 + 9 + 1) / 10)
+    assert found["guessed_share_of_steps"] == pytest.approx(10 / 30)
+    assert found["bytes_per_accepted_token"] == pytest.approx(4.0)
+    assert found["draft_ms_per_token"] == pytest.approx((9 * 2.0 + 7.0) / 15)
+
+
+def test_nothing_guessed_leaves_no_rates() -> None:
+    found = acceptance([guessed([], [], steps=12)])
+    assert found["verdicts_with_guess"] == 0
+    assert found["acceptance_per_position"] == []
+    assert all(found[key] is None for key in ("acceptance_first", "acceptance_length", "draft_ms_per_token"))
+    assert pace([pb.Stats(steps=3, mean_gamma=2.0), pb.Stats(steps=1)])["mean_gamma"] == pytest.approx(1.5)
+
+
+def test_shares_of_several_drafters_are_added_up() -> None:
+    one = pb.Stats(drafters=[pb.DrafterShare(kind="a", guessed=3, accepted=1), pb.DrafterShare(kind="b", guessed=1)])
+    two = pb.Stats(drafters=[pb.DrafterShare(kind="a", guessed=4, accepted=4)])
+    assert acceptance([one, two])["sources"] == {
+        "a": {"guessed": 7, "accepted": 5},
+        "b": {"guessed": 1, "accepted": 0},
+    }
+
+
+def test_speedups_are_medians_of_ratios_within_a_turn() -> None:
+    """A machine that is half as fast in the second round halves all rates and changes no ratio."""
+    later, last = replace(ASKED, turn=1), replace(ASKED, turn=2)
+    comparison = Comparison(
+        [
+            ran(PLAIN, 40.0),
+            ran("a", 60.0),
+            ran("generate", 20.0, engine="transformers"),
+            ran("lookup", 30.0, engine="transformers"),
+            ran(PLAIN, 20.0, later),
+            ran("a", 30.0, later),
+            ran("generate", 10.0, later, engine="transformers"),
+            ran("lookup", 5.0, later, engine="transformers"),
+            ran(PLAIN, 40.0, last),
+            ran("a", 400.0, last),
+            ran("lookup", 40.0, last, engine="transformers"),
+        ]
+    )
+    rows = {row["drafter"]: row for row in comparison.rows()}
+    assert rows["a"]["speedup_vs_plain"] == pytest.approx(1.5)
+    assert rows["a"]["tokens_per_s"] == pytest.approx(60.0)
+    assert rows[PLAIN]["speedup_vs_plain"] == pytest.approx(1.0)
+    summary = comparison_with_acceptance(comparison).summary()
+    assert summary["drafter"] == "a"
+    assert summary["speedup_vs_plain"] == {"chat": pytest.approx(1.5)}
+    # generate: 3 and 3; lookup: 2, 6 and 10
+    assert summary["speedup_vs_best_transformers"] == {"chat": pytest.approx(3.0)}
+    assert "speedup_vs_best_vllm" not in summary
+
+
+def comparison_with_acceptance(comparison: Comparison) -> Comparison:
+    fixed = Run(Contestant(OUTRIDER, "a", 4), ASKED, answer(50.0, stats=guessed([4], [2], steps=4)))
+    return Comparison([*comparison.runs, fixed])
+
+
+def test_the_best_drafter_is_the_best_over_all_kinds() -> None:
+    def row(drafter: str, kind: str, speedup: float, mode: str = "greedy", engine: str = OUTRIDER) -> dict[str, object]:
+        return {"engine": engine, "drafter": drafter, "kind": kind, "mode": mode, "speedup_vs_plain": speedup}
+
+    rows = [row("one", "chat", 1.0), row("one", "edit", 3.0), row("both", "chat", 1.8), row("both", "edit", 1.8)]
+    rows += [
+        row("one", "chat", 9.0, mode="block"),
+        row("generate", "chat", 9.0, engine="vllm"),
+        row(PLAIN, "chat", 9.0),
+    ]
+    assert best_drafter(rows) == "both"
+
+
+def test_texts_must_be_equal_where_guessing_changes_nothing() -> None:
+    sampled, block = replace(ASKED, mode="coupled"), replace(ASKED, mode="block")
+    comparison = Comparison(
+        [
+            ran(PLAIN, 40.0),
+            ran("a", 60.0),
+            ran("generate", 20.0, engine="transformers", tokens=(4, 5)),
+            ran(PLAIN, 40.0, sampled),
+            ran("a", 60.0, sampled, tokens=(4, 9, 6)),
+            ran(PLAIN, 40.0, block),
+            ran("a", 60.0, block, tokens=(7, 9, 6)),
+        ]
+    )
+    equal = {(row["mode"], row["drafter"]): row["texts_equal"] for row in comparison.rows()}
+    assert equal == {
+        ("greedy", PLAIN): None,
+        ("greedy", "a"): True,
+        ("greedy", "generate"): False,
+        ("coupled", PLAIN): None,
+        ("coupled", "a"): False,
+        ("block", PLAIN): None,
+        ("block", "a"): None,
+    }
+    found = [(each["drafter"], each["mode"], each["first_different_token"]) for each in comparison.differences()]
+    assert found == [("generate", "greedy", 2), ("a", "coupled", 1)]
+
+
+def test_a_peer_that_refuses_has_a_row_that_says_why() -> None:
+    refused = Run(Contestant("transformers", "early exit"), ASKED, Answer(error="ValueError: no"))
+    comparison = Comparison([ran(PLAIN, 40.0), ran("a", 60.0), refused])
+    (row,) = [row for row in comparison.rows() if row["drafter"] == "early exit"]
+    assert row["error"] == "ValueError: no"
+    assert row["tokens_per_s"] is None
+    assert row["texts_equal"] is None
+    assert comparison.differences() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "drafters"),
+    [
+        ("ngram", [("ngram", (("ngram", ""),))]),
+        ("ngram, model:/a/b:c", [("ngram", (("ngram", ""),)), ("model:/a/b:c", (("model", "/a/b:c"),))]),
+        ("suffix+model:x", [("suffix+model:x", (("suffix+model", "x"),))]),
+        ("suffix&model:x", [("suffix&model:x", (("suffix", ""), ("model", "x")))]),
+    ],
+)
+def test_drafters_by_name(text: str, drafters: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
+    assert [(lane.name, lane.drafters) for lane in lanes.parse(text)] == drafters
+
+
+@pytest.mark.parametrize("text", ["ngram,", "&ngram", "ngram+oracle", ":model", "ngram,ngram", "plain"])
+def test_drafters_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="--drafters"):
+        lanes.check_kinds(lanes.parse(text), ["ngram", "model"])
+
+
+def test_questions_go_round_by_round_prompt_by_prompt() -> None:
+    extent = Extent.of(True, 2, 2, 3, 4)
+    asked = questions([("a", [1]), ("b", [2]), ("a", [3]), ("a", [4])], extent, 100)
+    greedy = [(question.turn, question.kind, question.prompt) for question in asked if question.mode == "greedy"]
+    one_round = [("a", (1,)), ("b", (2,)), ("a", (3,))]
+    assert greedy == [(turn, *each) for turn in (0, 1) for each in one_round]
+    assert len(asked) == 3 * len(greedy)
+    seeds = {(question.turn, question.number): question.seed for question in asked}
+    assert len(set(seeds.values())) == len(seeds) == 6, "one seed per prompt and round, in all modes the same"
+    with pytest.raises(InvalidRequest, match="a prompt of kind a is 98 tokens, must be at most 97"):
+        questions([("a", [1] * 98)], extent, 100)
+
+
+def test_quick_is_less_of_the_same() -> None:
+    assert Extent.of(True, None, None, None, 4) == Extent(1, 1, 64, 4)
+    assert Extent.of(False, None, 5, None, 4) == Extent(3, 5, 128, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "verification"),
+    [
+        ("greedy", 0.0, Verification.GREEDY),
+        ("coupled", 1.0, Verification.COUPLED),
+        ("block", 1.0, Verification.BLOCK),
+    ],
+)
+def test_modes_are_verifications(mode: str, temperature: float, verification: Verification) -> None:
+    params = lanes.sampling(replace(ASKED, mode=mode))
+    params.check()
+    assert (params.temperature, params.mode, params.seed) == (temperature, verification, 5)
+
+
+def test_peers_load_the_same_weights(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    weights = Weights(str(tmp_path), "float32", "cpu", 2, 512, (0,))
+    assert transformers_recipe(weights, None).spec["dtype"] == "float32"
+    python = tmp_path / "env" / "bin" / "python"
+    library = tmp_path / "env" / "lib" / "libiomp5.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plain, ngram = vllm_recipes(weights, python)
+    assert (plain.spec["way"], ngram.spec["way"]) == ("plain", "ngram")
+    assert plain.spec["context"] == 512
+    assert str(library) in plain.environment["LD_PRELOAD"]
+    assert plain.environment["HF_HUB_OFFLINE"] == "1"
+    assert plain.environment["OMP_NUM_THREADS"] == "2"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in plain.environment, "what the user has set stays"
+    assert "OMP_NUM_THREADS" not in vllm_environment(python, replace(weights, threads=0)), "as many as the others"

@@ -1,0 +1,53 @@
+"""What the network benchmark hands to the simulator, read off the shortest link."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.bench.network.command import Cell, Found, Run, Runs, modes
+from outrider.v1 import coordinator_pb2 as pb
+
+TOKENS = 60
+
+
+def runs(step_ms: float, per_step: float) -> Runs:
+    """An answer of so many tokens a step."""
+    steps = round(TOKENS / per_step)
+    stats = pb.Stats(steps=steps, tokens_per_second=1000.0 * TOKENS / (steps * step_ms))
+    return Runs([Run(tuple(range(TOKENS)), (), stats)])
+
+
+def found(plain_ms: float, in_turns_ms: float) -> Found:
+    plain, in_turns = modes((2,))[:2]
+    near, far = Cell(5.0), Cell(80.0)
+    world = {"draft_ms": 4.0, "cost": ([1, 17], [40.0, 40.0]), "rtt_ms": 5.0}
+    return Found(
+        measured={
+            near: {plain: runs(plain_ms, 1.0), in_turns: runs(in_turns_ms, 2.0)},
+            far: {plain: runs(99.0, 1.0), in_turns: runs(999.0, 2.0)},
+        },
+        worlds={near: world, far: world | {"rtt_ms": 80.0}},
+    )
+
+
+def test_what_the_services_add_goes_into_every_prediction() -> None:
+    cases = found(plain_ms=41.5, in_turns_ms=58.0).cases()
+    assert len(cases) == 4
+    for case in cases.values():
+        rows, ms = case["world"]["cost"]
+        assert rows == [1, 17]
+        assert ms == pytest.approx([41.5, 41.5])
+        assert case["world"]["overhead_ms"] == pytest.approx(58.0 - 41.5 - 2 * 4.0 - 5.0)
+    assert {case["world"]["rtt_ms"] for case in cases.values()} == {5.0, 80.0}
+
+
+def test_a_clock_that_ran_fast_adds_nothing() -> None:
+    case = next(iter(found(plain_ms=39.0, in_turns_ms=50.0).cases().values()))
+    assert case["world"]["cost"][1] == [40.0, 40.0]
+    assert case["world"]["overhead_ms"] == 0.0
+
+
+def test_narrow_links_are_not_predicted() -> None:
+    narrow = found(plain_ms=40.0, in_turns_ms=60.0)
+    narrow.measured[Cell(15.0, kib_per_s=32.0)] = narrow.measured[Cell(5.0)]
+    assert all(not cell.kib_per_s for cell, _ in narrow.cases())

@@ -1,0 +1,26 @@
+"""What a model writes is shown on a terminal and commands none; elsewhere it is handed on as it is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outrider.cli.show import show_tokens
+from outrider.client.sync import Tokens
+from outrider.protocol.speculation import TokenKind
+
+EVIL = "a\x1b]0;owned\x07\x1b[2Jb\x9b31m\rc\u202e"
+
+
+@pytest.mark.parametrize("colour", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_escapes(colour: bool, terminal: bool) -> None:
+    out = io.StringIO()
+    tokens = Tokens(0, EVIL, (1,), (TokenKind.NONE,), (len(EVIL),), ())
+    show_tokens(Console(file=out, force_terminal=terminal, color_system=None), tokens, colour=colour)
+    if terminal:
+        assert out.getvalue() == "a\\x1b]0;owned\\x07\\x1b[2Jb\\x9b31m\\x0dc\\u202e"
+    else:
+        assert "\x1b]0;owned" in out.getvalue()

@@ -1,0 +1,115 @@
+"""What a client does about a broken stream, without any stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.client.events import Finished, Started, Tokens, request_of, whole
+from outrider.client.resume import RESUME_FOR_S, Progress, Turns
+from outrider.protocol.errors import Overloaded, PeerLost
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+
+STARTED = pb.GenerateReply(started=pb.Started(session_id="s", seed=7, prompt_tokens=3, model="m"))
+
+
+def chunk(position: int, *tokens: int) -> pb.GenerateReply:
+    return pb.GenerateReply(
+        chunk=pb.Chunk(position=position, text="x" * len(tokens), token_ids=tokens, kinds=[1] * len(tokens))
+    )
+
+
+def complete(tokens: int) -> pb.GenerateReply:
+    return pb.GenerateReply(complete=pb.Complete(finish_reason=1, text="!", prompt_tokens=3, output_tokens=tokens))
+
+
+def asked(endpoints: int = 1) -> Progress:
+    return Progress(request_of("Hello", {"params": SamplingParams(seed=7)}), endpoints)
+
+
+def test_what_was_never_heard_of_is_sent_again_as_it_was() -> None:
+    progress = asked()
+    first = progress.request()
+    assert progress.may_go_on(0.0)
+    assert progress.request() == first
+    assert first.idempotency_key, "or it would be generated twice"
+
+
+def test_goes_on_from_the_tokens_at_hand() -> None:
+    progress = asked()
+    progress.request()
+    assert isinstance(progress.take(STARTED), Started)
+    assert isinstance(progress.take(chunk(0, 5, 6)), Tokens)
+    assert progress.may_go_on(0.0)
+    assert progress.request() == pb.ResumeRequest(session_id="s", from_position=2, tail=[5, 6])
+    assert progress.take(STARTED) is None, "told once"
+    assert isinstance(progress.take(chunk(2, 7)), Tokens)
+    assert progress.request() == pb.ResumeRequest(session_id="s", from_position=3, tail=[5, 6, 7])
+    assert isinstance(progress.take(complete(3)), Finished)
+
+
+def test_a_resumed_output_is_resumed_as_well() -> None:
+    progress = Progress(pb.ResumeRequest(session_id="s", from_position=10, tail=[8, 9]), 1)
+    assert progress.request() == pb.ResumeRequest(session_id="s", from_position=10, tail=[8, 9])
+    assert isinstance(progress.take(STARTED), Started), "its reader has not seen one"
+    progress.take(chunk(10, 1))
+    assert progress.request() == pb.ResumeRequest(session_id="s", from_position=11, tail=[8, 9, 1])
+
+
+def test_errors_in_the_stream_are_raised() -> None:
+    error = common.Error(code="overloaded", message="full")
+    with pytest.raises(Overloaded, match="full"):
+        asked().take(pb.GenerateReply(error=error))
+
+
+@pytest.mark.parametrize("endpoints", [1, 3])
+def test_gives_up_soon_when_nobody_ever_answered(endpoints: int) -> None:
+    """Two tries, and one for each endpoint."""
+    progress = asked(endpoints)
+    tries = 0
+    while True:
+        progress.request()
+        tries += 1
+        if not progress.may_go_on(0.0):
+            break
+    assert tries == 2 + endpoints
+
+
+def test_gives_up_when_nothing_more_comes_for_long() -> None:
+    progress = asked()
+    progress.request()
+    progress.take(STARTED)
+    assert progress.may_go_on(100.0)
+    for now in (100.0, 110.0, 100.0 + RESUME_FOR_S):
+        progress.request()
+        assert progress.may_go_on(now)
+    assert not progress.may_go_on(100.0 + RESUME_FOR_S + 0.1)
+
+
+def test_every_token_buys_new_time() -> None:
+    progress = asked()
+    progress.take(STARTED)
+    for now in (0.0, 29.0, 58.0, 87.0):
+        progress.request()
+        progress.take(chunk(0, 1))
+        assert progress.may_go_on(now)
+
+
+def test_many_streams_that_break_at_once_leave_together() -> None:
+    """Each moving on by itself would bring an even number back to where they broke."""
+    turns = Turns(2)
+    for _ in range(4):
+        turns.leave(0)
+    assert turns.present == 1
+    turns.leave(1)
+    assert turns.present == 0
+
+
+def test_whole_is_all_of_it() -> None:
+    progress = asked()
+    replies = [progress.take(reply) for reply in (STARTED, chunk(0, 5, 6), chunk(2, 7), complete(3))]
+    made = whole(reply for reply in replies if reply is not None)
+    assert (made.text, made.token_ids, made.started.seed) == ("xxx!", (5, 6, 7), 7)
+    with pytest.raises(PeerLost):
+        whole(reply for reply in replies[:-1] if reply is not None)

@@ -1,0 +1,320 @@
+"""The kernels: the same bits whatever shares a step, for every format of weights and every odd shape."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.base.config import home
+from outrider.engine import Rows
+from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.model_spec import plan
+from outrider.engine.native import NativeEngine, NoCompiler, build
+from outrider.engine.transformers_engine import TransformersEngine
+from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import ModelInfo
+from outrider.testing.toy_models import make_model
+
+VOCAB = 203  # no multiple of any panel
+TOKENS = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "initializer_range": 0.2,
+}
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes)).eval()
+
+
+def seeded(kind: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(config).eval()
+
+
+def engine(model: Any, weights: str = "float32", threads: int = 1) -> NativeEngine:
+    info = ModelInfo("m", "f", vocab_size=VOCAB)
+    return NativeEngine(plan(model), info, kv_tokens=4096, weights=weights, threads=threads)
+
+
+SHAPES = {
+    "grouped heads": llama(),
+    "one key head for many": llama(num_attention_heads=18, num_key_value_heads=1),
+    "a head as wide as several panels": llama(head_dim=80),
+    "biases and learnt positions": GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=40, n_layer=2, n_head=4, n_positions=512)
+    ).eval(),
+}
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(model: Any, weights: str) -> None:
+    runs = engine(model, weights)
+    whole = runs.extend([Rows("whole", TOKENS)]).logits[0].clone()
+    for size in (1, 2, 3, 5, 9, 12, 13, 17, 25, 49, 60, 97):
+        runs.free("pieces")
+        runs.forget_idle()
+        at = 0
+        while at < 200:
+            neighbours = [Rows(f"n{size}-{at}-{i}", TOKENS[i : i + 3 * i + 1]) for i in range(size % 4)]
+            piece = Rows("pieces", TOKENS[at : at + size])
+            found = runs.extend([*neighbours, piece]).logits[-1]
+            assert torch.equal(found, whole[at : at + size])
+            at += len(piece.tokens)
+            for rows in neighbours:
+                runs.free(rows.session)
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
+def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any) -> None:
+    """Along any path of a tree, and after the path was kept and its rows moved together."""
+    runs = engine(model)
+    whole = runs.extend([Rows("whole", TOKENS[:70])]).logits[0].clone()
+    for base in (1, 30, 31, 33, 63):  # paths within a page, and across one
+        session = f"tree {base}"
+        runs.extend([Rows(session, TOKENS[:base])])
+        right = TOKENS[base : base + 3]
+        tree = [7, right[0], 9, right[1], 11, right[2], 13]
+        parents = (-1, -1, 0, 1, 1, 3, 5)
+        found = runs.extend([Rows(session, tree, parents)]).logits[0]
+        for row, depth in ((1, 0), (3, 1), (5, 2)):
+            assert torch.equal(found[row], whole[base + depth])
+        runs.keep(session, base, [1, 3, 5])
+        assert torch.equal(
+            runs.extend([Rows(session, TOKENS[base + 3 : base + 6])]).logits[0], whole[base + 3 : base + 6]
+        )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> None:
+    """Models have units that answer in the hundreds: an exponential that overflows must not show."""
+    model = llama(hidden_act=activation, num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight.mul_(300)
+        reached = torch.nn.functional.linear(
+            model.model.layers[0].post_attention_layernorm(model.model.embed_tokens(torch.tensor(TOKENS[:40]))),
+            model.model.layers[0].mlp.gate_proj.weight,
+        )
+        assert reached.max() > 300
+        assert reached.min() < -300
+        truth = model(torch.tensor([TOKENS[:40]])).logits[0]
+    found = engine(model).extend([Rows("s", TOKENS[:40])]).logits[0]
+    assert torch.allclose(found, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
+
+
+LEVELS = [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gpt2": lambda: SHAPES["biases and learnt positions"],
+    "relu": lambda: llama(hidden_act="relu", num_attention_heads=18, num_key_value_heads=1),
+    "gelu": lambda: llama(hidden_act="gelu", attention_bias=True, mlp_bias=True),
+    "window": lambda: seeded(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=40)),
+    "norms of heads": lambda: seeded(Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+    "caps": lambda: seeded(Gemma2ForCausalLM, Gemma2Config(**SHAPE, sliding_window=40, query_pre_attn_scalar=20)),
+    "parallel": lambda: seeded(
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig(
+            vocab_size=VOCAB, hidden_size=72, num_hidden_layers=2, num_attention_heads=6, intermediate_size=99
+        ),
+    ),
+}
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this processor runs one kind of kernels")
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one verifier may go on where another of an unlike processor died."""
+    model = make()
+    found: dict[str, list[torch.Tensor]] = {}
+    for level in LEVELS:
+        built = build.load(build.compile_for(level, home() / "kernels"))
+        assert built.outrider_arithmetic() > 0
+        monkeypatch.setattr("outrider.engine.native.engine.library", lambda built=built: built)
+        for weights in ("float32", "bfloat16", "int8"):
+            runs = engine(model, weights)
+            whole = runs.extend([Rows("s", TOKENS[:150])])
+            tree = runs.extend([Rows("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), features_from=0)])
+            found.setdefault(weights, []).append(torch.cat([whole.logits[0], tree.logits[0]]).clone())
+    assert len({build.load(build.compile_for(level, home() / "kernels")).outrider_lanes() for level in LEVELS}) > 1
+    for narrow, wide in found.values():
+        assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("make", [llama, KINDS["window"]], ids=["all", "window"])
+def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callable[[], Any], bad: float) -> None:
+    """Siblings, tokens before it, and whoever gets its page later. Who continues it sees it."""
+    model = make()
+    runs = engine(model)
+    whole = runs.extend([Rows("whole", TOKENS[:70])]).logits[0].clone()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = bad
+    assert 7 not in TOKENS[:70]
+    for base in (1, 30, 31, 63):
+        runs.extend([Rows("tree", TOKENS[:base])])
+        right = TOKENS[base : base + 2]
+        tree, parents = [7, right[0], 7, right[1], 5], (-1, -1, 1, 1, 0)
+        found = runs.extend([Rows("tree", tree, parents)]).logits[0]
+        assert torch.equal(found[[1, 3]], whole[base : base + 2])
+        assert torch.isnan(found[[0, 2, 4]]).all()
+        runs.keep("tree", base, [1, 3])
+        chain = runs.extend([Rows("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
+        assert torch.equal(chain[0], whole[base + 2])
+        runs.free("tree")
+        runs.forget_idle()
+    runs.free("whole")
+    runs.forget_idle()
+    assert torch.equal(runs.extend([Rows("later", TOKENS[:70])]).logits[0], whole)
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    model = llama()
+    one, three = engine(model), engine(model, threads=3)
+    assert torch.equal(one.extend([Rows("s", TOKENS)]).logits[0], three.extend([Rows("s", TOKENS)]).logits[0])
+
+
+def test_a_prefix_from_the_cache_has_the_bits_of_one_made_anew() -> None:
+    runs = engine(llama())
+    whole = runs.extend([Rows("first", TOKENS[:150])]).logits[0].clone()
+    runs.free("first")
+    found = runs.adopt("second", TOKENS[:150])
+    assert found == 128
+    assert torch.equal(runs.extend([Rows("second", TOKENS[found:150])]).logits[0], whole[found:])
+
+
+def test_int8_is_the_model_whose_weights_were_rounded_so() -> None:
+    model = llama()
+    found = engine(model, "int8").extend([Rows("s", TOKENS[:50])]).logits[0].clone()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                scale = weight.abs().amax(dim=1, keepdim=True) / 127
+                weight.copy_((weight / scale).round() * scale)
+        truth = model(torch.tensor([TOKENS[:50]])).logits[0]
+    assert torch.allclose(found, truth, atol=1e-3, rtol=1e-3)
+
+
+def test_a_step_larger_than_any_before_finds_room() -> None:
+    runs = engine(llama())
+    small = runs.extend([Rows("a", TOKENS[:2])]).logits[0].clone()
+    large = runs.extend([Rows("b", TOKENS), Rows("c", TOKENS[:2])]).logits
+    assert torch.equal(large[1], small)
+
+
+def test_no_compiler_means_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise NoCompiler("there is no C compiler (cc) on this machine")
+
+    folder = str(make_model(tmp_path / "model", seed=1))
+    monkeypatch.setattr("outrider.engine.native.engine.library", none)
+    said: list[str] = []
+    assert isinstance(load_model(folder, progress=said.append).engine, TransformersEngine)
+    assert any("no C compiler" in line for line in said)
+    with pytest.raises(StartupError, match="no C compiler"):
+        load_model(folder, EngineOptions(compile="on"))
+
+
+def test_kernels_are_compiled_once_and_a_machine_without_compiler_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build.compile_for("native", tmp_path)
+    stamp = made.stat().st_mtime_ns
+    assert build.compile_for("native", tmp_path).stat().st_mtime_ns == stamp
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert build.compile_for("native", tmp_path) == made
+    with pytest.raises(NoCompiler, match="no C compiler"):
+        build.compile_for("native", tmp_path / "elsewhere")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(NoCompiler, match="march"):
+        build.compile_for("abacus", tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".so"]
+
+
+def test_kernels_built_ahead_are_found_by_what_the_processor_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_AHEAD", tmp_path)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for level in ("x86-64-v3", "x86-64-v4"):
+        (tmp_path / f"kernels-{level}-{build._digest(level)}.so").touch()
+    for able, level in (({"avx512_bw": True, "avx2": True}, "v4"), ({"avx2": True}, "v3")):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda able=able: able)
+        found = build._built_ahead()
+        assert found is not None
+        assert level in found.name
+    monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    assert build._built_ahead() is None
+
+
+def test_threads_wait_briefly_unless_told_otherwise() -> None:
+    """Set before torch is loaded, in a process of its own; a user's own choice is left alone."""
+
+    def shown(**more: str) -> str:
+        code = "import verifier, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+        clean = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=clean | more, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert shown() == "2000"
+    assert shown(GOMP_SPINCOUNT="7") == "7"
+    assert shown(OMP_WAIT_POLICY="passive") == "None"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by /proc")
+def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: Path) -> None:
+    """Were they counted still, OpenMP would put the others to sleep between any two parts of a step."""
+    folder = make_model(tmp_path / "model", seed=1)
+    code = f"""
+import os, time, torch
+from outrider.engine.loading.loader import load_model
+from outrider.base.openmp import let_go
+torch.set_num_threads(3)
+def count():
+    time.sleep(0.5)  # the kernel takes its time to bury a thread
+    return len(os.listdir("/proc/self/task"))
+before = count()
+torch.ones(2_000_000).sum()
+spread = count()
+let_go()
+print(before, spread, count(), end=" ")
+load_model({str(folder)!r})
+print(count())
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, spread, rested, loaded = map(int, ran.stdout.split())
+    assert spread == before + 2
+    assert rested == before
+    assert loaded == before

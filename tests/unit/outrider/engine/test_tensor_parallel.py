@@ -1,0 +1,201 @@
+"""What rank 0 does, the other ranks do; and what cannot be split is refused before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
+
+from outrider.base.config import WorkerSettings
+from outrider.engine import Rows
+from outrider.engine.attention import NAME as RAGGED_ATTENTION
+from outrider.engine.tensor_parallel import ParallelEngine, Team, _apply, ranks
+from outrider.engine.transformers_engine import TransformersEngine
+from outrider.protocol.errors import Overloaded, StartupError
+from outrider.protocol.fleet import ModelInfo
+from outrider.testing.toy_models import make_model
+
+VOCAB = 64
+KV_TOKENS = 320
+
+
+class Hearing:
+    """In place of a team: what is told is done at once by one other engine."""
+
+    def __init__(self, other: TransformersEngine) -> None:
+        self._other = other
+        self.messages = 0
+
+    def tell(self, commands: Sequence[list[Any]]) -> None:
+        self.messages += 1
+        for name, *arguments in json.loads(json.dumps(commands)):
+            try:
+                _apply(self._other, name, arguments)
+            except Overloaded:
+                pytest.fail("the other rank gave up where rank 0 only refuses")
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation=RAGGED_ATTENTION,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def engine_over(model: LlamaForCausalLM) -> TransformersEngine:
+    return TransformersEngine(model, ModelInfo("m", "f"), kv_tokens=KV_TOKENS, idle_tokens=KV_TOKENS // 4)
+
+
+class Sessions:
+    """What a scheduler does to an engine, at random: sessions come, share beginnings, roll back, fork and go."""
+
+    def __init__(self, engine: ParallelEngine, seed: int) -> None:
+        self.live: list[str] = []
+        self.steps = self.refused = 0
+        self._engine = engine
+        self._rng = random.Random(seed)
+
+    def turn(self, number: int) -> None:
+        if self._rng.random() < 0.3 or not self.live:
+            self._begin(f"s{number}")
+        else:
+            self._guess()
+        if self._rng.random() < 0.1:
+            self._engine.fork(self.live[0], f"f{number}")
+            self.live.append(f"f{number}")
+        while len(self.live) > 5:
+            self._engine.free(self.live.pop(self._rng.randrange(5)))
+
+    def _begin(self, session: str) -> None:
+        prompt = [1] * self._rng.choice([40, 70, 100])
+        cached = self._engine.adopt(session, prompt, self._rng.choice(["", "salt"]))
+        self.live.append(session)
+        if self._extends([Rows(session, prompt[cached:], logits_from=len(prompt) - cached)]):
+            self._engine.truncate(session, self._rng.choice([30, 64, 100]))
+
+    def _guess(self) -> None:
+        chosen = self._rng.sample(self.live, min(len(self.live), 2))
+        bases = [self._engine.length(session) for session in chosen]
+        if self._extends([Rows(session, self._rng.choices(range(VOCAB), k=3), (-1, 0, -1)) for session in chosen]):
+            for session, base in zip(chosen, bases, strict=True):
+                self._engine.keep(session, base, self._rng.choice([[0, 1], [2], [0]]))
+
+    def _extends(self, batch: list[Rows]) -> bool:
+        self.steps += 1
+        try:
+            self._engine.extend(batch)
+        except Overloaded:
+            self.refused += 1
+            return False
+        return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_hold_the_same(model: LlamaForCausalLM, seed: int) -> None:
+    here, there = engine_over(model), engine_over(model)
+    team = Hearing(there)
+    engine = ParallelEngine(here, team)  # type: ignore[arg-type]
+    sessions = Sessions(engine, seed)
+    for number in range(150):
+        sessions.turn(number)
+    assert sessions.refused, "the cache was full now and then"
+    for session in sessions.live[2:]:
+        engine.free(session)
+    engine.extend([Rows("last", [1])])  # takes along what was not told yet
+    assert team.messages == sessions.steps + 1, "one message a step"
+    assert here._book._held == there._book._held
+    assert here._book._free == there._book._free
+    assert list(here._book._idle) == list(there._book._idle)
+    for session in sessions.live[:2]:
+        probe = [Rows(session, [1])]
+        assert torch.equal(here.extend(probe).logits[0], there.extend(probe).logits[0])
+
+
+def refused(size: int, **settings: Any) -> StartupError:
+    with pytest.raises(StartupError) as caught, ranks(size, WorkerSettings(**settings), ["/bin/false"]):
+        pass
+    return caught.value
+
+
+@pytest.fixture
+def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("nobody_started_us")
+@pytest.mark.parametrize(
+    ("settings", "devices", "field", "limit"),
+    [
+        ({"quantization": "int8"}, 0, "quantization", "none"),
+        ({"compile": "on"}, 0, "compile", "auto or off"),
+        ({"device": "cuda:1"}, 4, "device", "auto, cpu or cuda"),
+        ({"device": "cuda"}, 0, "device", "auto or cpu here"),
+        ({"device": "cpu"}, 4, "device", "auto or cuda where CUDA devices are visible"),
+        ({}, 1, "tensor_parallel", "at most 1, a CUDA device for each rank"),
+    ],
+)
+def test_what_cannot_go_together_is_named(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], devices: int, field: str, limit: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    error = refused(2, **settings)
+    assert (error.field, error.limit) == (field, limit)
+    assert error.message == f"{field} is {error.value}, must be {limit}, with tensor parallelism"
+
+
+def test_torchrun_must_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    error = refused(2)
+    assert (error.field, error.value, error.limit) == ("tensor_parallel", "2", "3")
+
+
+def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
+    team = Team(1, 4, torch.device("cpu"), "")
+    heads = {"pretrained_model_name_or_path": str(make_model(tmp_path / "heads", seed=1))}
+    with pytest.raises(StartupError, match="tensor_parallel is 4, must divide the 2 num_key_value_heads of heads"):
+        team.check_model("heads", heads)
+    OPTConfig().save_pretrained(tmp_path / "plan")
+    with pytest.raises(StartupError, match="no plan to split opt models: tensor_parallel is 4, must be 1"):
+        team.check_model("plan", {"pretrained_model_name_or_path": str(tmp_path / "plan")})
+
+
+@pytest.mark.usefixtures("nobody_started_us")
+@pytest.mark.timeout(8)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_an_error_before_they_meet_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # is set where it is not
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+    others: list[subprocess.Popen[bytes]] = []
+
+    def fail() -> None:
+        with ranks(3, WorkerSettings(device="cpu"), waiting) as team:
+            others.extend(team._started)
+            raise StartupError("no model")
+
+    with pytest.raises(StartupError, match="no model"):
+        fail()
+    assert [other.poll() for other in others] == [-signal.SIGKILL] * 2

@@ -1,0 +1,74 @@
+"""Tracing where it is off, cannot be, or has a collector that does not answer."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from outrider.observability.tracing import FLUSH_S, OFF, UNSEEN, tracing_to
+from outrider.protocol.errors import StartupError
+
+PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+
+def test_without_an_endpoint_nothing_is_traced_and_nothing_loaded() -> None:
+    assert tracing_to("", "coordinator") is OFF
+    span = OFF.start("generate", PARENT, {})
+    assert span is UNSEEN
+    assert span.child("verify", {}) is UNSEEN
+    assert span.carrier() == {}
+    imports = "outrider.observability.span_events, outrider.observability.request_context"
+    script = f"import sys, {imports}; assert 'opentelemetry' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "4318"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    with pytest.raises(StartupError, match=r"otlp_endpoint is .*http://collector:4318"):
+        tracing_to(endpoint, "coordinator")
+
+
+def test_without_opentelemetry_an_endpoint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(StartupError, match=r"pip install 'outrider\[tracing\]'"):
+        tracing_to("http://127.0.0.1:4318", "coordinator")
+
+
+def test_a_collector_that_does_not_answer_does_not_keep_a_service_from_leaving() -> None:
+    """In a process of its own: what sends the spans tries again in a thread that outlives the service."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        script = f"""
+import asyncio, time
+from outrider.observability.tracing import tracing_to
+async def leave():
+    tracing = tracing_to("http://127.0.0.1:{silent.getsockname()[1]}", "coordinator")
+    for _ in range(2000):
+        tracing.start("generate", {{}}, {{}}).end()
+    began = time.monotonic()
+    await tracing.close()
+    print(time.monotonic() - began)
+asyncio.run(leave())
+"""
+        took = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert float(took.stdout.split()[-1]) < FLUSH_S + 2
+
+
+async def test_spans_carry_the_trace_that_they_belong_to() -> None:
+    tracing = tracing_to("http://127.0.0.1:1/", "coordinator")
+    span = tracing.start("generate", PARENT, {"outrider.session_id": "s"})
+    child = span.child("verify", {})
+    trace, parent = PARENT["traceparent"].split("-")[1:3]
+    version, own_trace, own_id, flags = child.carrier()["traceparent"].split("-")
+    assert (version, own_trace, flags) == ("00", trace, "01")
+    assert own_id not in (parent, span.carrier()["traceparent"].split("-")[2])
+    nonsense = tracing.start("generate", {"traceparent": "nonsense"}, {})
+    assert nonsense.carrier()["traceparent"].split("-")[1] != trace, "a trace of its own"
+    await tracing.close()
+    await tracing.close()

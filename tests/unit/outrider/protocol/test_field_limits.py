@@ -1,0 +1,83 @@
+"""Every text of every request has a limit, and what errors repeat of it is little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from outrider.protocol import convert
+from outrider.protocol.errors import MAX_SHOWN, InvalidRequest, NotFound
+from outrider.protocol.field_limits import LONGEST, check_fields
+from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2
+
+HUGE = 100_000
+REQUESTS = [
+    method.input_type
+    for module in (coordinator_pb2, verifier_pb2, drafter_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+
+
+def texts(kind: Descriptor, path: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
+    for field in kind.fields:
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            yield from texts(field.message_type, (*path, field))
+        elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+            yield (*path, field)
+
+
+def filled(kind: Descriptor, path: tuple[FieldDescriptor, ...]) -> Any:
+    """A message with a huge text at the end of a path."""
+    message = made = message_factory.GetMessageClass(kind)()
+    for field in path[:-1]:
+        inner = getattr(made, field.name)
+        made = inner.add() if field.is_repeated else inner
+        if not field.is_repeated:
+            made.SetInParent()
+    last = path[-1]
+    value: Any = b"x" * HUGE if last.type == FieldDescriptor.TYPE_BYTES else "x" * HUGE
+    if last.is_repeated:
+        getattr(made, last.name).append(value)
+    else:
+        setattr(made, last.name, value)
+    return message
+
+
+CASES = [(kind, path) for kind in REQUESTS for path in texts(kind)]
+
+
+@pytest.mark.parametrize(("kind", "path"), CASES, ids=[f"{k.name}.{'.'.join(f.name for f in p)}" for k, p in CASES])
+def test_every_text_of_every_request_is_bounded(kind: Descriptor, path: tuple[FieldDescriptor, ...]) -> None:
+    if path[-1].name in LONGEST and LONGEST[path[-1].name] is None:
+        check_fields(filled(kind, path))  # whoever reads it counts its bytes
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        check_fields(filled(kind, path))
+    assert path[-1].name in caught.value.field
+    assert str(HUGE) in caught.value.value
+
+
+def test_lists_of_workers_are_bounded() -> None:
+    worker = coordinator_pb2.Worker()
+    worker.model.eos_token_ids.extend(range(HUGE))
+    with pytest.raises(InvalidRequest, match="eos_token_ids"):
+        check_fields(coordinator_pb2.RegisterRequest(worker=worker))
+
+
+@pytest.mark.parametrize("value", ["x" * HUGE, "\x1b[31m" * HUGE, "🙂" * HUGE, "\ud800" * HUGE, "'\"\\" * HUGE])
+def test_errors_repeat_little(value: str) -> None:
+    for error in (
+        NotFound(f"there is no session {value!r}", field=value, value=value, limit=value),
+        InvalidRequest.of("session_id", value, f"something else than {value}"),
+        InvalidRequest(value),
+    ):
+        assert error.value.count(value[0]) <= MAX_SHOWN
+        sent = convert.error_to_proto(error).SerializeToString()
+        assert len(sent) * 4 / 3 + len(error.message) < 8_000, "gRPC's headers hold 8 KiB"
+        assert convert.error_from_proto(convert.common.Error.FromString(sent)).message == error.message
+        assert "\x1b" not in str(error)

@@ -1,0 +1,139 @@
+"""Messages of any size are judged in no time, and what a drafter may send is counted in tokens and bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from coordinator.sessions.attached_drafter import MAX_UNANSWERED, Allowance, DraftPace
+from outrider.protocol import convert, message_limits
+from outrider.protocol.cost_curve import UNKNOWN_COST
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA, WHOLE, Distribution, Guess
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import verifier_pb2 as verify
+
+MILLION = 1_000_000
+
+
+def guess(**fields: object) -> common.Guess:
+    return common.Guess(position=3, first_id=1, **fields)  # type: ignore[arg-type]
+
+
+def unknown_fields(size: int) -> common.Guess:
+    """A field that no version has, of so many bytes."""
+    length = size
+    varint = bytearray()
+    while length > 0x7F:
+        varint.append(0x80 | (length & 0x7F))
+        length >>= 7
+    varint.append(length)
+    return common.Guess.FromString(b"\xfa\x07" + bytes(varint) + b"x" * size)
+
+
+LARGE: dict[str, Callable[[], common.Guess]] = {
+    "tokens": lambda: guess(tokens=[1] * MILLION),
+    "parents": lambda: guess(tokens=[1], parents=[0] * MILLION),
+    "distributions": lambda: guess(tokens=[1], draft_probs=[common.Distribution()] * 100_000),
+    "ids": lambda: guess(tokens=[1], draft_probs=[common.Distribution(id_deltas=[1] * MILLION, weights=[WHOLE])]),
+    "weights": lambda: guess(tokens=[1], draft_probs=[common.Distribution(id_deltas=[1], weights=[1] * MILLION)]),
+    "unknown fields": lambda: unknown_fields(4 * MILLION),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_guess_of_megabytes_is_refused_before_anything_loops_over_it(kind: str) -> None:
+    large = LARGE[kind]()
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        with pytest.raises(InvalidRequest):
+            convert.guess_from_proto(large)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.01, "tuple() of a million numbers takes longer"
+
+
+def test_the_largest_guess_that_may_be_fits() -> None:
+    """Probabilities included, over any vocabulary."""
+    most = 2**32 - 1
+    weights = (WHOLE - MAX_CANDIDATES + 1, *[1] * (MAX_CANDIDATES - 1))
+    ids = tuple(most // MAX_CANDIDATES * (i + 1) for i in range(MAX_CANDIDATES))
+    full = Guess(most, most, most, (most,) * MAX_GAMMA, (Distribution(ids, weights),) * MAX_GAMMA, most, most)
+    sent = convert.guess_to_proto(full)
+    message_limits.check_guess(sent)
+    assert convert.guess_from_proto(sent) == full
+
+
+def test_what_follows_an_opening_is_bounded_at_both_workers() -> None:
+    with pytest.raises(InvalidRequest, match="message is"):
+        message_limits.check_verify_request(verify.VerifyRequest(open=verify.OpenVerify(tokens=[1] * MILLION)))
+    with pytest.raises(InvalidRequest, match=r"committed\.tokens"):
+        message_limits.check_draft_request(draft.DraftRequest(committed=draft.Committed(tokens=[1] * MILLION)))
+    for width, rows in ((0, 8), (3, 8), (1, 2 * MILLION), (2**31, 0)):
+        features = common.Features(width=width, rows=b"x" * rows)
+        with pytest.raises(InvalidRequest, match=r"committed\.features"):
+            message_limits.check_draft_request(draft.DraftRequest(committed=draft.Committed(features=features)))
+    message_limits.check_draft_request(
+        draft.DraftRequest(committed=draft.Committed(tokens=[1] * 65, features=common.Features(width=4, rows=b"x" * 8)))
+    )
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        common.WorkerLoad(cost=common.CostCurve(rows=range(1, 200_001), ms=[1.0] * 200_000)),
+        common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[float("inf"), float("inf")])),
+        common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[2.0, 1.0])),
+        common.WorkerLoad(cost=common.CostCurve(rows=[1, 2], ms=[1.0, 1e300])),
+        common.WorkerLoad(step_ms=float("nan")),
+        common.WorkerLoad(step_ms=float("inf")),
+        common.WorkerLoad(step_ms=-1.0),
+    ],
+)
+def test_a_load_that_cannot_be_counts_as_none(load: common.WorkerLoad) -> None:
+    read = convert.load_from_proto(load)
+    assert (read.cost, read.step_ms) == (UNKNOWN_COST, 0.0)
+
+
+def test_a_drafter_that_sends_much_with_every_commit_is_found_out() -> None:
+    allowance = Allowance()
+
+    def send_much() -> None:
+        for _ in range(100):
+            for _ in range(MAX_UNANSWERED // 2):
+                allowance.spend(guess(tokens=[1] * MAX_GAMMA))
+            allowance.committed()
+
+    with pytest.raises(InvalidRequest, match="per commit"):
+        send_much()
+
+
+def test_a_link_that_hung_may_bring_several_commits_worth_at_once() -> None:
+    allowance = Allowance()
+    for _ in range(50):
+        allowance.committed()
+    for _ in range(32):  # sixteen trees
+        allowance.spend(guess(tokens=[1] * MAX_GAMMA))
+        allowance.spend(guess(tokens=[1] * MAX_GAMMA))
+    allowance.committed()
+
+
+def test_too_many_messages_between_two_commits_are_a_flood() -> None:
+    allowance = Allowance()
+    for _ in range(MAX_UNANSWERED):
+        allowance.spend(guess())
+    with pytest.raises(InvalidRequest, match="between two commits"):
+        allowance.spend(guess())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) -> None:
+    pace = DraftPace(now=10.0)
+    pace.asked(10.5)
+    believed = pace.believed_us(2**32 - 1, 10.6, ahead=ahead)
+    assert believed == pytest.approx(602_000 if ahead else 102_000, abs=2)
+    assert pace.believed_us(2**32 - 1, 10.61, ahead=ahead) == pytest.approx(12_000, abs=2)
+    assert pace.believed_us(300, 10.7, ahead=ahead) == 300, "what can be is believed"

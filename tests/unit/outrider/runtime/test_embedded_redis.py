@@ -1,0 +1,102 @@
+"""The embedded Redis: no port, a socket for one user, and data that outlive it where they are wanted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+import redis
+
+from outrider.launch.state import state_folder
+from outrider.protocol.errors import StartupError
+from outrider.runtime.embedded_redis import embedded_redis
+from tests.cluster import until
+from tests.sockets import listening_ports
+
+pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+
+
+def pid_of(url: str) -> int:
+    with redis.Redis.from_url(url) as client:
+        return int(client.info("server")["process_id"])
+
+
+def socket_of(url: str) -> Path:
+    return Path(url.removeprefix("unix://"))
+
+
+def test_it_has_no_port_and_a_socket_of_our_own() -> None:
+    with embedded_redis() as url:
+        assert listening_ports(pid_of(url)) == []
+        for path in (socket_of(url), socket_of(url).parent):
+            assert path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) == 0, path
+            assert path.stat().st_uid == os.getuid()
+    assert not socket_of(url).parent.exists()
+
+
+def test_what_is_written_outlives_a_crash(tmp_path: Path) -> None:
+    with embedded_redis(tmp_path) as url:
+        with redis.Redis.from_url(url) as client:
+            client.hset("session", mapping={"epoch": 3})
+            client.expire("session", 3600)
+        crashed = pid_of(url)
+        os.kill(crashed, signal.SIGKILL)
+    with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+        assert client.hget("session", "epoch") == b"3"
+        assert 0 < int(client.ttl("session")) <= 3600
+
+
+def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:
+    with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("a", "b")
+    for file in (tmp_path / "appendonlydir").iterdir():
+        file.write_bytes(b"\xff" * 100)
+    with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+        assert client.get("a") is None
+    assert list(tmp_path.glob("appendonlydir.unreadable-*"))
+
+
+def test_a_state_folder_is_private_and_has_one_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.launch.state.LEAVING_S", 0.2)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    with state_folder("", 50050) as first, state_folder("", 50050) as second, state_folder("", 50051) as third:
+        assert first.kept
+        assert third.kept
+        assert not second.kept, "the folder is held: what this run writes ends with it"
+        assert len({first.folder, second.folder, third.folder}) == 3
+        for state in (first, second):
+            assert state.folder.stat().st_mode & 0o777 == 0o700
+            assert state.data.stat().st_mode & 0o777 == 0o700
+        key = first.key("fleet-key")
+        assert key.stat().st_mode & 0o777 == 0o600
+        made_up = key.read_text()
+        assert len(made_up.strip()) >= 32
+    assert not second.folder.exists()
+    with state_folder("", 50050) as again:
+        assert again.folder == first.folder
+        assert again.key("fleet-key").read_text() == made_up, "workers that joined know this one"
+    with state_folder("", 0) as random_port:
+        assert not random_port.kept
+
+
+def test_a_named_state_folder_that_is_held_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.launch.state.LEAVING_S", 0.2)
+    with state_folder(str(tmp_path / "mine"), 0) as mine:
+        assert mine.kept
+        with pytest.raises(StartupError, match="in use by another"), state_folder(str(tmp_path / "mine"), 0):
+            pass
+    with state_folder(str(tmp_path / "mine"), 0):
+        pass
+
+
+def test_the_lock_lives_as_long_as_the_server_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that outlives who started it must not find a second one at its files."""
+    monkeypatch.setattr("outrider.launch.state.LEAVING_S", 0.2)
+    with state_folder(str(tmp_path), 0) as state, embedded_redis(state.data, holding=[state.lock]) as url:
+        server = pid_of(url)
+        held = [os.readlink(link) for link in (Path("/proc") / str(server) / "fd").iterdir()]
+        assert str(tmp_path / "lock") in held
+    until(lambda: not (Path("/proc") / str(server)).exists(), 5, "the server's end")

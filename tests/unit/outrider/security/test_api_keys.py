@@ -1,0 +1,184 @@
+"""Keys: how they are given, what they open, and that nobody gets to see them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+import pytest
+
+from coordinator.api.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from drafter.settings import DrafterSettings
+from outrider.base import config
+from outrider.base.config import has_secrets
+from outrider.protocol.errors import KINDS, STATUS, StartupError, Unauthenticated
+from outrider.security.api_keys import Keys, bearer
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
+from outrider.security.tenants import ANYBODY, Limits, Tenant
+
+NOWHERE = "redis://127.0.0.1:1"
+
+
+def test_a_key_opens_and_others_do_not() -> None:
+    keys = Keys.parse("alpha, beta", "api_keys")
+    for right in ("Bearer alpha", "Bearer beta", "bearer beta", b"Bearer alpha"):
+        assert keys.allows(right), right
+    for wrong in (
+        None,
+        "",
+        b"",
+        "alpha",
+        "Bearer",
+        "Bearer ",
+        "Bearer alph",
+        "Bearer alphaa",
+        "Bearer ALPHA",
+        "Bearer alpha, beta",
+        "Bearer alpha beta",
+        "Basic alpha",
+        "Bearer gammà",
+        b"Bearer \xff\xfe",
+    ):
+        assert not keys.allows(wrong), wrong
+
+
+def test_without_keys_the_door_stands_open() -> None:
+    for text in ("", "  "):
+        keys = Keys.parse(text, "api_keys")
+        assert not keys
+        assert keys.allows(None)
+        assert keys.allows("Bearer whatever")
+
+
+def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the web page\nalpha\n\n  beta#2  \r\n# alpha's successor\n")
+    keys = Keys.parse(f"@{file}", "api_keys")
+    assert keys.first == "alpha"
+    assert keys.allows("Bearer beta#2")
+    assert not keys.allows("Bearer # of the web page")
+    assert repr(keys) == "Keys(2)"
+
+
+@pytest.mark.parametrize("content", [None, "", "# nothing yet\n", b"\xff\xfe\x00"])
+def test_a_file_that_gives_no_keys_is_refused(tmp_path: Path, content: str | bytes | None) -> None:
+    """Otherwise a mistake would open the door to all."""
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(f"@{file}", "api_keys")
+    assert "api_keys" in caught.value.message
+    assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("text", [",", "s3cret,,other", "s3cret,", "s3cret with spaces", "s3crét", "s3cret\tx"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(text: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(text, "api_keys")
+    error = caught.value
+    assert "api_keys: key " in error.message
+    assert "s3cr" not in f"{error.message} {error.value} {error.limit}"
+
+
+def test_both_of_two_sets() -> None:
+    either = Keys(["a"]) | Keys(["b"]) | Keys()
+    assert [either.allows(bearer(key)) for key in "abc"] == [True, True, False]
+    assert either.first == "a"
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time must not tell which of them it was, nor how much of it was right."""
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def counting(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    keys = Keys(["first", "second", "a third one that is longer"])
+    for header in ("Bearer first", "Bearer second", "Bearer no", None):
+        compared.clear()
+        keys.allows(header)
+        assert len(compared) == 3
+        assert len({len(digest) for pair in compared for digest in pair}) == 1
+
+
+def test_settings_never_show_them() -> None:
+    settings = CoordinatorSettings(api_keys="s3cret", fleet_key="f1eet", max_sessions=3)
+    assert has_secrets(settings)
+    for shown in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
+        assert "s3cret" not in shown
+        assert "f1eet" not in shown
+    assert config.flags(settings) == ["--max-sessions", "3"], "a command line is read by everybody on the machine"
+    assert "f1eet" not in repr(Access.of(Credentials(settings)))
+    assert Access.of(Credentials(settings)).key == "f1eet"
+    assert not has_secrets(CoordinatorSettings(tls_client_auth=True))
+
+
+def test_of_several_fleet_keys_the_first_is_shown() -> None:
+    assert Access.of(Credentials(DrafterSettings(fleet_key="new,old"))).key == "new"
+
+
+def test_api_keys_need_a_fleet_key() -> None:
+    with pytest.raises(StartupError) as caught:
+        CoordinatorService(CoordinatorSettings(api_keys="s3cret"), NOWHERE)
+    assert "fleet_key" in caught.value.message
+    assert "worker" in caught.value.message, "it says why"
+    assert "s3cret" not in caught.value.message
+
+
+def test_the_error_has_its_statuses() -> None:
+    assert KINDS["unauthenticated"] is Unauthenticated
+    status, http = STATUS[Unauthenticated]
+    assert (status.name, http) == ("UNAUTHENTICATED", 401)
+
+
+def test_a_key_has_a_holder(tmp_path: Path) -> None:
+    """By name, else by a part of the key's digest; a bare key of an older file reads as before."""
+    file = tmp_path / "keys"
+    file.write_text(
+        "# named, with limits\nweb: s3cret requests_per_minute=60 max_sessions=8\nweb: n3wer requests_per_minute=60 "
+        "max_sessions=8\nbare:with=signs==\nbatch: other tokens_per_minute=1000\n"
+    )
+    keys = Keys.parse(f"@{file}", "api_keys")
+    web = keys.holder("Bearer s3cret")
+    assert web is not None
+    assert (web.id, web.limits) == ("web", Limits(requests_per_minute=60, max_sessions=8))
+    assert keys.holder("Bearer n3wer") == web, "a key can be changed without becoming somebody else"
+    bare = keys.holder("Bearer bare:with=signs==")
+    assert bare is not None
+    assert bare.id == "key-" + hashlib.sha256(b"bare:with=signs==").hexdigest()[:12]
+    assert keys.holder("Bearer web: s3cret") is None
+    assert keys.holder("Bearer nobody's") is None
+    assert keys.first == "s3cret"
+    assert Keys().holder(None) == ANYBODY
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "web: s3cret requests=5",
+        "web: s3cret max_sessions=-1",
+        "web: s3cret max_sessions=1 max_sessions=2",
+        "web: s3cret max_sessions=²",
+        "a name: s3cret",
+        "key-0123456789ab: s3cret",
+        "web: s3cret max_sessions=1,web: s3cret-2",
+    ],
+)
+def test_an_entry_that_does_not_read_is_refused_unseen(entry: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        Keys.parse(entry, "api_keys")
+    assert "s3cr" not in f"{caught.value.message} {caught.value.value} {caught.value.limit}"
+
+
+def test_what_belongs_to_a_tenant_has_other_names_than_another_s() -> None:
+    one, other = Tenant("one"), Tenant("other")
+    assert len({one.salt(""), one.salt("x"), other.salt(""), other.salt("x"), "", "x"}) == 6
+    assert one.idempotency_key("k") != other.idempotency_key("k")
+    assert (ANYBODY.salt("x"), ANYBODY.idempotency_key("k")) == ("x", "k"), "without keys nothing changes"

@@ -1,0 +1,97 @@
+"""Certificates: what is taken, and that what cannot work is told in a sentence before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drafter.settings import DrafterSettings
+from outrider.protocol.errors import StartupError
+from outrider.security.channels import Access
+from outrider.security.credentials import Credentials
+from outrider.security.tls import SYSTEM, Tls
+from tests.certificates import Authority
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("certificates"))
+
+
+def settings(**more: object) -> DrafterSettings:
+    return DrafterSettings(**{name: str(value) if isinstance(value, Path) else value for name, value in more.items()})
+
+
+def refusal(**files: object) -> str:
+    with pytest.raises(StartupError) as caught:
+        Tls.of(settings(**files))
+    return caught.value.message
+
+
+def test_nothing_given_is_plain_text() -> None:
+    assert Tls.load() is None
+    assert Tls.of(settings()) is None
+    assert Access.of(Credentials(settings())) == Access()
+
+
+def test_a_whole_set(authority: Authority) -> None:
+    mine = authority.issue("whole")
+    tls = Tls.of(settings(tls_cert=mine.cert, tls_key=mine.key, tls_ca=authority.path, tls_client_auth=True))
+    assert tls == Tls(mine.cert.read_bytes(), mine.key.read_bytes(), authority.path.read_bytes(), client_auth=True)
+    assert "PRIVATE" not in repr(tls)
+    assert tls.server_configuration()
+    assert tls.channel_credentials()
+
+
+def test_a_client_needs_no_certificate(authority: Authority) -> None:
+    assert Tls.load(ca=str(authority.path)) == Tls(ca=authority.path.read_bytes())
+    assert Tls.load(ca=SYSTEM) == Tls()
+
+
+def test_both_or_neither(authority: Authority) -> None:
+    mine = authority.issue("half")
+    assert refusal(tls_cert=mine.cert) == "tls_cert is given without tls_key: both or neither"
+    assert refusal(tls_key=mine.key) == "tls_key is given without tls_cert: both or neither"
+
+
+@pytest.mark.parametrize("name", ["tls_cert", "tls_key", "tls_ca"])
+def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path, name: str) -> None:
+    mine = authority.issue("read")
+    files = {"tls_cert": mine.cert, "tls_key": mine.key, "tls_ca": authority.path}
+    missing = tmp_path / "missing.pem"
+    assert refusal(**files | {name: missing}) == f"{name}: cannot read {missing}: No such file or directory"
+    assert refusal(**files | {name: tmp_path}) == f"{name}: cannot read {tmp_path}: Is a directory"
+
+
+def test_a_key_of_another_certificate(authority: Authority) -> None:
+    mine, other = authority.issue("mine"), authority.issue("other")
+    message = refusal(tls_cert=mine.cert, tls_key=other.key)
+    assert f"tls_cert {mine.cert} and tls_key {other.key} are no pair" in message
+    assert "MISMATCH" in message
+
+
+def test_a_key_with_a_password_is_refused_and_not_asked_for(authority: Authority) -> None:
+    mine = authority.issue("hidden", password=b"hush")
+    assert "the key has a password" in refusal(tls_cert=mine.cert, tls_key=mine.key)
+
+
+def test_files_that_are_something_else(authority: Authority, tmp_path: Path) -> None:
+    mine = authority.issue("else")
+    text = tmp_path / "notes.txt"
+    text.write_text("buy milk\n")
+    assert "no pair" in refusal(tls_cert=text, tls_key=mine.key)
+    assert "no pair" in refusal(tls_cert=mine.cert, tls_key=text)
+    files = {"tls_cert": mine.cert, "tls_key": mine.key}
+    assert f"tls_ca {text} holds no certificate" in refusal(**files, tls_ca=text)
+
+
+def test_a_service_with_an_authority_alone_would_listen_in_plain_text(authority: Authority) -> None:
+    assert "plain text" in refusal(tls_ca=authority.path)
+
+
+@pytest.mark.parametrize("ca", ["", SYSTEM])
+def test_to_ask_callers_needs_an_authority(authority: Authority, ca: str) -> None:
+    mine = authority.issue("asks")
+    assert "tls_client_auth needs" in refusal(tls_cert=mine.cert, tls_key=mine.key, tls_ca=ca, tls_client_auth=True)
+    assert "tls_client_auth needs" in refusal(tls_client_auth=True)

@@ -1,0 +1,104 @@
+"""What an install brings, and that the lists kept by hand are whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from setuptools import find_packages
+
+import coordinator.settings
+import drafter.settings
+import verifier.settings
+from drafter.methods.registry import kinds
+from loadtest.__main__ import app as loadtest
+from loadtest.arguments import add_arguments
+from outrider.base.config import PREFIX, VARIABLES, Settings
+from outrider.cli.app import app
+from outrider.models import hub
+
+ROOT = Path(__file__).parents[3]
+TOP_LEVEL = {"outrider", "drafter", "verifier", "coordinator", "loadtest"}
+SETTINGS = (
+    coordinator.settings.CoordinatorSettings,
+    drafter.settings.DrafterSettings,
+    verifier.settings.VerifierSettings,
+)
+
+
+def test_the_wheel_holds_our_packages_and_no_others() -> None:
+    """Every folder of ours with Python in it, and neither proto nor tests: `proto` would shadow proto-plus."""
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    found = set(find_packages(str(ROOT), include=include))
+    folders = {
+        str(path.parent.relative_to(ROOT)).replace("/", ".") for top in TOP_LEVEL for path in (ROOT / top).rglob("*.py")
+    }
+    assert found == folders
+    assert {name.split(".")[0] for name in found} == TOP_LEVEL
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """An unknown OUTRIDER_ variable is refused; one that some command reads must not be."""
+    read = {PREFIX + name.upper() for settings in SETTINGS for name in settings.model_fields}
+    read |= set(_variables(typer.main.get_command(app)))
+    read |= {variable for variable, _ in _locust_arguments().values()}
+    assert read | {"OUTRIDER_HOME"} == VARIABLES
+    assert all(issubclass(settings, Settings) for settings in SETTINGS)
+
+
+def test_the_load_test_and_locust_mean_the_same() -> None:
+    ours = {
+        parameter.opts[0]: (parameter.envvar, parameter.default)
+        for parameter in typer.main.get_command(loadtest).params
+        if parameter.envvar
+    }
+    theirs = _locust_arguments()
+    for taken, other in (("--tls-cert", "--client-cert"), ("--tls-key", "--client-key")):
+        theirs[taken] = theirs.pop(other)  # locust has the first for its own page
+    assert set(theirs) - set(ours) == {"--summary"}, "which `python -m loadtest` gives itself"
+    assert {flag: (variable, default or None) for flag, (variable, default) in ours.items()} == {
+        flag: (variable, default or None) for flag, (variable, default) in theirs.items() if flag != "--summary"
+    }
+
+
+def _locust_arguments() -> dict[str, tuple[str, Any]]:
+    """Variable and default of each flag."""
+    found: dict[str, tuple[str, Any]] = {}
+
+    class Parser:
+        def add_argument(self, flag: str, *, env_var: str, default: Any = None, **_: Any) -> None:
+            found[flag] = (env_var, default)
+
+        def set_defaults(self, **_: Any) -> None:
+            pass
+
+    add_arguments(Parser())
+    return found
+
+
+def _variables(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        named = parameter.envvar or ()
+        yield from [named] if isinstance(named, str) else named
+    for inner in getattr(command, "commands", {}).values():
+        yield from _variables(inner)
+
+
+def test_the_command_line_knows_every_kind_of_drafter() -> None:
+    """It imports no service, so it has a list of its own."""
+    assert sorted(hub.KINDS) == kinds()
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """It is run beside a coordinator too, where there is none."""
+    script = "import sys; sys.modules['torch'] = None; from outrider.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
