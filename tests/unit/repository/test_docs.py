@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT
-from tests.unit.test_threat_model import functions
+from tests.unit.repository.test_threat_model import functions
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")})
 INVARIANTS = ROOT / "docs" / "invariants.md"
