@@ -1,13 +1,21 @@
-"""The documentation against the repository: links, the index, and the tests that docs/invariants.md names."""
+"""The documentation against the repository: links, the index, examples, and the tests that docs/invariants.md names."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+import coordinator.settings
+import drafter.settings
+import verifier.settings
+from outrider.cli.app import app
 from tests.cluster import ROOT
 from tests.unit.repository.test_threat_model import functions
 
@@ -16,6 +24,8 @@ INVARIANTS = ROOT / "docs" / "invariants.md"
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_PYTHON = re.compile(r"^```python$(.*?)^```", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"\boutrider ((?:serve|bench|models) )?([a-z]+)( [^`#\n]*)")
 _SECTION = re.compile(r"^## Invariant (\d+): .+?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _TEST = re.compile(r"^\| `(tests/[\w/]+\.py)::(\w+)` \|", re.MULTILINE)
 _CITED = re.compile(r"Invariant (\d+)")
@@ -54,6 +64,50 @@ def test_the_index_lists_every_page() -> None:
     listed = {(index.parent / path).resolve() for path, _ in _LINK.findall(index.read_text(encoding="utf-8"))}
     pages = set((ROOT / "docs").rglob("*.md")) - {index}
     assert pages <= listed, sorted(str(page.relative_to(ROOT)) for page in pages - listed)
+
+
+def test_names_that_examples_import_exist() -> None:
+    imported = 0
+    for page in PAGES:
+        for example in _PYTHON.findall(page.read_text(encoding="utf-8")):
+            for node in ast.walk(ast.parse(example)):
+                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("outrider"):
+                    module = importlib.import_module(node.module)
+                    assert not [name.name for name in node.names if not hasattr(module, name.name)], page
+                    imported += 1
+    assert imported
+
+
+def flags() -> dict[str, set[str]]:
+    """Return the flags of each command and service by its name."""
+    found: dict[str, set[str]] = {}
+    commands = [typer.main.get_command(app)]
+    while commands:
+        command: Any = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        found[command.name] = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    for name, settings in (
+        ("coordinator", coordinator.settings.CoordinatorSettings),
+        ("drafter", drafter.settings.DrafterSettings),
+        ("verifier", verifier.settings.VerifierSettings),
+    ):
+        found[name] = {"--" + field.replace("_", "-") for field in settings.model_fields}
+    return found
+
+
+def test_flags_of_commands_exist() -> None:
+    known, seen = flags(), 0
+    for page in PAGES:
+        for group, name, rest in _COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
+            given = re.findall(r"(?<!\S)--[a-z][\w-]*", rest)
+            if (
+                name in known
+                and given
+                and (group.strip() == "serve") == (name in ("coordinator", "drafter", "verifier"))
+            ):
+                assert set(given) <= known[name], f"{page.name}: outrider {group}{name}"
+                seen += len(given)
+    assert seen > 20
 
 
 def test_invariants_are_numbered_in_order() -> None:
