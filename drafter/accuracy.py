@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from outrider.protocol.speculation import MAX_GAMMA
 
 _FADES = 0.95  # per thing judged: the last twenty or so count
@@ -60,7 +60,7 @@ class _Promise:
     expected: float
 
 
-class Judge:
+class AccuracyTracker:
     """What one session's drafters have said of positions that are not committed yet.
 
     A guess is judged if the token before it came true: looking at its whole
@@ -72,18 +72,18 @@ class Judge:
         self._promises: dict[tuple[str, int], _Promise] = {}
         self._guessed: dict[tuple[str, int], dict[int, set[int]]] = {}  # by name and position: token before → tokens
 
-    def promise(self, name: str, ask: Ask, tokens: tuple[int, ...], expected: float) -> None:
+    def promise(self, name: str, ask: DraftRequest, tokens: tuple[int, ...], expected: float) -> None:
         """A chain behind `ask.tokens`, and how much of it is expected to hold."""
         start = len(ask.tokens)
         if tokens and len(self._promises) < _MAX_PENDING:
             self._promises[name, start] = _Promise(name, start, ask.tokens[-1], tokens, expected)
 
-    def drafted(self, name: str, ask: Ask, draft: Draft) -> None:
+    def drafted(self, name: str, ask: DraftRequest, draft: DraftResult) -> None:
         """Tokens, in a chain or a tree, that are to be judged one by one."""
         for position, before, token in placed(ask, draft):
             self._guessed.setdefault((name, position), {}).setdefault(before, set()).add(token)
 
-    def hear(self, ask: Ask, records: Sequence[dict[str, Record]]) -> int:
+    def hear(self, ask: DraftRequest, records: Sequence[dict[str, Record]]) -> int:
         """Judge what `ask` shows to be committed, into all `records`; how many tokens are new."""
         new = range(self._committed, ask.committed)
         if not new:
@@ -103,7 +103,7 @@ class Judge:
             if position >= new.start and tokens[position - 1] in said:
                 yield name, tokens[position] in said[tokens[position - 1]]
 
-    def _outcomes(self, ask: Ask) -> Iterator[tuple[_Promise, int]]:
+    def _outcomes(self, ask: DraftRequest) -> Iterator[tuple[_Promise, int]]:
         """Promises that came to an end; those that were never put to the test are dropped."""
         for key, promise in list(self._promises.items()):
             if promise.start >= ask.committed:
@@ -117,7 +117,7 @@ class Judge:
                 yield promise, agreed
 
 
-def placed(ask: Ask, draft: Draft) -> Iterator[tuple[int, int, int]]:
+def placed(ask: DraftRequest, draft: DraftResult) -> Iterator[tuple[int, int, int]]:
     """Of each drafted token its position, the token before it, and itself."""
     if not draft.parents:
         before = ask.tokens[-1]

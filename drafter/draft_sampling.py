@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafter.methods.interface import Ask
+from drafter.methods.interface import DraftRequest
 from drafter.tree_builder import Choice
 from outrider.protocol.speculation import Distribution
 from outrider.speculation import noise, sampling
@@ -19,7 +19,9 @@ def spread(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Te
     return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
 
-def adjusted(ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+def adjusted(
+    ask: DraftRequest, logits: torch.Tensor, said: Sequence[int], paths: Sequence[Sequence[int]]
+) -> torch.Tensor:
     """As the request's parameters want them, after `said` and each of the paths."""
     logits = logits[:, : ask.vocab_size]
     history = None
@@ -28,7 +30,7 @@ def adjusted(ask: Ask, logits: torch.Tensor, said: Sequence[int], paths: Sequenc
     return sampling.adjust(logits, ask.params, history, paths)
 
 
-def offers(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> list[list[Choice]]:
+def offers(ask: DraftRequest, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> list[list[Choice]]:
     """What may follow each path from what is committed, likeliest first."""
     ready = adjusted(ask, logits, ask.tokens[: ask.committed], paths)
     ready, live = _restricted(ask, ready, paths)
@@ -42,7 +44,7 @@ def offers(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> li
 
 
 def next_token(
-    ask: Ask, logits: torch.Tensor, tokens: Sequence[int], candidates: int
+    ask: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int
 ) -> tuple[int, Distribution | None] | None:
     """The token after `tokens`, and in rejection and block mode what it was drawn from.  # logits: [1, vocab]
 
@@ -58,7 +60,9 @@ def next_token(
     return shared_choices(ready, ask.params, [len(tokens)], 1)[0][0][0], None
 
 
-def _restricted(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Sequence[int]]:
+def _restricted(
+    ask: DraftRequest, logits: torch.Tensor, paths: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, Sequence[int]]:
     """What the grammar lets follow each path, and the rows in which that is anything."""
     masks = None
     if ask.rails is not None:
@@ -72,7 +76,9 @@ def _restricted(ask: Ask, logits: torch.Tensor, paths: Sequence[Sequence[int]]) 
     return logits.masked_fill(allowed & unknown, 0.0), [row for row, mask in enumerate(masks) if mask.any()]
 
 
-def _own_draw(ask: Ask, ready: torch.Tensor, tokens: Sequence[int], candidates: int) -> tuple[int, Distribution]:
+def _own_draw(
+    ask: DraftRequest, ready: torch.Tensor, tokens: Sequence[int], candidates: int
+) -> tuple[int, Distribution]:
     """Independent noise, and the distribution that the token was drawn from.
 
     The noise is one path's own. Another drafter of the session may have drawn

@@ -25,7 +25,7 @@ from outrider.speculation.grammar import Grammars, Guide, Masks
 log = structlog.get_logger(__name__)
 
 
-class Rails:
+class GrammarCursor:
     """One session's way through its grammar, in step with what is committed. For the drafter's thread."""
 
     def __init__(self, guide: Guide, position: int) -> None:
@@ -74,7 +74,7 @@ class TargetGrammars:
 
     async def rails(
         self, params: SamplingParams, tokens: Sequence[int], prompt_length: int, digest: str, ends: Sequence[int]
-    ) -> Rails | None:
+    ) -> GrammarCursor | None:
         """For a session that begins with these tokens, at a target with this vocabulary and these end tokens.
 
         Raises InvalidRequest for a grammar that does not compile.
@@ -87,7 +87,7 @@ class TargetGrammars:
         grammars = await asyncio.shield(self._found[here])
         if grammars is None:
             return None
-        return Rails(await grammars.begin(params, tokens[prompt_length:]), len(tokens))
+        return GrammarCursor(await grammars.begin(params, tokens[prompt_length:]), len(tokens))
 
     def _find(self, digest: str, ends: tuple[int, ...]) -> Grammars | None:
         for tokenizer in self._tokenizers():

@@ -5,18 +5,18 @@ For drafters that do not draw: what a draw has brought must not be withheld.
 
 from __future__ import annotations
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.tree_builder import ROOT
 
 
-def lawful(ask: Ask, draft: Draft) -> Draft:
+def lawful(ask: DraftRequest, draft: DraftResult) -> DraftResult:
     """A draft as far as its session's grammar goes with it."""
     if ask.rails is None or not draft.tokens:
         return draft
     return _tree(ask, draft) if draft.parents else _chain(ask, draft)
 
 
-def fitting(ask: Ask, tokens: tuple[int, ...]) -> int:
+def fitting(ask: DraftRequest, tokens: tuple[int, ...]) -> int:
     """How many tokens of a chain that goes on where the ask ends."""
     if ask.rails is None:
         return len(tokens)
@@ -24,14 +24,14 @@ def fitting(ask: Ask, tokens: tuple[int, ...]) -> int:
     return max(0, ask.rails.fitting(ask.tokens, ask.committed, [*open_, *tokens]) - len(open_))
 
 
-def _chain(ask: Ask, draft: Draft) -> Draft:
+def _chain(ask: DraftRequest, draft: DraftResult) -> DraftResult:
     length = fitting(ask, draft.tokens)
     if length == len(draft.tokens):
         return draft
-    return Draft(draft.tokens[:length], draft.draft_probs[:length], done=True)
+    return DraftResult(draft.tokens[:length], draft.draft_probs[:length], done=True)
 
 
-def _tree(ask: Ask, draft: Draft) -> Draft:
+def _tree(ask: DraftRequest, draft: DraftResult) -> DraftResult:
     assert ask.rails is not None
     paths: dict[int, list[int]] = {ROOT: []}
     for node, (token, parent) in enumerate(zip(ask.open_tokens, ask.open_parents, strict=True)):
@@ -49,4 +49,4 @@ def _tree(ask: Ask, draft: Draft) -> Draft:
             numbers[node] = first + len(tokens)
             tokens.append(token)
             parents.append(numbers[parent])
-    return Draft(tuple(tokens), (), draft.done, tuple(parents))
+    return DraftResult(tuple(tokens), (), draft.done, tuple(parents))

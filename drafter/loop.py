@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from drafter.calibration import Calibration
-from drafter.grammar import Rails
-from drafter.methods.interface import Ask, Draft, Drafter
-from drafter.session import Opening, Session
+from drafter.grammar import GrammarCursor
+from drafter.methods.interface import Drafter, DraftRequest, DraftResult
+from drafter.session import DraftOpening, DraftSession
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
@@ -30,15 +30,15 @@ class DraftingLoop:
         self._max_sessions = max_sessions
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
-        self._sessions: dict[str, Session] = {}
-        self._gone: list[Session] = []
+        self._sessions: dict[str, DraftSession] = {}
+        self._gone: list[DraftSession] = []
         self._calibrations: dict[bool, Calibration] = {}  # by whether draws are greedy
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
         metrics.shows(metrics.sessions, lambda: len(self._sessions))
 
-    def open(self, opening: Opening, rails: Rails | None = None) -> Session:
+    def open(self, opening: DraftOpening, rails: GrammarCursor | None = None) -> DraftSession:
         if self._draining:
             raise Unavailable("this drafter is leaving")
         opening.check()
@@ -50,7 +50,7 @@ class DraftingLoop:
                 limit=self._max_sessions,
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        session = Session(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()), rails)
+        session = DraftSession(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()), rails)
         self._sessions[session.key] = session
         self._wake.set()
         return session
@@ -59,7 +59,7 @@ class DraftingLoop:
         """A commit or a steer came in."""
         self._wake.set()
 
-    def close(self, session: Session) -> None:
+    def close(self, session: DraftSession) -> None:
         """End a session; idempotent."""
         if self._sessions.pop(session.key, None) is None:
             return
@@ -105,7 +105,7 @@ class DraftingLoop:
         self.drain()
         self._thread.shutdown(wait=True)
 
-    def _take(self, asked: list[tuple[Session, Ask]], drafts: list[Draft], spent_s: float) -> None:
+    def _take(self, asked: list[tuple[DraftSession, DraftRequest]], drafts: list[DraftResult], spent_s: float) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
         tokens = sum(len(draft.tokens) for draft in drafts)
         self._metrics.stepped(sessions=len(asked), tokens=tokens, seconds=spent_s)

@@ -9,24 +9,24 @@ from typing import Any
 import grpc
 import structlog
 
-from drafter.grammar import Rails, TargetGrammars
+from drafter.grammar import GrammarCursor, TargetGrammars
 from drafter.loop import DraftingLoop
 from drafter.methods.interface import Drafter
-from drafter.session import Opening, Session
+from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
 from outrider.base.aio import background, first_message, vital
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import take_up
-from outrider.observability.span_events import Account
+from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
-from outrider.runtime.registration_client import Enlistment
+from outrider.runtime.registration_client import RegistrationClient
 from outrider.runtime.worker import WorkerIdentity
-from outrider.security.auth_interceptor import Guard
-from outrider.security.channels import Access
+from outrider.security.auth_interceptor import AuthInterceptor
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
@@ -46,11 +46,11 @@ class DrafterService(rpc.DrafterServicer):
         self.credentials = Credentials(settings)
         self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
-        self.guard = Guard(dict.fromkeys(self.names, self.credentials.own_keys))
+        self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(
-            self._identity.coordinators, self._describe, drafter.vocabulary, lambda: Access.of(self.credentials)
+        self._enlistment = RegistrationClient(
+            self._identity.coordinators, self._describe, drafter.vocabulary, lambda: Channels.of(self.credentials)
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -92,7 +92,7 @@ class DrafterService(rpc.DrafterServicer):
             session = self._loop.open(opening, await self._rails(opening))
         failed: list[OutriderError] = []
         try:
-            with Account(self._tracing, "draft", origin, session.id) as account:
+            with StreamSpan(self._tracing, "draft", origin, session.id) as account:
                 opened = pb.DraftOpened(
                     model=convert.model_to_proto(self._drafter.info), features=self._drafter.wants_features
                 )
@@ -116,7 +116,7 @@ class DrafterService(rpc.DrafterServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
 
-    async def _rails(self, opening: Opening) -> Rails | None:
+    async def _rails(self, opening: DraftOpening) -> GrammarCursor | None:
         """Through its grammar, from where its output is."""
         if opening.params.grammar is None:
             return None
@@ -126,7 +126,7 @@ class DrafterService(rpc.DrafterServicer):
         )
 
     async def _take(
-        self, session: Session, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
+        self, session: DraftSession, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
     ) -> None:
         """Commits and steers, while the stream brings them. A wrong one ends the session: its state is lost."""
         try:
@@ -153,13 +153,13 @@ class DrafterService(rpc.DrafterServicer):
         )
 
 
-def _opening(request: pb.DraftRequest) -> Opening:
+def _opening(request: pb.DraftRequest) -> DraftOpening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
     message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
     message_limits.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", message_limits.MAX_EOS_IDS)
-    return Opening(
+    return DraftOpening(
         session_id=given.session_id,
         epoch=given.epoch,
         tokens=tuple(given.tokens),
@@ -173,7 +173,7 @@ def _opening(request: pb.DraftRequest) -> Opening:
     )
 
 
-def _apply(session: Session, request: pb.DraftRequest) -> None:
+def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed

@@ -7,8 +7,8 @@ import enum
 from dataclasses import dataclass
 
 from drafter.calibration import Calibration
-from drafter.grammar import Rails
-from drafter.methods.interface import Ask, Draft
+from drafter.grammar import GrammarCursor
+from drafter.methods.interface import DraftRequest, DraftResult
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
@@ -17,8 +17,8 @@ from outrider.protocol.speculation import (
     MAX_GAMMA,
     NO_STEERING,
     Distribution,
-    Features,
     Guess,
+    HiddenStates,
     Steering,
     check_opening,
 )
@@ -31,7 +31,7 @@ _SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class DraftOpening:
     """What a stream's first message says."""
 
     session_id: str
@@ -67,30 +67,32 @@ class _Fate(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _OpenGuess:
     """A guessed token."""
 
     token: int
     position: int
-    parent: _Node | None  # None: hangs from what is committed
+    parent: _OpenGuess | None  # None: hangs from what is committed
     draft_prob: Distribution | None
     node_id: int = 0  # given when it is sent
     fate: _Fate = _Fate.OPEN
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingRequest:
     """What the numbers of an ask stand for."""
 
     committed: int
-    tip: _Node | None  # where `ask.tokens` ends
-    nodes: tuple[_Node, ...]
+    tip: _OpenGuess | None  # where `ask.tokens` ends
+    nodes: tuple[_OpenGuess, ...]
 
 
-class Session:
+class DraftSession:
     """Owned by the loop; the stream reads `outbox`, which ends with None."""
 
-    def __init__(self, opening: Opening, calibration: Calibration | None = None, rails: Rails | None = None) -> None:
+    def __init__(
+        self, opening: DraftOpening, calibration: Calibration | None = None, rails: GrammarCursor | None = None
+    ) -> None:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
@@ -99,9 +101,9 @@ class Session:
         self._vocab_size = opening.vocab_size
         self._prompt_length = opening.prompt_length
         self._committed = list(opening.tokens)
-        self._tree: list[_Node] = []  # parents before children
-        self._asked = _Asked(len(self._committed), None, ())
-        self._features: list[Features] = []
+        self._tree: list[_OpenGuess] = []  # parents before children
+        self._asked = _PendingRequest(len(self._committed), None, ())
+        self._features: list[HiddenStates] = []
         self._gamma = 0
         self._branches = 1
         self._nodes = 0
@@ -115,7 +117,7 @@ class Session:
         self._step_us = 0.0  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> DraftRequest | None:
         """What the drafter is to do for this session now."""
         if not self._wants_more:
             return None
@@ -123,8 +125,8 @@ class Session:
         path = self._path(tip)
         features, self._features = tuple(self._features), []
         at = {id(node): i for i, node in enumerate(self._tree)}
-        self._asked = _Asked(len(self._committed), tip, tuple(self._tree))
-        return Ask(
+        self._asked = _PendingRequest(len(self._committed), tip, tuple(self._tree))
+        return DraftRequest(
             session=self.key,
             tokens=self._committed + path,
             committed=len(self._committed),
@@ -144,11 +146,11 @@ class Session:
             rails=self._rails,
         )
 
-    def take(self, draft: Draft, spent_us: int) -> None:
+    def take(self, draft: DraftResult, spent_us: int) -> None:
         """The answer to the last ask: add to the tree what still fits; send it when it is as large as it may be or
         nothing more will come."""
         asked = self._asked
-        places: list[_Node | None] = [None, *asked.nodes]
+        places: list[_OpenGuess | None] = [None, *asked.nodes]
         under = asked.tip
         for i, token in enumerate(draft.tokens):
             if draft.parents:
@@ -166,7 +168,7 @@ class Session:
         if self._eager or not self._wants_more:
             self._send()
 
-    def commit(self, position: int, tokens: tuple[int, ...], features: Features | None = None) -> None:
+    def commit(self, position: int, tokens: tuple[int, ...], features: HiddenStates | None = None) -> None:
         """The target has spoken: keep the tree as far as it agrees, drop the rest."""
         known = len(self._committed)
         if position > known:
@@ -179,7 +181,7 @@ class Session:
             self._advance(token)
             self._exhausted = False
 
-    def _keep(self, features: Features) -> None:
+    def _keep(self, features: HiddenStates) -> None:
         """For the next ask; of what comes while nothing is asked only the newest."""
         self._features.append(features)
         while sum(len(kept.rows) // (2 * kept.width) for kept in self._features) > MAX_FEATURE_ROWS:
@@ -231,20 +233,20 @@ class Session:
         return 0 if tip is None else tip.position + 1 - len(self._committed)
 
     @property
-    def _tip(self) -> _Node | None:
+    def _tip(self) -> _OpenGuess | None:
         """The end of the longest chain; of equals the first, which is the likeliest."""
         return max(self._tree, key=lambda node: node.position, default=None)
 
-    def _path(self, tip: _Node | None) -> list[int]:
+    def _path(self, tip: _OpenGuess | None) -> list[int]:
         path: list[int] = []
         while tip is not None:
             path.append(tip.token)
             tip = tip.parent
         return path[::-1]
 
-    def _plant(self, token: int, position: int, under: _Node | None, prob: Distribution | None) -> _Node:
+    def _plant(self, token: int, position: int, under: _OpenGuess | None, prob: Distribution | None) -> _OpenGuess:
         """A drafted token in its place: what was asked for may have been committed meanwhile, or not come true."""
-        node = _Node(token, position, under, prob)
+        node = _OpenGuess(token, position, under, prob)
         if under is not None and under.fate is _Fate.GONE:
             node.fate = _Fate.GONE
         elif position < len(self._committed):
@@ -262,7 +264,7 @@ class Session:
         self._committed.append(token)
         guessed = [node.token for node in self._tree if node.parent is None]
         self._calibration.judged(len(guessed), guessed.index(token) if token in guessed else None)
-        kept: list[_Node] = []
+        kept: list[_OpenGuess] = []
         for node in self._tree:
             if node.parent is None:
                 node.fate = _Fate.HELD if node.token == token else _Fate.GONE
@@ -284,11 +286,11 @@ class Session:
             self._passed_at = position
             self.outbox.put_nowait(Guess(position, 0, 0, (), draft_us=self._spent()))
 
-    def _send_below(self, top: _Node | None, unsent: list[_Node]) -> list[_Node]:
+    def _send_below(self, top: _OpenGuess | None, unsent: list[_OpenGuess]) -> list[_OpenGuess]:
         """Send all that hangs from `top`, directly or not; what is left."""
         numbers: dict[int, int] = {id(top): 0}
-        sent: list[_Node] = []
-        left: list[_Node] = []
+        sent: list[_OpenGuess] = []
+        left: list[_OpenGuess] = []
         for node in unsent:
             if id(node.parent) in numbers and len(sent) < MAX_GAMMA:
                 sent.append(node)

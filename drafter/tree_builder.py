@@ -6,14 +6,14 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 
 ROOT = -1  # the place after what is committed
 
 Choice = tuple[int, float]  # a token, and the logarithm of its probability to follow
 
 
-class Growth:
+class TreeBuilder:
     """One session's open guesses, and what a drafter adds to them for one ask.
 
     Node i is the ask's open guess i, then come the new ones in the order in
@@ -22,7 +22,7 @@ class Growth:
     Offers are cheap: all places may be offered for, the limits are kept here.
     """
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: DraftRequest) -> None:
         self.tokens = list(ask.open_tokens)
         self.parents = list(ask.open_parents)
         self._first_new = len(self.tokens)
@@ -108,9 +108,9 @@ class Growth:
                 return len(self.tokens) - 1
         return None
 
-    def draft(self, *, done: bool = False) -> Draft:
+    def draft(self, *, done: bool = False) -> DraftResult:
         """What was added."""
-        return Draft(tuple(self.tokens[self._first_new :]), (), done, tuple(self.parents[self._first_new :]))
+        return DraftResult(tuple(self.tokens[self._first_new :]), (), done, tuple(self.parents[self._first_new :]))
 
     def _place(self, node: int) -> None:
         parent = self.parents[node]

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.credentials import Credentials
+from loadtest.credentials import ClientCredentials
 from loadtest.settings import (
     DEFAULT_HTTP_ENDPOINT,
     DEFAULT_MAX_TOKENS,
@@ -31,7 +31,7 @@ from loadtest.settings import (
     DEFAULT_TIMES,
     DEFAULT_USERS,
     Load,
-    Where,
+    LoadTarget,
 )
 from loadtest.shapes import SHAPES, longest_s
 from loadtest.shapes import parts as parts_of
@@ -100,8 +100,8 @@ def main(
     load = Load(shape, users, spawn_rate, seconds, times, grpc_share, http_share, kinds, max_tokens, gamma)
     try:
         load.check()
-        where = Where.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
-        Credentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+        where = LoadTarget.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
+        ClientCredentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
         longest = longest_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
         check_installed()
     except (InvalidRequest, StartupError) as error:
@@ -137,7 +137,7 @@ def check_installed() -> None:
             raise StartupError(f"{package} is not installed: pip install 'outrider[loadtest]'")
 
 
-def _options(load: Load, where: Where, allow_remote: bool) -> list[str]:
+def _options(load: Load, where: LoadTarget, allow_remote: bool) -> list[str]:
     """As locust takes them; the key goes another way, since everybody on a machine may read a command line."""
     given = {
         "--users": load.users,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import urllib3
 
-from loadtest.credentials import Credentials
+from loadtest.credentials import ClientCredentials
 from loadtest.sse import events
 from loadtest.workload import Case
 from outrider.client.sync import Client, Finished, Tokens
@@ -23,7 +23,7 @@ from outrider.security.api_keys import bearer
 GRPC, HTTP = "grpc", "http"
 PROTOCOLS = (GRPC, HTTP)
 DONE = "[DONE]"
-NONE = Credentials()
+NONE = ClientCredentials()
 _CONNECT_S = 10.0
 _LARGEST_ERROR = 16_384  # bytes
 _OF_STATUS: dict[int, type[OutriderError]] = {
@@ -36,7 +36,7 @@ _OF_STATUS: dict[int, type[OutriderError]] = {
 _OF_CODE: dict[str, type[OutriderError]] = {"rate_limit_exceeded": Overloaded, **KINDS}
 
 
-class Piece(NamedTuple):
+class ReplyPiece(NamedTuple):
     """What came at once."""
 
     text: str
@@ -54,7 +54,7 @@ class Asker(Protocol):
 
     protocol: str
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]: ...
+    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]: ...
 
     def close(self) -> None: ...
 
@@ -62,16 +62,16 @@ class Asker(Protocol):
 class OverGrpc:
     protocol = GRPC
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float, shown: Credentials = NONE) -> None:
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, shown: ClientCredentials = NONE) -> None:
         self.client = Client(endpoints, timeout_s=timeout_s, api_key=shown.api_key, tls=shown.tls)
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]:
+    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
         prompt = case.prompt
         for reply in self.client.generate(prompt.text or None, chat=prompt.chat, params=case.params, gamma=gamma):
             if isinstance(reply, Tokens):
-                yield Piece(reply.text, reply.token_ids)
+                yield ReplyPiece(reply.text, reply.token_ids)
             elif isinstance(reply, Finished):
-                yield Piece(reply.text, (), reply.output_tokens)
+                yield ReplyPiece(reply.text, (), reply.output_tokens)
 
     def close(self) -> None:
         self.client.close()
@@ -96,7 +96,7 @@ class OverHttp:
 
     protocol = HTTP
 
-    def __init__(self, endpoint: str, timeout_s: float, shown: Credentials = NONE, model: str = "") -> None:
+    def __init__(self, endpoint: str, timeout_s: float, shown: ClientCredentials = NONE, model: str = "") -> None:
         self._timeout_s = timeout_s
         self._model = model
         self._headers = {"Authorization": bearer(shown.api_key)} if shown.api_key else {}
@@ -117,7 +117,7 @@ class OverHttp:
             self._told("/fleet", lambda told: sum(w["capacity"] for w in told["workers"] if w["role"] == "verifier"))
         )
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[Piece]:
+    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
         path = "/v1/chat/completions" if case.prompt.chat else "/v1/completions"
         until = time.monotonic() + self._timeout_s
         with self._reply("POST", path, json=self._body(case, gamma)) as reply:
@@ -176,7 +176,7 @@ class OverHttp:
                 reply.close()
 
 
-def answer(data: Iterator[str]) -> Iterator[Piece]:
+def answer(data: Iterator[str]) -> Iterator[ReplyPiece]:
     """The pieces of a streamed completion or chat completion, from the data of its events."""
     finished = False
     output_tokens: int | None = None
@@ -184,7 +184,7 @@ def answer(data: Iterator[str]) -> Iterator[Piece]:
         if event == DONE:
             if not finished or output_tokens is None:
                 raise PeerLost("the stream ended without " + ("a usage" if finished else "a finish_reason"))
-            yield Piece("", None, output_tokens)
+            yield ReplyPiece("", None, output_tokens)
             # Nothing follows; reading on to the end keeps the connection.
             if (more := next(data, None)) is not None:
                 raise OutriderError(f"the stream goes on after {DONE}: {more[:80]}")
@@ -197,7 +197,7 @@ def answer(data: Iterator[str]) -> Iterator[Piece]:
         for choice in chunk["choices"]:
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
             if text:
-                yield Piece(text, None)
+                yield ReplyPiece(text, None)
             finished = finished or choice.get("finish_reason") is not None
     raise PeerLost(f"the stream ended without {DONE}")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from loadtest.asking import GRPC, HTTP, Asker, OverGrpc, OverHttp
 from loadtest.attempt import fetch
-from loadtest.credentials import Credentials
-from loadtest.settings import Load, Where
+from loadtest.credentials import ClientCredentials
+from loadtest.settings import Load, LoadTarget
 from loadtest.workload import Output, cases
 from outrider.protocol.errors import OutriderError, Unavailable
 from outrider.v1 import coordinator_pb2 as pb
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class ServedTarget:
     """What it says of itself."""
 
     target: str
@@ -32,12 +32,12 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    where: Where
+    where: LoadTarget
     load: Load
     model: str
     answers: dict[str, Output]
 
-    def asker(self, protocol: str, shown: Credentials) -> Asker:
+    def asker(self, protocol: str, shown: ClientCredentials) -> Asker:
         return _asker(protocol, self.where, shown, self.model)
 
     def packed(self) -> dict[str, Any]:
@@ -50,22 +50,22 @@ class Assignment:
             name: Output(text, None if ids is None else tuple(ids), num_tokens)
             for name, (text, ids, num_tokens) in data["answers"].items()
         }
-        return cls(Where.unpacked(data["where"]), Load(**data["load"]), data["model"], answers)
+        return cls(LoadTarget.unpacked(data["where"]), Load(**data["load"]), data["model"], answers)
 
 
-def look(where: Where, shown: Credentials, load: Load) -> Fleet:
+def look(where: LoadTarget, shown: ClientCredentials, load: Load) -> ServedTarget:
     """Asks the fleet what it is, over all that the load will use. Raises when that does not work."""
     model, capacity = _over_http_told(where, shown, load) if load.http_share else ("", 0)
     if not load.grpc_share:
-        return Fleet(model, model, where.capacity or capacity)
+        return ServedTarget(model, model, where.capacity or capacity)
     with _over_grpc(where, shown).client as client:
         verifiers = [worker for worker in client.server().workers if worker.role == pb.ROLE_VERIFIER]
         if not verifiers:
             raise Unavailable("the fleet has no verifier yet")
-        return Fleet(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))
+        return ServedTarget(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))
 
 
-def assign(where: Where, shown: Credentials, load: Load, fleet: Fleet) -> Assignment:
+def assign(where: LoadTarget, shown: ClientCredentials, load: Load, fleet: ServedTarget) -> Assignment:
     """Asks for the answers. Raises when one does not come."""
     asked = cases(load.kinds, load.max_tokens)
     log.info("asking %d prompts one after the other, without guessing", len(asked))
@@ -78,17 +78,17 @@ def assign(where: Where, shown: Credentials, load: Load, fleet: Fleet) -> Assign
     return Assignment(where, load, fleet.model, answers)
 
 
-def _asker(protocol: str, where: Where, shown: Credentials, model: str) -> Asker:
+def _asker(protocol: str, where: LoadTarget, shown: ClientCredentials, model: str) -> Asker:
     if protocol == GRPC:
         return _over_grpc(where, shown)
     return OverHttp(random.choice(where.http), where.timeout_s, shown, model)
 
 
-def _over_grpc(where: Where, shown: Credentials) -> OverGrpc:
+def _over_grpc(where: LoadTarget, shown: ClientCredentials) -> OverGrpc:
     return OverGrpc(where.grpc, where.timeout_s, shown)
 
 
-def _over_http_told(where: Where, shown: Credentials, load: Load) -> tuple[str, int]:
+def _over_http_told(where: LoadTarget, shown: ClientCredentials, load: Load) -> tuple[str, int]:
     over_http = OverHttp(where.http[0], where.timeout_s, shown)
     try:
         return over_http.served_model(), over_http.capacity()

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loadtest.asking import Asker, Piece, named
+from loadtest.asking import Asker, ReplyPiece, named
 from loadtest.workload import Case, Output, difference
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unavailable
 
@@ -46,10 +46,10 @@ class Attempt:
     shed: bool = False
     pause_s: float = 0.0  # before this user's next request
     _began: float = field(default_factory=time.perf_counter)
-    _pieces: list[tuple[float, Piece]] = field(default_factory=list)
+    _pieces: list[tuple[float, ReplyPiece]] = field(default_factory=list)
     _output_tokens: int = 0
 
-    def follow(self, pieces: Iterable[Piece]) -> Output:
+    def follow(self, pieces: Iterable[ReplyPiece]) -> Output:
         """To its end; raises what ends it."""
         try:
             for piece in pieces:
@@ -62,7 +62,7 @@ class Attempt:
         text = "".join(piece.text for _, piece in self._pieces)
         return Output(text, None if None in told else tuple(known), self._output_tokens)
 
-    def judge(self, pieces: Iterable[Piece], expected: Output) -> None:
+    def judge(self, pieces: Iterable[ReplyPiece], expected: Output) -> None:
         """Follow it, and say what it is."""
         try:
             found = difference(expected, self.follow(pieces))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import SYSTEM, Tls
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class ClientCredentials:
     api_key: str = field(default="", repr=False)
     tls: Tls | None = None  # None: in plain text
     context: ssl.SSLContext | None = None  # the same for HTTP
@@ -20,7 +20,7 @@ class Credentials:
     @classmethod
     def load(cls, *, api_key: str = "", tls_ca: str = "", tls_cert: str = "", tls_key: str = "") -> Self:
         """Raises StartupError for what can never work."""
-        key = Keys.parse(api_key, "api_key").first
+        key = ApiKeys.parse(api_key, "api_key").first
         tls = Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca)
         if tls is None:
             return cls(key)

@@ -24,11 +24,11 @@ from loadtest.arguments import add_arguments
 from loadtest.asking import GRPC, HTTP
 from loadtest.assignment import Assignment, assign, look
 from loadtest.attempt import Attempt
-from loadtest.credentials import Credentials
+from loadtest.credentials import ClientCredentials
 from loadtest.record import Recorder
-from loadtest.settings import Load, Where
+from loadtest.settings import Load, LoadTarget
 from loadtest.shapes import Course, parts
-from loadtest.summary import Run, Summary, summarise
+from loadtest.summary import LoadRun, Summary, summarise
 from loadtest.workload import Case, cases, pick
 from outrider.protocol.errors import OutriderError
 
@@ -42,16 +42,16 @@ FIRST_TOKEN, INTER_TOKEN, TOTAL, SHED = "first token", "inter-token", "total", "
 
 
 @dataclass(slots=True)
-class State:
+class RunState:
     """What this process has: hung on locust's environment as `outrider`."""
 
-    where: Where
-    credentials: Credentials
+    where: LoadTarget
+    credentials: ClientCredentials
     summary: Path | None
     recorder: Recorder = field(default_factory=Recorder)
     assignment: Assignment | None = None
     course: Course | None = None
-    run: Run | None = None
+    run: LoadRun | None = None
 
     def summarise(self) -> Summary | None:
         """So far; None before the first run."""
@@ -67,7 +67,7 @@ class _Asking(User):  # type: ignore[misc]
     protocol = ""
 
     def on_start(self) -> None:
-        self.state: State = self.environment.outrider
+        self.state: RunState = self.environment.outrider
         assert self.state.assignment is not None, "users are started by a shape"
         self.assignment = self.state.assignment
         self.cases = cases(self.assignment.load.kinds, self.assignment.load.max_tokens)
@@ -135,7 +135,7 @@ class Shaped(LoadTestShape):  # type: ignore[misc]
 
     def tick(self) -> tuple[int, float] | None:
         environment = self.runner.environment
-        state: State = environment.outrider
+        state: RunState = environment.outrider
         if self.runner.shape_last_tick is None:
             try:
                 begin(environment)
@@ -154,7 +154,7 @@ class Shaped(LoadTestShape):  # type: ignore[misc]
 
 def begin(environment: Any) -> None:
     """A run, as the options say now. Raises what keeps it from starting."""
-    state: State = environment.outrider
+    state: RunState = environment.outrider
     where, load = state.where, Load.of(environment.parsed_options)
     fleet = look(where, state.credentials, load)
     made = parts(load.shape, load.users, load.seconds, load.times, fleet.capacity, where.max_users)
@@ -165,23 +165,23 @@ def begin(environment: Any) -> None:
     endpoints = [*(where.grpc if load.grpc_share else ()), *(where.http if load.http_share else ())]
     state.recorder = Recorder.of(load.seconds)
     state.course = Course(made, load.spawn_rate, where.timeout_s)
-    state.run = Run(time.time(), fleet.target, endpoints, load.packed())
+    state.run = LoadRun(time.time(), fleet.target, endpoints, load.packed())
 
 
 def set_up(environment: Any, runner: Any, web_ui: Any, **_: Any) -> None:
     """Once per process, before anything starts."""
     options = environment.parsed_options
     try:
-        where = Where.of(options)
+        where = LoadTarget.of(options)
         Load.of(options)
-        credentials = Credentials.load(
+        credentials = ClientCredentials.load(
             api_key=options.api_key, tls_ca=options.tls_ca, tls_cert=options.client_cert, tls_key=options.client_key
         )
     except OutriderError as error:
         log.error("cannot start: %s: %s", error.code, error.message)
         sys.exit(1)
     options.api_key = ""  # locust sends its options to workers, unencrypted
-    state = environment.outrider = State(where, credentials, Path(options.summary) if options.summary else None)
+    state = environment.outrider = RunState(where, credentials, Path(options.summary) if options.summary else None)
     listen = environment.events
     listen.test_start.add_listener(lambda **_: state.recorder.clear())
     if isinstance(runner, WorkerRunner):
@@ -202,18 +202,18 @@ def _take_assignment(environment: Any, msg: Any, **_: Any) -> None:
     environment.outrider.recorder = Recorder.of(assignment.load.seconds)
 
 
-def _tell_late_worker(state: State, runner: Any, client_id: str) -> None:
+def _tell_late_worker(state: RunState, runner: Any, client_id: str) -> None:
     if state.assignment is not None:
         runner.send_message(ASSIGNMENT, state.assignment.packed(), client_id=client_id)
 
 
-def _save_summary(state: State) -> None:
+def _save_summary(state: RunState) -> None:
     summary = state.summarise()
     if summary is not None and state.summary is not None:
         summary.save(state.summary)
 
 
-def _report(state: State) -> Any:
+def _report(state: RunState) -> Any:
     """Our report of the run so far, drawn by a process of its own: drawing would hold up every user."""
     summary = state.summarise()
     if summary is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class LoadPrompt:
     """A text taken as it is, or a chat as (role, content) pairs that go through the target's template."""
 
     name: str
@@ -22,10 +22,10 @@ class Prompt:
         return self.name.partition("/")[0]
 
 
-def _chat(name: str, *said: str) -> Prompt:
+def _chat(name: str, *said: str) -> LoadPrompt:
     """Lines said in turns, the user's first."""
     roles = ("user", "assistant")
-    return Prompt(f"chat/{name}", chat=tuple((roles[i % 2], line) for i, line in enumerate(said)))
+    return LoadPrompt(f"chat/{name}", chat=tuple((roles[i % 2], line) for i, line in enumerate(said)))
 
 
 _REPORT = """\
@@ -75,43 +75,43 @@ CHAT = (
 )
 
 SUMMARISE = (
-    Prompt("summarise/ferry", f"{_REPORT}\n\nIn one sentence:"),
-    Prompt("summarise/note", f"{_NOTE}\n\nThe three most important points of this note are:\n1."),
-    Prompt("summarise/recipe", f"{_RECIPE}\n\nShopping list for this recipe:\n-"),
-    Prompt("summarise/headline", f"{_REPORT}\n\nA headline for this report, at most eight words:"),
+    LoadPrompt("summarise/ferry", f"{_REPORT}\n\nIn one sentence:"),
+    LoadPrompt("summarise/note", f"{_NOTE}\n\nThe three most important points of this note are:\n1."),
+    LoadPrompt("summarise/recipe", f"{_RECIPE}\n\nShopping list for this recipe:\n-"),
+    LoadPrompt("summarise/headline", f"{_REPORT}\n\nA headline for this report, at most eight words:"),
 )
 
 EDIT = (
-    Prompt("edit/spelling", f"Text:\n{_NOTE}\n\nThe same text with Monday, Tuesday and Wednesday in capitals:\n"),
-    Prompt("edit/port", f"File:\n{_CONFIG}\nThe same file with port 9090 and eight workers:\n"),
-    Prompt("edit/quote", f"{_REPORT}\n\nWhat did the operator say? Quote the sentence word for word:\n"),
-    Prompt("edit/repeat", f"Copy this recipe without changing a word.\n\n{_RECIPE}\n\nCopy:\nRinse the lentils"),
-    Prompt("edit/append", f"File:\n{_CONFIG}\nThe same file with a section 'metrics' at its end:\n"),
+    LoadPrompt("edit/spelling", f"Text:\n{_NOTE}\n\nThe same text with Monday, Tuesday and Wednesday in capitals:\n"),
+    LoadPrompt("edit/port", f"File:\n{_CONFIG}\nThe same file with port 9090 and eight workers:\n"),
+    LoadPrompt("edit/quote", f"{_REPORT}\n\nWhat did the operator say? Quote the sentence word for word:\n"),
+    LoadPrompt("edit/repeat", f"Copy this recipe without changing a word.\n\n{_RECIPE}\n\nCopy:\nRinse the lentils"),
+    LoadPrompt("edit/append", f"File:\n{_CONFIG}\nThe same file with a section 'metrics' at its end:\n"),
 )
 
 CODE = (
-    Prompt(
+    LoadPrompt(
         "code/stack",
         'class Stack:\n    """Last in, first out."""\n\n    def __init__(self):\n        self._items = []\n\n'
         "    def push(self, item):\n",
     ),
-    Prompt(
+    LoadPrompt(
         "code/tests",
         "def clamp(value, low, high):\n    return max(low, min(high, value))\n\n\n"
         "def test_clamp_inside():\n    assert clamp(5, 0, 10) == 5\n\n\ndef test_clamp_below():\n",
     ),
-    Prompt(
+    LoadPrompt(
         "code/sql",
         "CREATE TABLE books (id INTEGER PRIMARY KEY, title TEXT, year INTEGER, author_id INTEGER);\n"
         "CREATE TABLE authors (id INTEGER PRIMARY KEY, name TEXT);\n"
         "-- The number of books of each author since 2000, most first\nSELECT",
     ),
-    Prompt(
+    LoadPrompt(
         "code/json",
         '[\n  {"id": 1, "name": "spoon", "price": 2.5, "stock": 40},\n'
         '  {"id": 2, "name": "fork", "price": 2.5, "stock": 35},\n  {"id": 3, "name": "knife",',
     ),
-    Prompt(
+    LoadPrompt(
         "code/rename",
         "// before\nfunction area(a, b) {\n  const c = a * b;\n  return c;\n}\n\n"
         "// after: a is width, b is height, c is result\nfunction area(",
@@ -119,14 +119,14 @@ CODE = (
 )
 
 TRANSLATE = (
-    Prompt("translate/german", "English: Where is the nearest pharmacy, and is it open on Sundays?\nGerman:"),
-    Prompt(
+    LoadPrompt("translate/german", "English: Where is the nearest pharmacy, and is it open on Sundays?\nGerman:"),
+    LoadPrompt(
         "translate/french",
         "English: Good morning.\nFrench: Bonjour.\nEnglish: Thank you very much.\nFrench: Merci beaucoup.\n"
         "English: The bread is still warm.\nFrench:",
     ),
-    Prompt("translate/spanish", "Translate to Spanish.\n\nThe bus leaves at seven. Do not be late.\n\nSpanish:"),
-    Prompt("translate/back", "Deutsch: Der Zug fährt heute von Gleis drei, nicht von Gleis fünf.\nEnglish:"),
+    LoadPrompt("translate/spanish", "Translate to Spanish.\n\nThe bus leaves at seven. Do not be late.\n\nSpanish:"),
+    LoadPrompt("translate/back", "Deutsch: Der Zug fährt heute von Gleis drei, nicht von Gleis fünf.\nEnglish:"),
 )
 
 PROMPTS = (*CHAT, *SUMMARISE, *EDIT, *CODE, *TRANSLATE)

@@ -48,7 +48,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """Of some slice of time or of many. Tokens are those of right answers, when they came."""
 
     requests: int = 0  # that ended, well or not
@@ -64,7 +64,7 @@ class Tally:
     def failures(self) -> int:
         return self.errors.total()
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: RequestTally) -> None:
         self.requests += other.requests
         self.shed += other.shed
         self.compared += other.compared
@@ -79,13 +79,13 @@ class Tally:
         return [*counts, self.first_token.packed(), self.inter_token.packed(), self.total.packed()]
 
     @classmethod
-    def unpacked(cls, data: list[Any]) -> Tally:
+    def unpacked(cls, data: list[Any]) -> RequestTally:
         requests, shed, compared, tokens, errors, *spreads = data
         return cls(requests, shed, compared, tokens, Counter(errors), *map(Spread, spreads))
 
 
-def whole(tallies: Iterable[Tally]) -> Tally:
-    found = Tally()
+def whole(tallies: Iterable[RequestTally]) -> RequestTally:
+    found = RequestTally()
     for tally in tallies:
         found.merge(tally)
     return found
@@ -103,7 +103,7 @@ class Recorder:
 
     def __init__(self, slice_s: float = LEAST_SLICE_S) -> None:
         self.slice_s = slice_s
-        self._tallies: dict[tuple[int, Sort], Tally] = {}
+        self._tallies: dict[tuple[int, Sort], RequestTally] = {}
         self._users: dict[int, int] = {}
 
     @classmethod
@@ -115,8 +115,8 @@ class Recorder:
         """Once it has ended."""
         sort = Sort(attempt.protocol, attempt.case.prompt.kind)
 
-        def at(ms: float) -> Tally:
-            return self._tallies.setdefault((self._slice(attempt.begun_at + ms / 1000), sort), Tally())
+        def at(ms: float) -> RequestTally:
+            return self._tallies.setdefault((self._slice(attempt.begun_at + ms / 1000), sort), RequestTally())
 
         end = at(attempt.total_ms)
         if attempt.shed:
@@ -143,7 +143,7 @@ class Recorder:
         self._users.clear()
 
     @property
-    def tallies(self) -> Iterator[tuple[int, Sort, Tally]]:
+    def tallies(self) -> Iterator[tuple[int, Sort, RequestTally]]:
         for (number, sort), tally in self._tallies.items():
             yield number, sort, tally
 
@@ -160,8 +160,8 @@ class Recorder:
 
     def merge(self, taken: list[list[Any]]) -> None:
         for number, protocol, kind, packed in taken:
-            found = self._tallies.setdefault((number, Sort(protocol, kind)), Tally())
-            found.merge(Tally.unpacked(packed))
+            found = self._tallies.setdefault((number, Sort(protocol, kind)), RequestTally())
+            found.merge(RequestTally.unpacked(packed))
 
     def _slice(self, when: float) -> int:
         return math.floor(when / self.slice_s)

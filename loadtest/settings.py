@@ -29,7 +29,7 @@ MAX_GAMMA = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class LoadTarget:
     """Addresses, and the bounds of every run."""
 
     grpc: tuple[str, ...]

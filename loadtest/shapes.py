@@ -22,17 +22,17 @@ _AROUND, _AT_PEAK = 0.35, 0.3  # shares of the time
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShapePart:
     name: str
     users: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShapeSpan:
     """When a part's users were all there, by the clock."""
 
-    part: Part
+    part: ShapePart
     began: float
     ended: float
 
@@ -41,7 +41,7 @@ class Span:
         return self.ended - self.began
 
 
-def parts(shape: str, users: int, seconds: float, times: float, capacity: int, max_users: int) -> list[Part]:
+def parts(shape: str, users: int, seconds: float, times: float, capacity: int, max_users: int) -> list[ShapePart]:
     """`capacity`: sessions that the fleet takes at once, of which an overload is a multiple."""
     made = _parts(shape, users, seconds, times, capacity)
     most = max(part.users for part in made)
@@ -50,26 +50,26 @@ def parts(shape: str, users: int, seconds: float, times: float, capacity: int, m
     return made
 
 
-def _parts(shape: str, users: int, seconds: float, times: float, capacity: int) -> list[Part]:
+def _parts(shape: str, users: int, seconds: float, times: float, capacity: int) -> list[ShapePart]:
     if shape == "steady":
-        return [Part("steady", users, seconds)]
+        return [ShapePart("steady", users, seconds)]
     if shape == "ramp":
         stairs = sorted({math.ceil(users * (stair + 1) / _STAIRS) for stair in range(_STAIRS)})
-        return [Part(f"{stair} users", stair, seconds / len(stairs)) for stair in stairs]
+        return [ShapePart(f"{stair} users", stair, seconds / len(stairs)) for stair in stairs]
     if shape == "soak":
-        return [Part(f"quarter {number + 1}", users, seconds / _QUARTERS) for number in range(_QUARTERS)]
+        return [ShapePart(f"quarter {number + 1}", users, seconds / _QUARTERS) for number in range(_QUARTERS)]
     peak = math.ceil(times * (max(users, capacity) if shape == "overload" else users))
     return [
-        Part(BEFORE, users, _AROUND * seconds),
-        Part(PEAK, peak, _AT_PEAK * seconds),
-        Part(AFTER, users, _AROUND * seconds),
+        ShapePart(BEFORE, users, _AROUND * seconds),
+        ShapePart(PEAK, peak, _AT_PEAK * seconds),
+        ShapePart(AFTER, users, _AROUND * seconds),
     ]
 
 
 class Course:
     """Where a run is. `patience_s`: how long users may take to come or to finish before time runs without them."""
 
-    def __init__(self, parts: Sequence[Part], spawn_rate: float, patience_s: float) -> None:
+    def __init__(self, parts: Sequence[ShapePart], spawn_rate: float, patience_s: float) -> None:
         self._parts = parts
         self._spawn_rate = min(spawn_rate, FASTEST)
         self._patience_s = patience_s
@@ -77,7 +77,7 @@ class Course:
         self._rate = self._spawn_rate
         self._asked: float | None = None  # since when this part's users are wanted
         self._began: float | None = None
-        self._spans: list[Span] = []
+        self._spans: list[ShapeSpan] = []
         self._seen = 0.0
 
     def tick(self, now: float, users: int) -> tuple[int, float] | None:
@@ -97,15 +97,15 @@ class Course:
             return None
         return 0, FASTEST
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ShapeSpan]:
         """Those that are over, and what there is of the one that runs."""
         if self._began is None:
             return list(self._spans)
-        return [*self._spans, Span(self._parts[self._at], self._began, self._seen)]
+        return [*self._spans, ShapeSpan(self._parts[self._at], self._began, self._seen)]
 
-    def _next(self, now: float, part: Part) -> None:
+    def _next(self, now: float, part: ShapePart) -> None:
         assert self._began is not None
-        self._spans.append(Span(part, self._began, now))
+        self._spans.append(ShapeSpan(part, self._began, now))
         self._at += 1
         if self._at < len(self._parts) and self._parts[self._at].users == part.users:
             self._began = now
@@ -115,11 +115,11 @@ class Course:
             change = abs(self._parts[self._at].users - part.users)
             self._rate = min(FASTEST, max(self._spawn_rate, change / _SURGE_S))
 
-    def _allowed_s(self, part: Part) -> float:
+    def _allowed_s(self, part: ShapePart) -> float:
         return self._patience_s + part.users / self._rate
 
 
-def longest_s(parts: Sequence[Part], spawn_rate: float, patience_s: float) -> float:
+def longest_s(parts: Sequence[ShapePart], spawn_rate: float, patience_s: float) -> float:
     """No run takes longer."""
     slowest = min(spawn_rate, FASTEST)
     return sum(part.seconds + patience_s + part.users / slowest + 1.0 for part in parts) + patience_s + 1.0

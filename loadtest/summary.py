@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from loadtest.asking import PROTOCOLS
 from loadtest.attempt import TEXT_DIFFERS
 from loadtest.prompts import KINDS
-from loadtest.record import Recorder, Sort, Spread, Tally, whole
-from loadtest.shapes import Span
+from loadtest.record import Recorder, RequestTally, Sort, Spread, whole
+from loadtest.shapes import ShapeSpan
 
 NO_REQUESTS = "no request completed"
 RECOVERED = 0.5  # of the throughput before a peak; wide, since small machines are noisy
@@ -25,7 +25,7 @@ _LEAST_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadRun:
     """What was asked for."""
 
     began: float
@@ -61,7 +61,7 @@ class Counts(Figures):
     total_ms: Percentiles
 
     @classmethod
-    def of(cls, tally: Tally, **more: Any) -> Any:
+    def of(cls, tally: RequestTally, **more: Any) -> Any:
         return cls(
             requests=tally.requests,
             failures=tally.failures,
@@ -146,7 +146,7 @@ class Summary(Figures):
         return Summary.model_validate_json(path.read_text())
 
 
-def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
+def summarise(recorder: Recorder, spans: Sequence[ShapeSpan], run: LoadRun) -> Summary:
     all_of_it = whole(tally for _, _, tally in recorder.tallies)
     parts = [_part(recorder, span, run.began) for span in spans]
     seconds = sum(part.seconds for part in parts)
@@ -168,7 +168,7 @@ def summarise(recorder: Recorder, spans: Sequence[Span], run: Run) -> Summary:
 
 
 def _sorts(recorder: Recorder) -> list[SortFigures]:
-    by_sort: dict[Sort, list[Tally]] = {}
+    by_sort: dict[Sort, list[RequestTally]] = {}
     for _, sort, tally in recorder.tallies:
         by_sort.setdefault(sort, []).append(tally)
     found: list[SortFigures] = []
@@ -180,9 +180,9 @@ def _sorts(recorder: Recorder) -> list[SortFigures]:
     return found
 
 
-def _part(recorder: Recorder, span: Span, start: float) -> PartFigures:
+def _part(recorder: Recorder, span: ShapeSpan, start: float) -> PartFigures:
     """Tokens of a slice count as far as it lies in the part, all else where it lies there wholly."""
-    within = Tally()
+    within = RequestTally()
     tokens = 0.0
     for number, _, tally in recorder.tallies:
         since, until = number * recorder.slice_s, (number + 1) * recorder.slice_s
@@ -206,13 +206,13 @@ def _recovery(parts: Sequence[PartFigures]) -> float | None:
     return parts[-1].tokens_per_s / parts[0].tokens_per_s
 
 
-def _series(recorder: Recorder, spans: Sequence[Span], start: float) -> Series:
+def _series(recorder: Recorder, spans: Sequence[ShapeSpan], start: float) -> Series:
     first = math.floor(start / recorder.slice_s)
     ends = [math.ceil(span.ended / recorder.slice_s) - 1 for span in spans]
     last = max([first, *ends, *recorder.users, *(number for number, _, _ in recorder.tallies)])
     wide = max(math.ceil(_LEAST_STEP_S / recorder.slice_s), math.ceil((last + 1 - first) / _MOST_STEPS))
     at = range(first, last + 1, wide)
-    steps: dict[int, Tally] = {since: Tally() for since in at}
+    steps: dict[int, RequestTally] = {since: RequestTally() for since in at}
     for number, _, tally in recorder.tallies:
         steps[max(first, number - (number - first) % wide)].merge(tally)
     step_s = wide * recorder.slice_s

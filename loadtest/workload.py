@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtest.prompts import KINDS, PROMPTS, Prompt
+from loadtest.prompts import KINDS, PROMPTS, LoadPrompt
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ _MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    prompt: Prompt
+    prompt: LoadPrompt
     params: SamplingParams
     weight: float = 1.0  # how often it is asked, beside the others
 

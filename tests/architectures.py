@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from outrider.engine import Engine, Rows
+from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import EngineOptions, load_model
 from outrider.protocol.errors import OutriderError
 from outrider.testing.toy_models import byte_tokenizer
@@ -249,18 +249,18 @@ def difference(engine: Engine, folder: Path, tolerance: float = TOLERANCE) -> st
     whole, beside, end = true(text), true(other), len(text)
     found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def ask(way: str, *asked: tuple[Rows, torch.Tensor]) -> None:
+    def ask(way: str, *asked: tuple[SessionTokens, torch.Tensor]) -> None:
         answers = engine.extend([rows for rows, _ in asked]).logits
         found.extend((way, got.clone(), wanted) for got, (_, wanted) in zip(answers, asked, strict=True))
 
-    ask("one pass", (Rows("one", text), whole))
+    ask("one pass", (SessionTokens("one", text), whole))
     for start in range(0, end, 7):
-        ask("pieces", (Rows("pieces", text[start : start + 7]), whole[start : start + 7]))
-    ask("two sessions", (Rows("a", text[:9]), whole[:9]), (Rows("b", other[:13]), beside[:13]))
+        ask("pieces", (SessionTokens("pieces", text[start : start + 7]), whole[start : start + 7]))
+    ask("two sessions", (SessionTokens("a", text[:9]), whole[:9]), (SessionTokens("b", other[:13]), beside[:13]))
     for at in range(9, end - 12):
-        pieces = [(Rows("a", text[at : at + 1]), whole[at : at + 1])]
+        pieces = [(SessionTokens("a", text[at : at + 1]), whole[at : at + 1])]
         if 13 + at - 9 < len(other):
-            pieces.insert(0, (Rows("b", other[at + 4 : at + 5]), beside[at + 4 : at + 5]))
+            pieces.insert(0, (SessionTokens("b", other[at + 4 : at + 5]), beside[at + 4 : at + 5]))
         ask("steps", *pieces)
     tree = end - 12
     wrong = [(text[tree] + 1) % 250, (text[tree + 1] + 1) % 250]
@@ -269,9 +269,9 @@ def difference(engine: Engine, folder: Path, tolerance: float = TOLERANCE) -> st
     branch = torch.cat(
         [true([*text[:tree], *wrong])[tree:], true([*text[: tree + 1], wrong[1]])[tree:], whole[tree + 1 : tree + 3]]
     )
-    ask("tree", (Rows("a", guesses, (-1, 0, -1, 2, 2, 4)), branch))
+    ask("tree", (SessionTokens("a", guesses, (-1, 0, -1, 2, 2, 4)), branch))
     engine.keep("a", tree, [2, 4, 5])
-    ask("after a tree", (Rows("a", text[tree + 3 :]), whole[tree + 3 :]))
+    ask("after a tree", (SessionTokens("a", text[tree + 3 :]), whole[tree + 3 :]))
     for way, got, wanted in found:
         distance = float((got - wanted).norm() / wanted.norm())
         if not distance <= tolerance:

@@ -37,7 +37,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.runtime.serving import Service, bind, interceptors
-from outrider.security.channels import PLAIN, Access
+from outrider.security.channels import PLAIN, Channels
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -243,7 +243,7 @@ class Cluster:
         heartbeat_ms: int = 500,
         redis: bool = True,
         flags: Sequence[str] = (),
-        access: Access = PLAIN,
+        access: Channels = PLAIN,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -356,7 +356,7 @@ class Cluster:
         return "\n".join(sorted(parts))
 
 
-def wait_serving(address: str, service: str = "outrider.v1.Outrider", access: Access = PLAIN) -> None:
+def wait_serving(address: str, service: str = "outrider.v1.Outrider", access: Channels = PLAIN) -> None:
     with access.channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -370,12 +370,12 @@ def wait_serving(address: str, service: str = "outrider.v1.Outrider", access: Ac
         until(serving, START_S, f"{service} serving at {address}")
 
 
-def server_info(address: str, access: Access = PLAIN) -> pb.ServerInfo:
+def server_info(address: str, access: Channels = PLAIN) -> pb.ServerInfo:
     with access.channel(address) as channel:
         return rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
 
 
-def known_workers(address: str, access: Access = PLAIN) -> list[pb.Worker]:
+def known_workers(address: str, access: Channels = PLAIN) -> list[pb.Worker]:
     return list(server_info(address, access).workers)
 
 
@@ -462,7 +462,7 @@ def ask(
 
 
 @asynccontextmanager
-async def client(address: str, access: Access = PLAIN) -> AsyncIterator[Any]:
+async def client(address: str, access: Channels = PLAIN) -> AsyncIterator[Any]:
     """A stub of the public service."""
     async with access.aio_channel(address, 64 * 1024 * 1024) as channel:
         yield rpc.OutriderStub(channel)
@@ -525,7 +525,7 @@ async def generate_resuming(
     *,
     seconds: float = 60.0,
     on_chunk: Callable[[Output], None] = lambda _: None,
-    access: Access = PLAIN,
+    access: Channels = PLAIN,
 ) -> Output:
     """As a good client does it: when the stream breaks, go on from the tokens at hand with the next coordinator."""
     output = Output()

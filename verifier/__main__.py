@@ -13,8 +13,8 @@ from outrider.base.config import flags, main
 from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
 from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.mock import InstantEngine
-from outrider.engine.tensor_parallel import Team, follow, ranks
+from outrider.engine.mock import MockEngine
+from outrider.engine.tensor_parallel import RankGroup, follow, ranks
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import tracing_to
 from outrider.runtime.serving import Service
@@ -26,19 +26,19 @@ log = structlog.get_logger(__name__)
 
 
 def build(
-    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], team: Team | None
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], team: RankGroup | None
 ) -> VerifierService:
     tracing = tracing_to(settings.otlp_endpoint, "verifier")
     if settings.engine == "instant":
         log.warning("engine 'instant' holds no model: for measuring overhead only")
-        instant = InstantEngine()
+        instant = MockEngine()
         return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings, tracing=tracing)
     loaded = load_model(settings.target, EngineOptions.of(settings), progress, team)
     files = save_tokenizer(loaded.tokenizer, scratch)
     return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost, tracing)
 
 
-def serve(settings: VerifierSettings, team: Team | None = None) -> None:
+def serve(settings: VerifierSettings, team: RankGroup | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
         use_threads(settings.threads)
 

@@ -20,7 +20,7 @@ _SHORT = 1.25  # times as long as the shortest
 _MAX_CREDIT_MS = 100.0
 
 
-class Shares:
+class FairShares:
     def __init__(self, pace: Pace, seats: int, stretch: float) -> None:
         """`stretch`: how many times as long others may make the steps of a tenant with few sessions."""
         self._pace = pace

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.protocol.speculation import Features
+from outrider.protocol.speculation import HiddenStates
 
 FEATURE_WINDOW = 256  # positions at the end of a prompt whose hidden states go with the first verdict
 
 
-class Hidden:
+class HiddenStateBuffer:
     """Rows of the prompt are kept until there is a verdict to carry them; they are always without a gap."""
 
     def __init__(self, wanted: bool) -> None:
@@ -33,13 +33,13 @@ class Hidden:
         if self.wanted:
             self._kept.append(rows)
 
-    def take(self, end: int, rows: torch.Tensor) -> Features | None:
+    def take(self, end: int, rows: torch.Tensor) -> HiddenStates | None:
         """What goes with a verdict: `rows` end before position `end`, and what was kept comes before them."""
         if not self.wanted:
             return None
         together = torch.cat([*self._kept, rows])
         self._kept.clear()
-        return Features(end - len(together), together.shape[-1], together.numpy().tobytes())
+        return HiddenStates(end - len(together), together.shape[-1], together.numpy().tobytes())
 
 
 def as_sent(rows: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:

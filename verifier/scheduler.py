@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from outrider.engine import Engine, Rows, StepResult
+from outrider.engine import Engine, SessionTokens, StepResult
 from outrider.engine.block_manager import PAGE_TOKENS, pages_for
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
@@ -28,11 +28,11 @@ from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
 from outrider.speculation.grammar import Guide, Masks
 from outrider.speculation.tree import Block
-from verifier.fair_shares import Shares
+from verifier.fair_shares import FairShares
 from verifier.hidden_states import as_sent
-from verifier.session import Opening, Session, last_kind
+from verifier.session import VerifyOpening, VerifySession, last_kind
 from verifier.step_budget import Pace
-from verifier.verify import Judgement, judge, likeliest_of_all
+from verifier.verify import VerifyResult, judge, likeliest_of_all
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ _MASK_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     max_sessions: int
     max_waiting: int
     kv_tokens: int
@@ -59,14 +59,14 @@ class Limits:
 class Work:
     """One session's part of a step."""
 
-    session: Session
+    session: VerifySession
     pending: tuple[int, ...]  # committed tokens not cached yet
     block: Block
     judged: bool  # False: a piece of the prompt, nothing to decide
     features_from: int | None  # first row whose hidden state is wanted; None: of none
 
     @classmethod
-    def of(cls, session: Session, pending: Sequence[int], block: Block, *, judged: bool) -> Work:
+    def of(cls, session: VerifySession, pending: Sequence[int], block: Block, *, judged: bool) -> Work:
         features_from = session.hidden.wanted_from(session.cached, len(pending), len(session.committed))
         return cls(session, tuple(pending), block, judged, features_from)
 
@@ -74,12 +74,14 @@ class Work:
     def num_rows(self) -> int:
         return len(self.pending) + len(self.block.tokens)
 
-    def rows(self) -> Rows:
+    def rows(self) -> SessionTokens:
         offset = len(self.pending) - 1
         if not self.judged:
-            return Rows(self.session.key, self.pending, logits_from=len(self.pending), features_from=self.features_from)
+            return SessionTokens(
+                self.session.key, self.pending, logits_from=len(self.pending), features_from=self.features_from
+            )
         parents = (*range(-1, offset), *(offset + parent for parent in self.block.parents))
-        return Rows(
+        return SessionTokens(
             self.session.key,
             self.pending + self.block.tokens,
             # Most blocks are chains, which the engine masks without looking at every pair of rows.
@@ -97,34 +99,34 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    judgement: Judgement | None
+class ForwardResult:
+    judgement: VerifyResult | None
     hidden: torch.Tensor | None  # of consecutive positions, as sent  # [rows, width]
     complete: int | None = None  # after how many of the judgement's tokens the grammar's end is reached
     error: OutriderError | None = None  # the session cannot go on
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    results: list[Result]
+class ScheduledStep:
+    results: list[ForwardResult]
     forward_us: int
     step_us: int
 
 
 class Scheduler:
     def __init__(
-        self, engine: Engine, limits: Limits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+        self, engine: Engine, limits: SchedulerLimits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
         self._pace = Pace(cost)
-        self._shares = Shares(self._pace, limits.max_sessions, limits.tenant_stretch)
+        self._shares = FairShares(self._pace, limits.max_sessions, limits.tenant_stretch)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._masking = ThreadPoolExecutor(max_workers=_MASK_THREADS, thread_name_prefix="masks")
-        self._sessions: dict[str, Session] = {}
-        self._waiting: deque[Session] = deque()
-        self._gone: list[Session] = []
+        self._sessions: dict[str, VerifySession] = {}
+        self._waiting: deque[VerifySession] = deque()
+        self._gone: list[VerifySession] = []
         self._epochs: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._reserved = 0
         self._wake = asyncio.Event()
@@ -137,7 +139,7 @@ class Scheduler:
 
     # Called by the streams.
 
-    def open(self, opening: Opening, guide: Guide | None = None) -> Session:
+    def open(self, opening: VerifyOpening, guide: Guide | None = None) -> VerifySession:
         """Admit a session or queue it; `guide` is for its grammar. Raises what is wrong with it, or Overloaded."""
         if self._draining:
             raise Unavailable("this verifier is leaving")
@@ -150,7 +152,7 @@ class Scheduler:
                 value=opening.epoch,
                 limit=f"at least {known}",
             )
-        session = Session(opening, self._engine.info, self._engine.device, guide)
+        session = VerifySession(opening, self._engine.info, self._engine.device, guide)
         if self._needs(session) > self._limits.kv_tokens:
             raise InvalidRequest.of(
                 "params.max_tokens",
@@ -179,7 +181,7 @@ class Scheduler:
         """A guess or a steer came in, or a stalled stream was read."""
         self._wake.set()
 
-    def close(self, session: Session, error: OutriderError | None = None) -> None:
+    def close(self, session: VerifySession, error: OutriderError | None = None) -> None:
         """End a session, whoever asks for it; idempotent."""
         if session.closed:
             return
@@ -253,8 +255,8 @@ class Scheduler:
         now = time.monotonic()
         many = self._shares.many(session.tenant for session in self._sessions.values())
         work: list[Work] = []
-        prompts: list[Session] = []
-        others: list[Session] = []  # who may join, of tenants with many sessions
+        prompts: list[VerifySession] = []
+        others: list[VerifySession] = []  # who may join, of tenants with many sessions
         decoding = 0
         soonest: float | None = None
         for session in self._sessions.values():
@@ -280,11 +282,11 @@ class Scheduler:
             self._shares.unlimited(now)
         return work, None if soonest is None else max(0.0, soonest - now)
 
-    def _whole(self, session: Session, most: int) -> Work:
+    def _whole(self, session: VerifySession, most: int) -> Work:
         """What a session that decodes would have checked, up to so many guesses."""
         return Work.of(session, session.committed[session.cached :], session.block(most), judged=True)
 
-    def _joining(self, sessions: Sequence[Session], rows: int, now: float) -> list[Work]:
+    def _joining(self, sessions: Sequence[VerifySession], rows: int, now: float) -> list[Work]:
         """Of tenants with many sessions what fits beside the others, who has waited longest first."""
         room = self._shares.room(now, rows, self._limits.max_sessions + self._limits.prefill_rows)
         work: list[Work] = []
@@ -298,7 +300,7 @@ class Scheduler:
             room -= work[-1].num_rows
         return work
 
-    def _pieces(self, prompts: list[Session], rows: int, decoding: int, most: int | None = None) -> list[Work]:
+    def _pieces(self, prompts: list[VerifySession], rows: int, decoding: int, most: int | None = None) -> list[Work]:
         """As much of the prompts as the others can bear, the oldest first."""
         room = min(self._limits.prefill_rows, most or self._limits.prefill_rows)
         if decoding:
@@ -313,22 +315,22 @@ class Scheduler:
             pieces.append(Work.of(session, taken, Block(), judged=whole))
         return pieces
 
-    def _execute(self, work: list[Work]) -> Step:
+    def _execute(self, work: list[Work]) -> ScheduledStep:
         """In the engine's thread: one forward pass, then each session's judgement."""
         started = time.perf_counter()
         masks = [self._mask(item) for item in work]
         done = self._engine.extend([item.rows() for item in work])
         forward = time.perf_counter()
         likeliest = likeliest_of_all(done, [item.session.params for item in work if item.judged])
-        results: list[Result] = []
+        results: list[ForwardResult] = []
         for index, item in enumerate(work):
             try:
                 results.append(self._result(item, done, index, likeliest[index], masks[index]))
             except InvalidRequest as error:  # of its grammar: the others go on
                 log.info("grammar failed", session=item.session.id, error=error.message)
-                results.append(Result(None, None, error=error))
+                results.append(ForwardResult(None, None, error=error))
         finished = time.perf_counter()
-        return Step(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+        return ScheduledStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
 
     def _mask(self, item: Work) -> Future[Masks] | None:
         """What a grammar allows after each row is found out while these go through the model."""
@@ -339,10 +341,10 @@ class Scheduler:
 
     def _result(
         self, item: Work, done: StepResult, index: int, likeliest: Sequence[int], mask: Future[Masks] | None
-    ) -> Result:
+    ) -> ForwardResult:
         session = item.session
         if not item.judged:
-            return Result(None, item.hidden(done.features[index], ()))
+            return ForwardResult(None, item.hidden(done.features[index], ()))
         judgement = judge(
             done.logits[index],
             item.block,
@@ -357,9 +359,9 @@ class Scheduler:
         offset = len(item.pending) - 1
         kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
         self._engine.keep(session.key, session.cached, kept)
-        return Result(judgement, item.hidden(done.features[index], judgement.outcome.path), complete)
+        return ForwardResult(judgement, item.hidden(done.features[index], judgement.outcome.path), complete)
 
-    def _commit(self, work: list[Work], step: Step, started: float) -> None:
+    def _commit(self, work: list[Work], step: ScheduledStep, started: float) -> None:
         rows = sum(item.num_rows for item in work)
         tokens = sum(len(result.judgement.tokens) for result in step.results if result.judgement is not None)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
@@ -411,13 +413,13 @@ class Scheduler:
             self._sessions[session.id] = session
             self._reserved += self._needs(session)
 
-    def _fits(self, session: Session) -> bool:
+    def _fits(self, session: VerifySession) -> bool:
         return (
             len(self._sessions) < self._limits.max_sessions
             and self._reserved + self._needs(session) <= self._limits.kv_tokens
         )
 
-    def _needs(self, session: Session) -> int:
+    def _needs(self, session: VerifySession) -> int:
         """Room in the cache, in whole pages, that a session may come to need: a step never finds the cache full."""
         tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
         return pages_for(tokens) * PAGE_TOKENS
@@ -427,8 +429,8 @@ class Scheduler:
             self._engine.free(session.key)
         self._gone.clear()
 
-    def _live(self, session_id: str) -> Session | None:
-        everyone: Iterator[Session] = iter([*self._sessions.values(), *self._waiting])
+    def _live(self, session_id: str) -> VerifySession | None:
+        everyone: Iterator[VerifySession] = iter([*self._sessions.values(), *self._waiting])
         return next((session for session in everyone if session.id == session_id), None)
 
     def _epoch_of(self, session_id: str) -> int:
@@ -444,7 +446,7 @@ class Scheduler:
             self._epochs.popitem(last=False)
 
 
-def _verdict(item: Work, result: Result, timings: VerifyTimings) -> Verdict:
+def _verdict(item: Work, result: ForwardResult, timings: VerifyTimings) -> Verdict:
     assert result.judgement is not None
     session, outcome = item.session, result.judgement.outcome
     position = len(session.committed)

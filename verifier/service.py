@@ -15,24 +15,24 @@ from outrider.engine import Engine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import take_up
-from outrider.observability.span_events import Account
+from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.runtime.registration_client import Enlistment
+from outrider.runtime.registration_client import RegistrationClient
 from outrider.runtime.worker import WorkerIdentity
-from outrider.security.auth_interceptor import Guard
-from outrider.security.channels import Access
+from outrider.security.auth_interceptor import AuthInterceptor
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.speculation.grammar import Grammars, Guide
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
-from verifier.scheduler import Limits, Scheduler
-from verifier.session import Ended, Opening, Refused, Session
+from verifier.scheduler import Scheduler, SchedulerLimits
+from verifier.session import Ended, Refused, VerifyOpening, VerifySession
 from verifier.settings import VerifierSettings
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ class VerifierService(rpc.VerifierServicer):
         self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._scheduler = Scheduler(
             engine,
-            Limits(
+            SchedulerLimits(
                 max_sessions=settings.max_sessions,
                 max_waiting=settings.max_waiting,
                 kv_tokens=settings.kv_tokens,
@@ -74,11 +74,11 @@ class VerifierService(rpc.VerifierServicer):
             self._metrics,
             cost,
         )
-        self.guard = Guard(dict.fromkeys(self.names, self.credentials.own_keys))
+        self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = Enlistment(
-            self._identity.coordinators, self._describe, vocabulary, lambda: Access.of(self.credentials)
+        self._enlistment = RegistrationClient(
+            self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -119,7 +119,7 @@ class VerifierService(rpc.VerifierServicer):
             opening = _opening(first)
             session = self._scheduler.open(opening, await self._guide(opening))
         try:
-            with Account(self._tracing, "verify", origin, session.id) as account:
+            with StreamSpan(self._tracing, "verify", origin, session.id) as account:
                 yield pb.VerifyReply(
                     opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._engine.info))
                 )
@@ -158,14 +158,14 @@ class VerifierService(rpc.VerifierServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._scheduler.load()), draining=self._draining)
 
-    async def _guide(self, opening: Opening) -> Guide | None:
+    async def _guide(self, opening: VerifyOpening) -> Guide | None:
         """Through its grammar, from where its output is."""
         if opening.params.grammar is None:
             return None
         opening.check(self._engine.info)
         return await self._grammars.begin(opening.params, opening.tokens[opening.prompt_length :])
 
-    async def _take(self, session: Session, requests: AsyncIterator[pb.VerifyRequest]) -> None:
+    async def _take(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
         """Guesses and steers, for as long as the stream brings them."""
         try:
             async for request in requests:
@@ -202,12 +202,12 @@ class VerifierService(rpc.VerifierServicer):
         )
 
 
-def _opening(request: pb.VerifyRequest) -> Opening:
+def _opening(request: pb.VerifyRequest) -> VerifyOpening:
     if request.WhichOneof("message") != "open":
         raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
     given = request.open
     message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
-    return Opening(
+    return VerifyOpening(
         session_id=given.session_id,
         epoch=given.epoch,
         tokens=tuple(given.tokens),
@@ -220,7 +220,7 @@ def _opening(request: pb.VerifyRequest) -> Opening:
     )
 
 
-def _apply(session: Session, request: pb.VerifyRequest) -> None:
+def _apply(session: VerifySession, request: pb.VerifyRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "guess":
         session.guess(convert.guess_from_proto(request.guess))

@@ -28,7 +28,7 @@ from outrider.speculation.acceptance import Chance, NoiseChance
 from outrider.speculation.grammar import Guide
 from outrider.speculation.sampling import History
 from outrider.speculation.tree import Block, GuessTree
-from verifier.hidden_states import Hidden
+from verifier.hidden_states import HiddenStateBuffer
 
 MAX_BACKLOG = 64
 MAX_UNREAD = 1024  # replies of all kinds
@@ -36,7 +36,7 @@ _MASKS_S = 0.02  # what the masks of a step may take: the others wait for them
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class VerifyOpening:
     """What a stream's first message says."""
 
     session_id: str
@@ -93,15 +93,17 @@ class Ended:
     error: OutriderError | None
 
 
-class Session:
+class VerifySession:
     """Owned by the scheduler; the stream sends what is in `outbox`."""
 
-    def __init__(self, opening: Opening, model: ModelInfo, device: torch.device, guide: Guide | None = None) -> None:
+    def __init__(
+        self, opening: VerifyOpening, model: ModelInfo, device: torch.device, guide: Guide | None = None
+    ) -> None:
         self.id = opening.session_id
         self.epoch = opening.epoch
         self.params = opening.params
         self.prompt_length = opening.prompt_length
-        self.hidden = Hidden(opening.features)
+        self.hidden = HiddenStateBuffer(opening.features)
         self.committed = list(opening.tokens)
         self.outbox: asyncio.Queue[Verdict | Refused | Ended] = asyncio.Queue()
         self.tree = GuessTree(

@@ -20,7 +20,7 @@ from outrider.speculation.tree import Block
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class VerifyResult:
     outcome: Outcome
     tokens: tuple[int, ...]  # the accepted ones and the target's own
     logprobs: tuple[TokenLogprobs, ...]
@@ -35,14 +35,14 @@ def judge(
     chance: Chance,
     likeliest: Sequence[int] = (),
     allowed: Masks | None = None,
-) -> Judgement:
+) -> VerifyResult:
     """`logits` answers row 0, the token at position − 1, and each guess of the block.  # [1 + guesses, vocab]
 
     `likeliest` is the argmax of each row, where somebody has it already; `allowed` what a grammar lets follow each.
     """
     if likeliest and params.logprobs is None and plainly_greedy(params):
         outcome = acceptance.walk(block.tokens, block.parents, likeliest)
-        return Judgement(outcome, _tokens(block, outcome), ())
+        return VerifyResult(outcome, _tokens(block, outcome), ())
     paths = block.paths
     adjusted = sampling.adjust(logits, params, history, paths)
     if allowed is not None:
@@ -53,7 +53,7 @@ def judge(
     if params.logprobs is not None:
         rows = torch.tensor([0, *outcome.path], device=logits.device)
         found = sampling.logprobs(logits[rows], tokens, params.logprobs)
-    return Judgement(outcome, tokens, tuple(found))
+    return VerifyResult(outcome, tokens, tuple(found))
 
 
 def plainly_greedy(params: SamplingParams) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import Overloaded
-from outrider.security.tenants import Limits, Tenant
+from outrider.security.tenants import Tenant, TenantLimits
 
 SHARE = 3
 _MINUTE_S = 60.0
@@ -25,7 +25,7 @@ def within_share(held: int, free: int) -> bool:
     return held <= SHARE * free
 
 
-class Bucket:
+class TokenBucket:
     """So much a minute, and as much at once; what was used beyond it is paid back first."""
 
     def __init__(self, per_minute: int) -> None:
@@ -51,10 +51,10 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Account:
-    limits: Limits
-    requests: Bucket
-    tokens: Bucket
+class _KeyUsage:
+    limits: TenantLimits
+    requests: TokenBucket
+    tokens: TokenBucket
     max_sessions: int
 
 
@@ -63,7 +63,7 @@ class Quotas:
         """`several`: whether there is more than one tenant."""
         self._settings = settings
         self._several = several
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, _KeyUsage] = {}
 
     def admit(self, tenant: Tenant, held: int, live: int) -> None:
         """Take one more session of a tenant that holds `held` of `live`. Raises Overloaded."""
@@ -82,15 +82,15 @@ class Quotas:
     def spend(self, tenant: Tenant, tokens: int) -> None:
         self._account(tenant).tokens.take(tokens)
 
-    def _account(self, tenant: Tenant, *, anew: bool = False) -> _Account:
+    def _account(self, tenant: Tenant, *, anew: bool = False) -> _KeyUsage:
         """`anew`: the tenant is as the keys have it now, and its limits may be others than before."""
         account = self._accounts.get(tenant.id)
         if account is None or (anew and account.limits != tenant.limits):
             given, settings = tenant.limits, self._settings
-            account = self._accounts[tenant.id] = _Account(
+            account = self._accounts[tenant.id] = _KeyUsage(
                 given,
-                Bucket(_either(given.requests_per_minute, settings.default_requests_per_minute)),
-                Bucket(_either(given.tokens_per_minute, settings.default_tokens_per_minute)),
+                TokenBucket(_either(given.requests_per_minute, settings.default_requests_per_minute)),
+                TokenBucket(_either(given.tokens_per_minute, settings.default_tokens_per_minute)),
                 _either(given.max_sessions, settings.default_max_sessions),
             )
         return account
@@ -100,7 +100,7 @@ def _either(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
-def _within(name: str, bucket: Bucket) -> None:
+def _within(name: str, bucket: TokenBucket) -> None:
     if (wait_s := bucket.wait_s()) > 0:
         raise Overloaded(
             f"this key has used its {bucket.per_minute} {name.replace('_', ' ')}",

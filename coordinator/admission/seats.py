@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from coordinator.admission.quotas import within_share
-from coordinator.workers.worker_pool import Roster
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.fleet import Role
 
 _LOOK_EVERY_S = 0.5  # verifiers come and go without a word to those who wait
@@ -36,7 +36,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Occupied:
     """By one tenant."""
 
     seats: int = 0
@@ -48,7 +48,7 @@ class Seats:
     def __init__(self, room: Callable[[], Room], *, several: Callable[[], bool]) -> None:
         self._room = room
         self._several = several
-        self._tenants: dict[str, _Held] = {}
+        self._tenants: dict[str, _Occupied] = {}
 
     @contextlib.asynccontextmanager
     async def taken(self, tenant: str, tokens: int, *, going_on: bool = False) -> AsyncIterator[None]:
@@ -60,7 +60,7 @@ class Seats:
             yield
             return
         waiting = _Waiting(tokens)
-        held = self._tenants.setdefault(tenant, _Held())
+        held = self._tenants.setdefault(tenant, _Occupied())
         if going_on:
             held.line.appendleft(waiting)
         else:
@@ -106,7 +106,7 @@ class Seats:
             return True  # a lone session may be as large as it likes: its verifier says what it thinks of that
         return seats < room.seats and (not room.tokens or held + tokens <= room.tokens)
 
-    def _fair(self, room: Room, held: _Held, tokens: int) -> bool:
+    def _fair(self, room: Room, held: _Occupied, tokens: int) -> bool:
         if not held.seats or not room.seats:
             return True
         seats, used = self._used()
@@ -119,7 +119,7 @@ class Seats:
         return sum(held.seats for held in everybody), sum(held.tokens for held in everybody)
 
 
-def room_at(roster: Roster) -> Room:
+def room_at(roster: WorkerPool) -> Room:
     """What the verifiers say that they have."""
     there = [link.info for link in roster.links() if link.info.role is Role.VERIFIER and not link.info.draining]
     tokens = [info.load.kv_tokens_total for info in there]

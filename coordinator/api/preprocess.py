@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from dataclasses import replace
 
-from coordinator.persistence.session_record import SessionRequest, Wish
+from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol import convert
@@ -65,7 +65,7 @@ def resolve(
     return SessionRequest(prompt, params, wish, request.cache_salt, drawn_seed)
 
 
-def _wish(speculation: pb.Speculation) -> Wish:
+def _wish(speculation: pb.Speculation) -> SpeculationOptions:
     gamma = speculation.gamma if speculation.HasField("gamma") else None
     patience = speculation.patience_us if speculation.HasField("patience_us") else None
     if gamma is not None and gamma > MAX_GAMMA:
@@ -76,7 +76,7 @@ def _wish(speculation: pb.Speculation) -> Wish:
     if branches is not None and not 1 <= branches <= MAX_BRANCHES:
         raise InvalidRequest.of("speculation.branches", branches, f"in [1, {MAX_BRANCHES}]")
     ahead = speculation.ahead if speculation.HasField("ahead") else None
-    return Wish(gamma, patience, speculation.drafter, branches, ahead)
+    return SpeculationOptions(gamma, patience, speculation.drafter, branches, ahead)
 
 
 def _prompt(request: pb.GenerateRequest, target: Target, limit: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.fleet_keys import Fleet
-from coordinator.workers.worker_pool import Roster
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch
@@ -22,7 +22,7 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 
 
 class RegistryService(rpc.RegistryServicer):
-    def __init__(self, roster: Roster, settings: CoordinatorSettings, fleet: Fleet) -> None:
+    def __init__(self, roster: WorkerPool, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
         self._roster = roster
         self._settings = settings
         self._fleet = fleet

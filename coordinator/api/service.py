@@ -16,14 +16,14 @@ from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.sessions.session import Session, Token
-from coordinator.sessions.session_manager import Sessions
+from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.fleet_keys import Fleet
+from coordinator.workers.fleet_keys import FleetKeys
 from outrider.base.aio import cancel_all
 from outrider.observability.request_context import REQUEST_ID, take_up
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, OutriderError
-from outrider.security.auth_interceptor import Guard
+from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
 from outrider.security.error_interceptor import abort
 from outrider.v1 import common_pb2 as common
@@ -44,11 +44,11 @@ class CoordinatorService(rpc.OutriderServicer):
         self._settings = settings
         self.credentials = Credentials(settings)
         self.api_keys = self.credentials.keys("api_keys")
-        self.fleet = Fleet.of(self.credentials)
+        self.fleet = FleetKeys.of(self.credentials)
         # A drafter's key opens nothing but the registry.
         doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
-        self.guard = Guard(doors, others=self.api_keys | self.fleet.verifiers)
-        self.sessions = Sessions(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
+        self.guard = AuthInterceptor(doors, others=self.api_keys | self.fleet.verifiers)
+        self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:

@@ -62,7 +62,7 @@ class _Standing:
             self.probe, self.since = PROBE_GUESSES, 0
 
 
-class Budget:
+class DrafterSelection:
     def __init__(self) -> None:
         self._standings: dict[int, _Standing] = {}
         self.best: int | None = None

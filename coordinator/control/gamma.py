@@ -17,10 +17,10 @@ from coordinator.control.throughput_model import (
     MAX_PATIENCE_MS,
     MIN_PATIENCE_MS,
     PLAIN,
-    Choice,
     Conditions,
-    Plan,
-    Way,
+    Mode,
+    PlanChoice,
+    SpeculationPlan,
     expected_tokens,
     patience_for,
     plans,
@@ -63,7 +63,9 @@ PACE_FORGETTING = 0.02  # per choice, of the ways that are not taken: a bad spel
 PACE_BOUNDS = (0.3, 1.5)
 
 
-def choose(conditions: Conditions, candidates: Iterable[Plan], current: Plan | None = None) -> Choice:
+def choose(
+    conditions: Conditions, candidates: Iterable[SpeculationPlan], current: SpeculationPlan | None = None
+) -> PlanChoice:
     """The plan that is worth most; the current one unless another is clearly better. What is worth less than plain is
     never kept."""
     worths = {plan: worth(conditions, plan) for plan in candidates}
@@ -71,7 +73,7 @@ def choose(conditions: Conditions, candidates: Iterable[Plan], current: Plan | N
     plain = worths.get(PLAIN, 0.0)
     if current is not None and worths.get(current, -1.0) >= plain and worths[best] < worths[current] * HYSTERESIS:
         best = current
-    return Choice(best, patience_for(conditions, best), rate(conditions, best))
+    return PlanChoice(best, patience_for(conditions, best), rate(conditions, best))
 
 
 @dataclass(slots=True)
@@ -125,7 +127,7 @@ class PairHistory:
 
 
 @dataclass(slots=True)
-class Share:
+class HitRate:
     """How often something held, lately."""
 
     held: float
@@ -143,7 +145,7 @@ class Share:
         return self.held / self.trials
 
 
-class Pair:
+class PairEstimate:
     """What guesses show in this session, begun from what target and drafter have shown together before."""
 
     def __init__(self, positions: int) -> None:
@@ -155,14 +157,14 @@ class Pair:
         self._held = [0.0] * self._positions
         self._trials = [0.0] * self._positions
         self._prior_weight = [PRIOR_TRIALS] * self._positions
-        self._beside = Share(history.tree_gain)
-        self._at_hand = Share(history.ahead_gain)
+        self._beside = HitRate(history.tree_gain)
+        self._at_hand = HitRate(history.ahead_gain)
         self.seen = 0  # steps with guesses
         self.offer_rate = history.offer_rate
         self.draft_ms = history.draft_ms
         self.level_ms = history.level_ms
         self.tree_rows = history.tree_rows
-        self.paces = {Way(way): pace for way, pace in history.paces.items()}
+        self.paces = {Mode(way): pace for way, pace in history.paces.items()}
 
     def drafted(self, tokens: int, draft_us: int, *, tree: bool = False) -> None:
         """A guess arrived, so deep."""
@@ -247,7 +249,7 @@ class Estimator:
     """One session's view of its conditions, learnt from verdicts and guesses. `pair` is all its drafters together."""
 
     def __init__(self, positions: int) -> None:
-        self.pair = Pair(positions)
+        self.pair = PairEstimate(positions)
         self._link_ms: float | None = None
         self._silence = 0.0
         self.unmet = 0.0  # share of the waits that ended with patience and with less than was asked for
@@ -267,7 +269,7 @@ class Estimator:
         self._others = self._other_rows = float(sessions)
         self._other_rate = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
 
-    def judged(self, verdict: Verdict, *, plan: Plan, patience_ms: float) -> bool:
+    def judged(self, verdict: Verdict, *, plan: SpeculationPlan, patience_ms: float) -> bool:
         """A verdict arrived under this plan; whether its step was waited for in vain."""
         waited = patience_ms > 0
         timings = verdict.timings
@@ -332,7 +334,7 @@ class Estimator:
 
 
 @dataclass(slots=True)
-class Tally:
+class PlanTally:
     """What one plan was expected to bring, and what it brought."""
 
     steps: int = 0
@@ -348,7 +350,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class FixedChoices:
     """What is not for the controller to choose."""
 
     gamma: int | None = None
@@ -361,7 +363,7 @@ class Controller:
     """The plan of one session over time: `choose`, and now and then a look at whether guessing pays again."""
 
     def __init__(
-        self, gamma_max: int, estimator: Estimator, wishes: Wishes = Wishes(), *, single: bool = False
+        self, gamma_max: int, estimator: Estimator, wishes: FixedChoices = FixedChoices(), *, single: bool = False
     ) -> None:
         """`single`: guesses are drawn, not chosen, and have no siblings."""
         self._wishes = wishes
@@ -375,14 +377,14 @@ class Controller:
         self._since_plan = 0
         self._since_look = 0  # at whether a drafter that was waited for in vain comes by now
         self._look_after = LOOK_AFTER
-        self._seen = Tally()  # of the plan in force, since it settled
+        self._seen = PlanTally()  # of the plan in force, since it settled
         self._expected = 0.0  # of the plan in force, tokens per second
         self._plain_rate = 0.0  # expected, when last chosen
-        self._looks: dict[Way, int] = {}  # at what a way brings
+        self._looks: dict[Mode, int] = {}  # at what a way brings
         self.estimator = estimator
         self.plan = PLAIN
         self.patience_ms = 0.0
-        self.tallies: dict[Plan, Tally] = {}
+        self.tallies: dict[SpeculationPlan, PlanTally] = {}
         self._conditions: Conditions | None = None  # when last chosen
         self.shared = False  # drafter and verifier run on the same cores: who drafts ahead slows the other
 
@@ -390,14 +392,14 @@ class Controller:
     def wants_drafter(self) -> bool:
         return (self._gamma_max if self._fixed is None else self._fixed.gamma) > 0
 
-    def considered(self) -> list[Choice]:
+    def considered(self) -> list[PlanChoice]:
         """The best plan of every way and what it is worth, as things stood when last chosen."""
-        best: dict[Way, Choice] = {}
+        best: dict[Mode, PlanChoice] = {}
         for plan in self._apart() if self._conditions is not None else ():
             assert self._conditions is not None
             promised = worth(self._conditions, plan)
             if plan.way not in best or promised > best[plan.way].tokens_per_s:
-                best[plan.way] = Choice(plan, patience_for(self._conditions, plan), promised)
+                best[plan.way] = PlanChoice(plan, patience_for(self._conditions, plan), promised)
         return list(best.values())
 
     def judged(self, verdict: Verdict) -> None:
@@ -410,14 +412,14 @@ class Controller:
         self._since_look += 1
         timings = verdict.timings
         ms = (timings.wait_us + timings.step_us) / 1000
-        self.tallies.setdefault(self.plan, Tally()).add(len(verdict.tokens), ms, self._expected)
+        self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected)
         if self.plan.gamma and not self._probing and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
     def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
         """What to steer the verifier to now, if anything changes; drafters follow `plan`."""
         if not attached:
-            choice = Choice(PLAIN, 0.0, 0.0)
+            choice = PlanChoice(PLAIN, 0.0, 0.0)
             self._since_choice = DECIDE_SELDOM
         elif self._fixed is not None:
             choice = self._as_wished(round_trips_ms, self._fixed)
@@ -428,30 +430,30 @@ class Controller:
             self._since_choice = 0
             choice = self._next(round_trips_ms)
         if self._wishes.patience_us is not None and choice.plan.gamma:
-            choice = Choice(choice.plan, self._wishes.patience_us / 1000, choice.tokens_per_s)
+            choice = PlanChoice(choice.plan, self._wishes.patience_us / 1000, choice.tokens_per_s)
         self._expected = choice.tokens_per_s
         if choice.plan == self.plan and 0.75 * self.patience_ms <= choice.patience_ms <= 1.25 * self.patience_ms:
             return None
         if choice.plan != self.plan:
             self._since_plan = 0
-            self._seen = Tally()
+            self._seen = PlanTally()
         self.plan, self.patience_ms = choice.plan, choice.patience_ms
         return self.plan.for_verifier(self.patience_ms)
 
-    def _as_wished(self, round_trips_ms: float, plan: Plan) -> Choice:
+    def _as_wished(self, round_trips_ms: float, plan: SpeculationPlan) -> PlanChoice:
         conditions = self.estimator.conditions(round_trips_ms)
         if self.estimator.unmet < GIVEN_UP:
             self._since_look, self._look_after = 0, LOOK_AFTER
         elif self._since_look < self._look_after:
-            return Choice(plan, MIN_PATIENCE_MS, rate(conditions, plan))
+            return PlanChoice(plan, MIN_PATIENCE_MS, rate(conditions, plan))
         else:
             self._since_look, self._look_after = 0, min(LOOK_AT_MOST, 2 * self._look_after)
         patience = (
             max(FIXED_PATIENCE_MS, 4.0 * patience_for(conditions, plan)) if plan.gamma and not plan.ahead else 0.0
         )
-        return Choice(plan, min(patience, MAX_PATIENCE_MS), rate(conditions, plan))
+        return PlanChoice(plan, min(patience, MAX_PATIENCE_MS), rate(conditions, plan))
 
-    def _next(self, round_trips_ms: float) -> Choice:
+    def _next(self, round_trips_ms: float) -> PlanChoice:
         conditions = self._conditions = self.estimator.conditions(round_trips_ms)
         self._forgive()
         self._plain_rate = rate(conditions, PLAIN)
@@ -463,7 +465,7 @@ class Controller:
             return choice
         return self._look(conditions) or choice
 
-    def _apart(self) -> list[Plan]:
+    def _apart(self) -> list[SpeculationPlan]:
         """What there is to choose from, on one machine or on several."""
         if not self.shared or self._wishes.ahead:
             return self._candidates
@@ -475,7 +477,7 @@ class Controller:
             if way is not self.plan.way:
                 paces[way] += PACE_FORGETTING * (1.0 - paces[way])
 
-    def _look(self, conditions: Conditions) -> Choice | None:
+    def _look(self, conditions: Conditions) -> PlanChoice | None:
         """While plain wins: now and then take guesses if they come, without waiting for them."""
         # Plain steps that pass before a guess is there: it must reach beyond them.
         late = min(MAX_GAMMA, math.ceil(conditions.link_ms / max(conditions.verify_ms(0), 1e-3)))
@@ -489,7 +491,7 @@ class Controller:
             self._plain_steps = 0
             self._probing = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
-        return Choice(Plan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
+        return PlanChoice(SpeculationPlan(gamma, ahead=self._wishes.ahead is not False), 0.0, rate(conditions, PLAIN))
 
     def _could_pay(self, conditions: Conditions) -> bool:
         """Whether any plan would be worth more than plain if its guesses always held: where rows are dear, a look at
@@ -515,18 +517,18 @@ class Controller:
         self._looks[way] = looks + 1
         weight = max(PACE_SMOOTHING, 1.0 / (2 + looks))
         self.estimator.pair.paces[way] = pace + weight * (min(high, max(low, found)) - pace)
-        self._seen = Tally()
+        self._seen = PlanTally()
 
     @staticmethod
-    def _plan_wished(wishes: Wishes, *, single: bool) -> Plan | None:
+    def _plan_wished(wishes: FixedChoices, *, single: bool) -> SpeculationPlan | None:
         if wishes.gamma == 0:
             return PLAIN
         if wishes.gamma is None or wishes.ahead:
             return None  # ahead, what a step takes and waits for remains to be chosen
-        return Plan(wishes.gamma, 1 if single else wishes.branches or 1)
+        return SpeculationPlan(wishes.gamma, 1 if single else wishes.branches or 1)
 
     @staticmethod
-    def _allowed(gamma_max: int, wishes: Wishes, *, single: bool) -> list[Plan]:
+    def _allowed(gamma_max: int, wishes: FixedChoices, *, single: bool) -> list[SpeculationPlan]:
         if single:
             widths = [1]
         elif wishes.branches is not None:

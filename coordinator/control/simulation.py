@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from coordinator.control.gamma import Controller, Estimator, PairHistory, Wishes
-from coordinator.control.throughput_model import PLAIN, Plan
+from coordinator.control.gamma import Controller, Estimator, FixedChoices, PairHistory
+from coordinator.control.throughput_model import PLAIN, SpeculationPlan
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import Guess, TokenKind, Verdict, VerifyTimings
 from outrider.speculation.tree import Block, GuessTree, depth
@@ -45,7 +45,7 @@ class World:
 
 
 @dataclass(slots=True)
-class Result:
+class SimulationResult:
     tokens: int = 0
     steps: int = 0
     ms: float = 0.0
@@ -60,10 +60,10 @@ class Result:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _SimulatedNode:
     token: int
     position: int
-    parent: _Node | None
+    parent: _SimulatedNode | None
     score: float
     true: bool
     node_id: int = 0
@@ -78,17 +78,17 @@ class Simulation:
         self,
         world: World,
         gamma_max: int = 16,
-        wishes: Wishes | None = None,
+        wishes: FixedChoices | None = None,
         history: PairHistory | None = None,
         seed: int = 0,
     ) -> None:
         self.world = world
         self.now = 0.0
-        self.controller = Controller(gamma_max, Estimator(gamma_max), wishes or Wishes())
+        self.controller = Controller(gamma_max, Estimator(gamma_max), wishes or FixedChoices())
         self.controller.estimator.priced(world.cost)
         if history is not None:
             self.controller.estimator.pair.start_from(history)
-        self.result = Result()
+        self.result = SimulationResult()
         self.plans: list[tuple[float, int, str]] = []  # as they were taken: when, in ms, γ, and what it is called
         self.offered: list[tuple[float, int]] = []  # per step: when, and how long the path it checked
         self._seed = seed
@@ -105,9 +105,9 @@ class Simulation:
         self._steer()
         self._kick()
 
-    def run(self, tokens: int) -> Result:
+    def run(self, tokens: int) -> SimulationResult:
         """So many tokens more; what they took."""
-        self.result = Result()
+        self.result = SimulationResult()
         began, wanted = self.now, len(self._committed) + tokens
         before = len(self._committed)
         while len(self._committed) < wanted:
@@ -249,21 +249,21 @@ class _Drafter:
     def __init__(self, simulation: Simulation) -> None:
         self._world = simulation
         self._known = 0
-        self._nodes: list[_Node] = []
+        self._nodes: list[_SimulatedNode] = []
         self._plan = PLAIN
         self._busy = False
         self._next_id = 1
-        self._unsent: list[_Node] = []
+        self._unsent: list[_SimulatedNode] = []
         self._since_us = 0
         self._passed_at = -1
 
-    def steer(self, plan: Plan) -> None:
+    def steer(self, plan: SpeculationPlan) -> None:
         self._plan = plan
         self._draft()
 
     def commit(self, known: int) -> None:
         while self._known < known:
-            kept: list[_Node] = []
+            kept: list[_SimulatedNode] = []
             for node in self._nodes:
                 if node.position == self._known:
                     node.gone = node.token != TRUE
@@ -296,17 +296,17 @@ class _Drafter:
             return
         self._busy = True
         asked = self._known
-        tops: list[_Node | None] = [None, *self._nodes]
+        tops: list[_SimulatedNode | None] = [None, *self._nodes]
         world = self._world.world
         self._world.after(world.draft_ms, lambda: self._drafted(asked, tops))
 
-    def _drafted(self, asked: int, tops: list[_Node | None]) -> None:
+    def _drafted(self, asked: int, tops: list[_SimulatedNode | None]) -> None:
         """What follows the places that were open when it was asked."""
         self._busy = False
         plan, world = self._plan, self._world
         self._since_us += int(world.world.draft_ms * 1000)
         chances = world.chances()[: plan.branches]
-        offers: list[tuple[float, int, _Node | None, int, int]] = []
+        offers: list[tuple[float, int, _SimulatedNode | None, int, int]] = []
         for top in tops:
             if top is None:
                 position, score, fits = asked, 0.0, asked >= self._known
@@ -327,7 +327,7 @@ class _Drafter:
                 break
             value, _, top, position, rank = heapq.heappop(offers)
             right = (top is None or top.true) and world.rank(position) == rank
-            node = _Node(TRUE if right else WRONG + rank, position, top, -value, right)
+            node = _SimulatedNode(TRUE if right else WRONG + rank, position, top, -value, right)
             if top is not None:
                 top.children += 1
             self._nodes.append(node)
@@ -342,8 +342,8 @@ class _Drafter:
         while fresh:
             top = fresh[0].parent
             numbers: dict[int, int] = {id(top): 0}
-            sent: list[_Node] = []
-            left: list[_Node] = []
+            sent: list[_SimulatedNode] = []
+            left: list[_SimulatedNode] = []
             for node in fresh:
                 if id(node.parent) in numbers and (node.parent is not None or node.position == fresh[0].position):
                     sent.append(node)
@@ -371,8 +371,8 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
     """One case: `world`, or `worlds` one after the other, and `wishes` by their fields, a `cost` as [[rows], [ms]];
     `tokens` in each world after `warm` others, by `seeds`."""
     worlds = [_world(given) for given in case.get("worlds", [case.get("world", {})])]
-    wishes = Wishes(**case.get("wishes", {}))
-    total = Result()
+    wishes = FixedChoices(**case.get("wishes", {}))
+    total = SimulationResult()
     ends: list[float] = []
     plans: list[tuple[float, int, str]] = []
     offered: list[tuple[float, int]] = []

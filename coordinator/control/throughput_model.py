@@ -30,7 +30,7 @@ CERTAIN = 0.99
 _GAIN = {1: 0.0, 2: 0.7, 3: 1.0, 4: 1.15}  # of what three branches add, so much is had with others
 
 
-class Way(enum.StrEnum):
+class Mode(enum.StrEnum):
     PLAIN = "plain"
     TURNS = "turns"
     TREE_TURNS = "tree turns"
@@ -41,7 +41,7 @@ class Way(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeculationPlan:
     """How a session is drafted and verified."""
 
     gamma: int = 0  # how far the drafter guesses
@@ -51,14 +51,14 @@ class Plan:
     want: int = 0  # ahead: guesses that the verifier waits for after a miss; 0: it does not wait
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Mode:
         if self.gamma == 0:
-            return Way.PLAIN
+            return Mode.PLAIN
         if self.ahead and self.want:
-            return Way.TREE_AHEAD_WAITING if self.branches > 1 else Way.AHEAD_WAITING
+            return Mode.TREE_AHEAD_WAITING if self.branches > 1 else Mode.AHEAD_WAITING
         if self.ahead:
-            return Way.TREE_AHEAD if self.branches > 1 else Way.AHEAD
-        return Way.TREE_TURNS if self.branches > 1 else Way.TURNS
+            return Mode.TREE_AHEAD if self.branches > 1 else Mode.AHEAD
+        return Mode.TREE_TURNS if self.branches > 1 else Mode.TURNS
 
     @property
     def label(self) -> str:
@@ -83,7 +83,7 @@ class Plan:
         )
 
 
-PLAIN = Plan()
+PLAIN = SpeculationPlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,13 @@ class Conditions:
     tree_rows: float = 2.0  # guesses of a tree per guess of its longest path
     level_ms: float | None = None  # drafting, per level of a tree; None: as for a chain
     silence: float = 0.0  # share of the waits in which nobody said anything, to the end of patience
-    paces: Mapping[Way, float] = field(default_factory=dict)  # what each way brought, against what was expected
+    paces: Mapping[Mode, float] = field(default_factory=dict)  # what each way brought, against what was expected
 
     def verify_ms(self, guesses: float) -> float:
         """A step that checks so many guesses of ours."""
         return self.cost.at(self.other_rows + 1.0 + guesses)
 
-    def accepted(self, plan: Plan) -> tuple[float, ...]:
+    def accepted(self, plan: SpeculationPlan) -> tuple[float, ...]:
         if plan.branches == 1:
             return self.acceptance
         gain = min(1.0, (self.ahead_gain if plan.ahead else self.tree_gain) * _GAIN.get(plan.branches, 1.15))
@@ -121,8 +121,8 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    plan: Plan
+class PlanChoice:
+    plan: SpeculationPlan
     patience_ms: float
     tokens_per_s: float  # expected
 
@@ -141,7 +141,7 @@ def wait_ms(conditions: Conditions, guesses: int, branches: int = 1) -> float:
     return conditions.link_ms + guesses * conditions.step_ms(branches)
 
 
-def rate(conditions: Conditions, plan: Plan) -> float:
+def rate(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Expected tokens per second, as far as the ways are known here."""
     plain = 1000.0 / max(conditions.verify_ms(0), 1e-6)
     if plan.gamma == 0:
@@ -154,7 +154,7 @@ def rate(conditions: Conditions, plan: Plan) -> float:
     return brings * (pace if brings > plain else min(1.0, pace))  # luck is no reason to leave plain
 
 
-def worth(conditions: Conditions, plan: Plan) -> float:
+def worth(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Expected tokens per second, less those that the others of the verifier lose by our guesses: where a step takes
     the longer the more rows it has, all wait for ours.
 
@@ -169,11 +169,11 @@ def worth(conditions: Conditions, plan: Plan) -> float:
     return rate(shared, plan) - 1000.0 * conditions.other_rate * _delay(shared, plan)
 
 
-def guesses_per_step(plan: Plan) -> int:
+def guesses_per_step(plan: SpeculationPlan) -> int:
     return plan.rows if plan.ahead else plan.gamma * plan.branches
 
 
-def _delay(conditions: Conditions, plan: Plan) -> float:
+def _delay(conditions: Conditions, plan: SpeculationPlan) -> float:
     """By how much of the time our guesses hold up steps that others share."""
     waits = wait_ms(conditions, plan.gamma, plan.branches)
     if plan.ahead:  # only after a miss, if at all
@@ -183,7 +183,7 @@ def _delay(conditions: Conditions, plan: Plan) -> float:
     return conditions.offer_rate * (step_ms - conditions.verify_ms(0)) / max(step_ms + waits, 1e-6)
 
 
-def _in_turns(conditions: Conditions, plan: Plan) -> float:
+def _in_turns(conditions: Conditions, plan: SpeculationPlan) -> float:
     offered = conditions.offer_rate
     tokens = offered * expected_tokens(conditions.accepted(plan), plan.gamma) + (1.0 - offered)
     # A drafter without a guess says so after one link's time.
@@ -192,7 +192,7 @@ def _in_turns(conditions: Conditions, plan: Plan) -> float:
     return 1000.0 * tokens / max(wait + verify, 1e-6)
 
 
-def _ahead(conditions: Conditions, plan: Plan, plain: float) -> float:
+def _ahead(conditions: Conditions, plan: SpeculationPlan, plain: float) -> float:
     """Every token is as guessed, or it is a miss: between two misses lie 1 / (1 − held) tokens on average."""
     held = mean_acceptance(conditions.accepted(plan))
     step_ms = max(conditions.step_ms(plan.branches), 1e-3)
@@ -227,13 +227,15 @@ def mean_acceptance(acceptance: Sequence[float]) -> float:
     return min(CERTAIN, row / (1.0 + row))
 
 
-def plans(gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, far: int | None = None) -> Iterator[Plan]:
+def plans(
+    gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, far: int | None = None
+) -> Iterator[SpeculationPlan]:
     """All there is to choose from. `far`: how far a drafter ahead may guess, when not as far as its window."""
     yield PLAIN
     for width in branches:
         for gamma in range(1, gamma_max + 1):
             if width == 1 or gamma * width <= MOST_NODES:
-                yield Plan(gamma, width)
+                yield SpeculationPlan(gamma, width)
     far = window(gamma_max) if far is None else far
     for width in branches:
         if width not in (1, BRANCHES_AHEAD) and len(branches) > 1:
@@ -241,7 +243,7 @@ def plans(gamma_max: int, branches: Sequence[int] = (1, *BRANCHES), *, far: int 
         for rows in ROWS_AHEAD:
             for want in (0, *WANTS):
                 if gamma_max and want <= min(rows, far) and (rows <= far or rows == ROWS_AHEAD[0]):
-                    yield Plan(far, width, ahead=True, rows=rows, want=want)
+                    yield SpeculationPlan(far, width, ahead=True, rows=rows, want=want)
 
 
 def window(gamma_max: int) -> int:
@@ -249,7 +251,7 @@ def window(gamma_max: int) -> int:
     return min(MAX_GAMMA, 2 * gamma_max)
 
 
-def patience_for(conditions: Conditions, plan: Plan) -> float:
+def patience_for(conditions: Conditions, plan: SpeculationPlan) -> float:
     """Twice the expected wait: enough for jitter, and a silent drafter costs little before it is not waited for."""
     awaited = plan.want if plan.ahead else plan.gamma
     if awaited == 0:

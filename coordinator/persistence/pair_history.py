@@ -16,7 +16,7 @@ WRITE_EVERY_S = 2.0
 SHARE = 0.3  # of one session in what is remembered
 
 
-class PairMemory:
+class PairHistoryStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[tuple[str, str], PairHistory | None] = {}

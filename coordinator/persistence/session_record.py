@@ -26,7 +26,7 @@ _KINDS = {int(kind): kind for kind in TokenKind}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SpeculationOptions:
     """How a client wants its session speculated; None and empty leave it to the coordinator."""
 
     gamma: int | None = None
@@ -56,7 +56,7 @@ class SessionRequest:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    wish: Wish = Wish()
+    wish: SpeculationOptions = SpeculationOptions()
     cache_salt: str = ""
     drawn_seed: bool = field(default=False, compare=False)  # nobody named one; not kept
     nonce: str = field(default="", compare=False)  # of the session that this request began, see `seeds`
@@ -78,7 +78,7 @@ class SessionRequest:
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
         params["grammar"] = Grammar(**_known(Grammar, params["grammar"])) if params.get("grammar") else None
-        wish = Wish(**_known(Wish, data.get("wish", {})))
+        wish = SpeculationOptions(**_known(SpeculationOptions, data.get("wish", {})))
         return cls(
             tuple(data["prompt"]),
             SamplingParams(**params),

@@ -29,7 +29,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import Fenced, Unavailable
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import FinishReason
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class Store:
         url: str,
         owner: str,
         session_ttl_s: int,
-        fleet_keys: Keys | None = None,
+        fleet_keys: ApiKeys | None = None,
         skipped: Callable[[str, str], None] = lambda _record, _reason: None,
     ) -> None:
         """`fleet_keys` vouch for workers; `skipped` hears of each record that is not believed, and why."""
@@ -69,7 +69,7 @@ class Store:
         self._redis = redis.Redis.from_pool(pool)
         self._owner = owner
         self._ttl_s = session_ttl_s
-        self._fleet_keys = fleet_keys or Keys()
+        self._fleet_keys = fleet_keys or ApiKeys()
         self._skipped = skipped
         self._told: set[str] = set()
         self._write = self._redis.register_script(lua_scripts.WRITE)

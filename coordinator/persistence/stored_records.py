@@ -17,14 +17,14 @@ from typing import Any, ParamSpec, TypeVar
 from google.protobuf.message import DecodeError
 
 from coordinator.control.gamma import PairHistory
-from coordinator.control.throughput_model import Way
+from coordinator.control.throughput_model import Mode
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, unpack, unpack_logprobs
 from outrider.protocol import convert
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_tokens
 from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.speculation import FinishReason, TokenLogprobs
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
 
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ def _reading(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 # Workers.
 
 
-def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: Keys) -> dict[str, bytes | str]:
+def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: ApiKeys) -> dict[str, bytes | str]:
     """The fields of a worker's record. Without a fleet key nobody can vouch for it."""
     when = str(int(at * 1000))
     sealed: dict[str, bytes | str] = {"data": data, "coordinator": coordinator, "at": when}
@@ -93,7 +93,7 @@ def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: 
 
 
 @_reading("worker")
-def read_worker(worker_id: str, given: Sequence[bytes | None], keys: Keys, now: float, age_s: float) -> WorkerInfo:
+def read_worker(worker_id: str, given: Sequence[bytes | None], keys: ApiKeys, now: float, age_s: float) -> WorkerInfo:
     """`given`: data, coordinator, at, mac. A record is believed for `age_s`, lest an old one be put back for ever."""
     data, coordinator, at, mac = (value or b"" for value in given)
     if keys:
@@ -197,7 +197,7 @@ def _shown(name: str, value: Any) -> Any:
     if name == "acceptance":
         return [_number(name, one) for one in value[:MAX_POSITIONS]]
     if name == "paces":
-        return {way: _number(name, pace) for way, pace in value.items() if way in set(Way)}
+        return {way: _number(name, pace) for way, pace in value.items() if way in set(Mode)}
     return _number(name, value)
 
 

@@ -34,7 +34,7 @@ class Entry:
         self.durable = durable  # output tokens that are in Redis
         self.known = durable > 0  # the request is in Redis
         self.finish_written = False
-        self.opening = False  # its first write is under way, see `Journal.opened`
+        self.opening = False  # its first write is under way, see `WriteBehind.opened`
         self.request_id = current().request_id
 
     @property
@@ -44,7 +44,7 @@ class Entry:
         )
 
 
-class Journal:
+class WriteBehind:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._dirty: dict[str, Entry] = {}

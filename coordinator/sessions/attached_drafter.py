@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.control.gamma import Pair
-from coordinator.control.throughput_model import OPEN_NODES, Plan
-from coordinator.sessions.streams import DrafterHop
-from coordinator.workers.worker_pool import Link
+from coordinator.control.gamma import PairEstimate
+from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
+from coordinator.sessions.streams import DrafterStream
+from coordinator.workers.worker_pool import WorkerConnection
 from outrider.protocol import message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.protocol.speculation import Features, SourceTally
+from outrider.protocol.speculation import HiddenStates, SourceTally
 from outrider.speculation.tree import depth
 from outrider.v1 import common_pb2 as common
 
@@ -75,10 +75,10 @@ class DraftPace:
         return min(draft_us, int((now - since) * 1e6) + _JITTER_US)
 
 
-class Attached:
+class AttachedDrafter:
     """`joined` once it has opened the session: until then it hears of commits and is not counted on."""
 
-    def __init__(self, hop: DrafterHop, source: int, pair: Pair, plan: Plan, now: float) -> None:
+    def __init__(self, hop: DrafterStream, source: int, pair: PairEstimate, plan: SpeculationPlan, now: float) -> None:
         self.source = source
         self.pair = pair
         self.plan = plan
@@ -90,7 +90,7 @@ class Attached:
         self._hop = hop
 
     @property
-    def link(self) -> Link:
+    def link(self) -> WorkerConnection:
         return self._hop.link
 
     def guessed(self, guess: common.Guess, now: float) -> None:
@@ -112,7 +112,7 @@ class Attached:
         else:
             self.pair.judged(0, 0, due=self.plan.gamma > 0 and awaited)
 
-    def committed(self, position: int, tokens: tuple[int, ...], features: Features | None, now: float) -> int:
+    def committed(self, position: int, tokens: tuple[int, ...], features: HiddenStates | None, now: float) -> int:
         """Tell it; how many bytes of hidden states went along."""
         self._allowance.committed()
         self._pace.asked(now)
@@ -121,7 +121,7 @@ class Attached:
         self._hop.committed(position, tokens, features)
         return len(features.rows) if features is not None else 0
 
-    def steer(self, plan: Plan, now: float) -> None:
+    def steer(self, plan: SpeculationPlan, now: float) -> None:
         if plan.for_drafter() != self.plan.for_drafter():
             self._pace.asked(now)
             self._hop.steer(plan.for_drafter())

@@ -50,7 +50,7 @@ class Detokeniser:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What one token adds to the output; `stop` is the stop string that it completed."""
 
     text: str
@@ -69,27 +69,27 @@ class TextStream:
         self._stops = stops
         self._held = ""
 
-    def add(self, token: int) -> Piece:
+    def add(self, token: int) -> TextPiece:
         return self._release(self._detokeniser.add(token))
 
-    def end(self) -> Piece:
+    def end(self) -> TextPiece:
         """The last of the text, when no stop string has ended it."""
         piece = self._release(self._detokeniser.rest())
         if piece.stop:
             return piece
         text, self._held = piece.text + self._held, ""
-        return Piece(text)
+        return TextPiece(text)
 
-    def _release(self, new: str) -> Piece:
+    def _release(self, new: str) -> TextPiece:
         text = self._held + new
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             at, stop = min(found)
             self._held = ""
-            return Piece(text[:at], stop)
+            return TextPiece(text[:at], stop)
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
-        return Piece(text[: len(text) - keep])
+        return TextPiece(text[: len(text) - keep])
 
 
 def _overlap(text: str, stop: str) -> int:

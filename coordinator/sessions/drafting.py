@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from coordinator.control.drafter_selection import Budget
-from coordinator.control.gamma import Controller, Estimator, Pair, PairHistory, Wishes
-from coordinator.control.throughput_model import PLAIN, Plan
-from coordinator.persistence.pair_history import PairMemory
+from coordinator.control.drafter_selection import DrafterSelection
+from coordinator.control.gamma import Controller, Estimator, FixedChoices, PairEstimate, PairHistory
+from coordinator.control.throughput_model import PLAIN, SpeculationPlan
+from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
-from coordinator.sessions.attached_drafter import Attached
-from coordinator.sessions.hidden_states import FeatureWindow
+from coordinator.sessions.attached_drafter import AttachedDrafter
+from coordinator.sessions.hidden_states import HiddenStateWindow
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.stats import RequestStats
-from coordinator.sessions.streams import DrafterHop, VerifierHop
+from coordinator.sessions.streams import DrafterStream, VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import LOOK_EVERY_S, Link, Roster
+from coordinator.workers.worker_pool import LOOK_EVERY_S, WorkerConnection, WorkerPool
 from outrider.base.aio import background
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
@@ -42,11 +42,11 @@ LOOK_FOR_MORE_S = 1.0  # for a drafter beside another: a newcomer is noticed at 
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class DraftingContext:
     """What drafting has to work with."""
 
-    roster: Roster
-    pairs: PairMemory
+    roster: WorkerPool
+    pairs: PairHistoryStore
     gamma_max: int
     drafters: int  # per session at most
 
@@ -58,7 +58,7 @@ def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
 
 
 class Drafting:
-    def __init__(self, record: SessionRecord, target: Target, means: Means, stats: RequestStats) -> None:
+    def __init__(self, record: SessionRecord, target: Target, means: DraftingContext, stats: RequestStats) -> None:
         wish = record.request.wish
         self._record = record
         self._wish = wish
@@ -66,14 +66,14 @@ class Drafting:
         self._means = means
         self._stats = stats
         self._positions = max(means.gamma_max, wish.gamma or 0)
-        wishes = Wishes(wish.gamma, wish.patience_us, wish.branches, wish.ahead)
+        wishes = FixedChoices(wish.gamma, wish.patience_us, wish.branches, wish.ahead)
         single = record.request.params.mode.needs_draft_probs
         self._control = Controller(means.gamma_max, Estimator(self._positions), wishes, single=single)
         stats.control = self._control
-        self._budget = Budget()
-        self._window = FeatureWindow()
-        self._verifier: VerifierHop | None = None
-        self._attached: dict[int, Attached] = {}  # by source
+        self._budget = DrafterSelection()
+        self._window = HiddenStateWindow()
+        self._verifier: VerifierStream | None = None
+        self._attached: dict[int, AttachedDrafter] = {}  # by source
         self._sources = 0
         self._models: set[str] = set()  # fingerprints of those attached and those that are about to be
         self._shunned: set[str] = set()  # drafters that sent this session nonsense
@@ -81,7 +81,7 @@ class Drafting:
         self._passed_at = -1
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SpeculationPlan:
         return self._control.plan
 
     @property
@@ -95,7 +95,7 @@ class Drafting:
     # What the session says.
 
     @asynccontextmanager
-    async def beside(self, verifier: VerifierHop, *, features: bool) -> AsyncIterator[None]:
+    async def beside(self, verifier: VerifierStream, *, features: bool) -> AsyncIterator[None]:
         """Have drafters attached whenever there are any, for as long as this verifier has the session."""
         self._verifier = verifier
         self._window.clear()
@@ -138,7 +138,7 @@ class Drafting:
 
     # One drafter's time.
 
-    async def _keep_drafting(self, verifier: VerifierHop, place: int) -> None:
+    async def _keep_drafting(self, verifier: VerifierStream, place: int) -> None:
         """One drafter after the other, for ever."""
         look_every_s = LOOK_FOR_MORE_S if place else LOOK_EVERY_S
         while True:
@@ -162,13 +162,13 @@ class Drafting:
                 self._ask_for_features()
                 self._steer()
 
-    async def _with_one_drafter(self, verifier: VerifierHop, link: Link) -> None:
+    async def _with_one_drafter(self, verifier: VerifierStream, link: WorkerConnection) -> None:
         history = await self._means.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", link.attributes)
-        async with DrafterHop(link, self._opening(), source, span) as hop:
-            drafter = Attached(hop, source, Pair(self._positions), self._control.plan, time.monotonic())
+        async with DrafterStream(link, self._opening(), source, span) as hop:
+            drafter = AttachedDrafter(hop, source, PairEstimate(self._positions), self._control.plan, time.monotonic())
             self._attached[source] = drafter
             try:
                 opened = await hop.opened()
@@ -180,7 +180,7 @@ class Drafting:
             finally:
                 self._leave(drafter)
 
-    def _join(self, drafter: Attached, wants_features: bool, history: PairHistory | None) -> None:
+    def _join(self, drafter: AttachedDrafter, wants_features: bool, history: PairHistory | None) -> None:
         drafter.link.worked()
         self._begin_from(drafter, history)
         drafter.joined = True
@@ -193,7 +193,7 @@ class Drafting:
             self._stats.feature_bytes += drafter.committed(self._record.position, (), held, time.monotonic())
         self._steer()
 
-    def _begin_from(self, drafter: Attached, history: PairHistory | None) -> None:
+    def _begin_from(self, drafter: AttachedDrafter, history: PairHistory | None) -> None:
         """The pair begins from what it has shown before; so does γ, unless those at work promise more."""
         pair, together = drafter.pair, self._control.estimator.pair
         if history is not None:
@@ -203,7 +203,7 @@ class Drafting:
         elif not self._joined and history is not None:
             together.start_from(history)
 
-    def _relay(self, verifier: VerifierHop, drafter: Attached, guess: common.Guess) -> None:
+    def _relay(self, verifier: VerifierStream, drafter: AttachedDrafter, guess: common.Guess) -> None:
         drafter.guessed(guess, time.monotonic())
         self._stats.guessed(guess)
         self._see_whether_late(drafter, guess)
@@ -212,7 +212,7 @@ class Drafting:
         else:
             self._pass_on()
 
-    def _see_whether_late(self, drafter: Attached, guess: common.Guess) -> None:
+    def _see_whether_late(self, drafter: AttachedDrafter, guess: common.Guess) -> None:
         """What was committed before a guess came judges it here."""
         at = guess.position - len(self._record.request.prompt)
         if guess.parent == 0 and guess.tokens and 0 <= at < len(self._record.tokens):
@@ -220,7 +220,7 @@ class Drafting:
             drafter.pair.late(held=held)
             self._control.estimator.pair.late(held=held)
 
-    def _leave(self, drafter: Attached) -> None:
+    def _leave(self, drafter: AttachedDrafter) -> None:
         del self._attached[drafter.source]
         self._budget.leave(drafter.source)
         if drafter.pair.seen:
@@ -241,7 +241,7 @@ class Drafting:
     # Steering.
 
     @property
-    def _joined(self) -> list[Attached]:
+    def _joined(self) -> list[AttachedDrafter]:
         return [drafter for drafter in self._attached.values() if drafter.joined]
 
     def _steer(self) -> None:
@@ -299,10 +299,10 @@ class Drafting:
     def _places(self) -> int:
         return self._means.drafters if self._control.wants_drafter else 0
 
-    def _choose(self) -> Link | None:
+    def _choose(self) -> WorkerConnection | None:
         return self._means.roster.choose(Role.DRAFTER, self._fits)
 
-    def _fits(self, link: Link) -> bool:
+    def _fits(self, link: WorkerConnection) -> bool:
         """Never two of one model. One more is a luxury: it must have room."""
         return (
             self._wish.drafter in ("", link.info.kind)
@@ -311,7 +311,7 @@ class Drafting:
             and (not self._models or link.occupancy() < 1.0)
         )
 
-    def _builds_on_features(self, link: Link) -> bool:
+    def _builds_on_features(self, link: WorkerConnection) -> bool:
         return link.info.features and self._fits(link)
 
     def _opening(self) -> draft.OpenDraft:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from coordinator.persistence.store import Store
-from coordinator.persistence.write_behind import Journal
+from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.session import Session
-from coordinator.workers.worker_pool import Link, Roster
+from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics, Readings
 from outrider.protocol.fleet import Role
 
@@ -16,7 +16,7 @@ _STATES = ("usable", "draining", "resting", "shunned")
 
 
 def show(
-    metrics: CoordinatorMetrics, sessions: Mapping[str, Session], roster: Roster, store: Store, journal: Journal
+    metrics: CoordinatorMetrics, sessions: Mapping[str, Session], roster: WorkerPool, store: Store, journal: WriteBehind
 ) -> None:
     metrics.running.source = lambda: _sessions(sessions, roster, waiting=False)
     metrics.waiting.source = lambda: _sessions(sessions, roster, waiting=True)
@@ -28,7 +28,7 @@ def show(
     metrics.unwritten.source = lambda: [((), journal.unwritten)]
 
 
-def _sessions(sessions: Mapping[str, Session], roster: Roster, *, waiting: bool) -> Readings:
+def _sessions(sessions: Mapping[str, Session], roster: WorkerPool, *, waiting: bool) -> Readings:
     """By model; of the present target also when there are none."""
     counts = Counter({roster.target.info.name: 0} if roster.target is not None else {})
     counts.update(
@@ -39,12 +39,12 @@ def _sessions(sessions: Mapping[str, Session], roster: Roster, *, waiting: bool)
     return [((model,), count) for model, count in counts.items()]
 
 
-def _workers(roster: Roster) -> Readings:
+def _workers(roster: WorkerPool) -> Readings:
     counts = Counter((link.info.role, roster.state(link)) for link in roster.links())
     return [((_role(role), state), counts[role, state]) for role in Role for state in _STATES]
 
 
-def _name(link: Link) -> tuple[str, str, str]:
+def _name(link: WorkerConnection) -> tuple[str, str, str]:
     return _role(link.info.role), link.info.kind, link.info.address
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.protocol.speculation import Features
+from outrider.protocol.speculation import HiddenStates
 
 WINDOW = 256  # positions
 
 
-class FeatureWindow:
+class HiddenStateWindow:
     """Without a gap, up to the newest that a verifier has sent."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class FeatureWindow:
     def clear(self) -> None:
         self._rows.clear()
 
-    def add(self, features: Features) -> None:
+    def add(self, features: HiddenStates) -> None:
         row = 2 * features.width
         if not row:
             return
@@ -32,5 +32,5 @@ class FeatureWindow:
             del self._rows[:excess]
             self._first += excess // row
 
-    def held(self) -> Features | None:
-        return Features(self._first, self._width, bytes(self._rows)) if self._rows else None
+    def held(self) -> HiddenStates | None:
+        return HiddenStates(self._first, self._width, bytes(self._rows)) if self._rows else None

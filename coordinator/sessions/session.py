@@ -18,18 +18,18 @@ from structlog.contextvars import bind_contextvars
 
 from coordinator.admission.quotas import Quotas
 from coordinator.admission.seats import Seats
-from coordinator.control.throughput_model import Plan
+from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
-from coordinator.persistence.write_behind import Entry, Journal
-from coordinator.sessions.detokenizer import Piece, TextStream
-from coordinator.sessions.drafting import Drafting, Means
+from coordinator.persistence.write_behind import Entry, WriteBehind
+from coordinator.sessions.detokenizer import TextPiece, TextStream
+from coordinator.sessions.drafting import Drafting, DraftingContext
 from coordinator.sessions.seeds import verifier_params
 from coordinator.sessions.stats import RequestStats
-from coordinator.sessions.streams import VerifierHop
+from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import Link, Roster
+from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import Span, Tracing
@@ -67,12 +67,12 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Deps:
+class SessionContext:
     """What every session of a coordinator works with."""
 
-    roster: Roster
-    journal: Journal
-    means: Means
+    roster: WorkerPool
+    journal: WriteBehind
+    means: DraftingContext
     metrics: CoordinatorMetrics
     tracing: Tracing
     worker_wait_s: float
@@ -83,13 +83,13 @@ class Deps:
 class Session:
     """Grows from a record: a new one, one taken over from another coordinator, or a finished one to be read again."""
 
-    def __init__(self, record: SessionRecord, target: Target, deps: Deps, *, durable: int = 0) -> None:
+    def __init__(self, record: SessionRecord, target: Target, deps: SessionContext, *, durable: int = 0) -> None:
         self.record = record
         self.stats = RequestStats(deps.metrics.of(target.info.name))
         self.followers = 0
         self.error: OutriderError | None = None
         self.ended = False
-        self.rest = Piece("")
+        self.rest = TextPiece("")
         self.target = target
         self._deps = deps
         self._entry = Entry(record, self._fenced, durable)
@@ -107,7 +107,7 @@ class Session:
             self._end()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SpeculationPlan:
         """How it is drafted now."""
         return self._drafting.plan
 
@@ -188,7 +188,7 @@ class Session:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)
                     self.stats.lost_verifier(error)
-                    if fruitless > MAX_FRUITLESS or isinstance(error, _NobodyThere):
+                    if fruitless > MAX_FRUITLESS or isinstance(error, _NoFollowers):
                         raise
         except OutriderError as error:
             self.error = error
@@ -203,7 +203,9 @@ class Session:
         try:
             features = self._drafting.wants_features
             span = self.stats.span.child("verify", link.attributes)
-            async with VerifierHop(link, self._open_verify(features), span, self.record, self.target.info) as verifier:
+            async with VerifierStream(
+                link, self._open_verify(features), span, self.record, self.target.info
+            ) as verifier:
                 await verifier.opened()
                 link.worked()
                 self.record.verifier = link.info.worker_id
@@ -226,7 +228,7 @@ class Session:
                 raise
             raise meant from error
 
-    def _failed_at(self, link: Link, error: OutriderError) -> OutriderError:
+    def _failed_at(self, link: WorkerConnection, error: OutriderError) -> OutriderError:
         """A verifier did not do; what that means for the session."""
         if isinstance(error, ProtocolViolation):
             self._dropped.add(link.info.worker_id)
@@ -266,7 +268,7 @@ class Session:
 
     # Choosing and opening.
 
-    async def _find_verifier(self) -> Link:
+    async def _find_verifier(self) -> WorkerConnection:
         """The one that had the session before, if it can be had: its cache may still know the prompt."""
         roster = self._deps.roster
         link = await roster.wait_for(
@@ -275,15 +277,15 @@ class Session:
         )
         if link is None:
             dropped = f"; this session has dropped {len(self._dropped)}" if self._dropped else ""
-            raise _NobodyThere(
+            raise _NoFollowers(
                 f"no verifier has been available for {self._deps.worker_wait_s:g} s{dropped}", retry_after_ms=5000
             )
         return link
 
-    def _may_have(self, link: Link) -> bool:
+    def _may_have(self, link: WorkerConnection) -> bool:
         return link.info.worker_id not in self._dropped
 
-    def _should_move(self, link: Link) -> bool:
+    def _should_move(self, link: WorkerConnection) -> bool:
         """A verifier that drains hands its sessions over, if there is somebody to take them."""
         return link.info.draining and self._deps.roster.choose(Role.VERIFIER, self._may_have) is not None
 
@@ -318,11 +320,11 @@ class Session:
 
     # Keeping the output.
 
-    def _show(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> Piece:
+    def _show(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> TextPiece:
         piece = self._text.add(token)
         self._tokens.append(Token(token, kind, piece.text, logprobs))
         if piece.stop:
-            self.rest = Piece("", piece.stop)
+            self.rest = TextPiece("", piece.stop)
         return piece
 
     def _end(self) -> None:
@@ -341,5 +343,5 @@ class Session:
         self.stop(fenced(self.record.session_id))
 
 
-class _NobodyThere(Unavailable):
+class _NoFollowers(Unavailable):
     """No verifier came in time: trying on would not help."""

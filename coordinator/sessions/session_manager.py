@@ -17,20 +17,20 @@ import structlog
 
 from coordinator.admission.quotas import Quotas
 from coordinator.admission.seats import Seats, room_at
-from coordinator.control.throughput_model import Way
-from coordinator.persistence.pair_history import PairMemory
+from coordinator.control.throughput_model import Mode
+from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store, StoreDown
-from coordinator.persistence.write_behind import Journal
-from coordinator.sessions.drafting import Means
+from coordinator.persistence.write_behind import WriteBehind
+from coordinator.sessions.drafting import DraftingContext
 from coordinator.sessions.gauges import show
 from coordinator.sessions.seeds import draw_nonce
-from coordinator.sessions.session import Deps, Session
+from coordinator.sessions.session import Session, SessionContext
 from coordinator.sessions.stop_conditions import settle
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.fleet_keys import Fleet
+from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import Roster
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, vital
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import tracing_to
@@ -51,20 +51,24 @@ _TRACE_TRIES = 10
 _TRACE_WAIT_S = 0.1
 
 
-class Sessions:
+class SessionManager:
     def __init__(
-        self, settings: CoordinatorSettings, redis_url: str, fleet: Fleet, several: Callable[[], bool] = lambda: False
+        self,
+        settings: CoordinatorSettings,
+        redis_url: str,
+        fleet: FleetKeys,
+        several: Callable[[], bool] = lambda: False,
     ) -> None:
         """`several`: whether there are several tenants."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
-        self.metrics = CoordinatorMetrics(Way)
+        self.metrics = CoordinatorMetrics(Mode)
         self._store = Store(
             redis_url, self.coordinator_id, settings.session_ttl_s, fleet.verifiers, self.metrics.record_skipped
         )
-        self._journal = Journal(self._store)
-        self._pairs = PairMemory(self._store)
-        self.roster = Roster(
+        self._journal = WriteBehind(self._store)
+        self._pairs = PairHistoryStore(self._store)
+        self.roster = WorkerPool(
             self._store,
             settings.heartbeat_ms,
             fleet,
@@ -72,10 +76,10 @@ class Sessions:
             # Its counters are there, at zero, before the first request: a benchmark reads them before it begins.
             target_known=lambda target: self.metrics.of(target.name),
         )
-        means = Means(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
+        means = DraftingContext(self.roster, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
-        self._deps = Deps(
+        self._deps = SessionContext(
             self.roster,
             self._journal,
             means,

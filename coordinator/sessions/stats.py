@@ -7,8 +7,8 @@ from collections import Counter
 
 import structlog
 
-from coordinator.control.gamma import Controller, Tally
-from coordinator.control.throughput_model import Plan
+from coordinator.control.gamma import Controller, PlanTally
+from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from outrider.observability.metrics import ABANDONED, TargetMetrics
 from outrider.observability.request_context import current
@@ -89,7 +89,7 @@ class RequestStats:
         self._payload_bytes += payload_bytes
         self._wire_bytes += wire_bytes
 
-    def judged(self, verdict: Verdict, plan: Plan) -> None:
+    def judged(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
         self._metrics.judged(verdict, plan.gamma, plan.way)
         self._steps += 1
@@ -216,7 +216,7 @@ class RequestStats:
         return _ratio(self._tokens - self._tokens_at_first, self._last_token - self._first)
 
     @property
-    def taken(self) -> list[tuple[Plan, Tally]]:
+    def taken(self) -> list[tuple[SpeculationPlan, PlanTally]]:
         """Plans that were in force, by the steps that they were."""
         tallies = {} if self.control is None else self.control.tallies
         return sorted(tallies.items(), key=lambda item: -item[1].steps)

@@ -18,13 +18,13 @@ from google.protobuf.message import Message
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.verdicts import Asked, Refusal, VerdictReader
 from coordinator.workers.liveness import Debt
-from coordinator.workers.worker_pool import Link, worker_error
+from coordinator.workers.worker_pool import WorkerConnection, worker_error
 from outrider.observability.request_context import current
 from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, WorkerLoad
-from outrider.protocol.speculation import Features, Steering, Verdict
+from outrider.protocol.speculation import HiddenStates, Steering, Verdict
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
@@ -39,10 +39,10 @@ _MESSAGE_S = 0.004  # between two messages of a drafter, on average: 250 a secon
 _BURST = 128  # messages that may come at once
 
 
-class Hop(Generic[Out, In]):
+class WorkerStream(Generic[Out, In]):
     """A bidirectional stream whose first message goes out when it is entered."""
 
-    def __init__(self, link: Link, start: Callable[..., Any], opening: Out, span: Span) -> None:
+    def __init__(self, link: WorkerConnection, start: Callable[..., Any], opening: Out, span: Span) -> None:
         self.link = link
         self._start = start
         self._span = span
@@ -139,9 +139,9 @@ class Hop(Generic[Out, In]):
                 return  # the reader learns why
 
 
-class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
+class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     def __init__(
-        self, link: Link, opening: verify.OpenVerify, span: Span, record: SessionRecord, target: ModelInfo
+        self, link: WorkerConnection, opening: verify.OpenVerify, span: Span, record: SessionRecord, target: ModelInfo
     ) -> None:
         super().__init__(link, link.verifier.Verify, verify.VerifyRequest(open=opening), span)
         self._asked = Asked(features=opening.features)
@@ -180,12 +180,12 @@ class VerifierHop(Hop[verify.VerifyRequest, verify.VerifyReply]):
                 raise ProtocolViolation(f"{self.link.info.address} sent a message that is {kind or 'empty'}")
 
 
-class DrafterHop(Hop[draft.DraftRequest, draft.DraftReply]):
-    def __init__(self, link: Link, opening: draft.OpenDraft, source: int, span: Span) -> None:
+class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
+    def __init__(self, link: WorkerConnection, opening: draft.OpenDraft, source: int, span: Span) -> None:
         super().__init__(link, link.drafter.Draft, draft.DraftRequest(open=opening), span)
         self._source = source
 
-    def committed(self, position: int, tokens: tuple[int, ...], features: Features | None) -> None:
+    def committed(self, position: int, tokens: tuple[int, ...], features: HiddenStates | None) -> None:
         message = draft.Committed(position=position, tokens=tokens)
         if features is not None:
             message.features.CopyFrom(convert.features_to_proto(features))

@@ -10,8 +10,8 @@ import structlog
 
 from outrider.protocol.errors import StartupError, Unauthenticated
 from outrider.protocol.fleet import Role
-from outrider.security.api_keys import HEADER, Keys
-from outrider.security.channels import Access
+from outrider.security.api_keys import HEADER, ApiKeys
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tls import Tls
 
@@ -19,12 +19,12 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetKeys:
     """A drafter is shown the drafters' key only, and with it can register as a drafter only."""
 
     tls: Callable[[], Tls | None] = lambda: None
-    verifiers: Keys = field(default_factory=Keys)
-    drafters: Keys = field(default_factory=Keys)
+    verifiers: ApiKeys = field(default_factory=ApiKeys)
+    drafters: ApiKeys = field(default_factory=ApiKeys)
 
     @classmethod
     def of(cls, credentials: Credentials) -> Self:
@@ -45,16 +45,16 @@ class Fleet:
         return cls(lambda: credentials.tls, verifiers, drafters or verifiers)
 
     @property
-    def door(self) -> Keys:
+    def door(self) -> ApiKeys:
         """Who may register at all."""
         return self.verifiers | self.drafters
 
-    def keys(self, role: Role) -> Keys:
+    def keys(self, role: Role) -> ApiKeys:
         return self.drafters if role is Role.DRAFTER else self.verifiers
 
-    def access(self, role: Role) -> Access:
+    def access(self, role: Role) -> Channels:
         """How workers of this role are called now."""
-        return Access(self.tls(), self.keys(role).first)
+        return Channels(self.tls(), self.keys(role).first)
 
     def check(self, role: Role, header: str | bytes | None) -> None:
         """Raise Unauthenticated where the key that was shown is not for workers of this role."""

@@ -16,7 +16,7 @@ from outrider.protocol.errors import OutriderError, PeerLost
 from outrider.protocol.fleet import Role, WorkerLoad
 
 if TYPE_CHECKING:
-    from coordinator.workers.worker_pool import Link
+    from coordinator.workers.worker_pool import WorkerConnection
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +79,9 @@ class Debt:
         return min(_MOST_S, limit_s)
 
 
-async def watch(links: Callable[[], Iterable[Link]], spare: Callable[[Link], bool], timeout_s: float) -> None:
+async def watch(
+    links: Callable[[], Iterable[WorkerConnection]], spare: Callable[[WorkerConnection], bool], timeout_s: float
+) -> None:
     """`spare`: whether another worker could take what this one has; without one, a silent verifier is given longer."""
     while True:
         await asyncio.sleep(TICK_S)
@@ -87,7 +89,7 @@ async def watch(links: Callable[[], Iterable[Link]], spare: Callable[[Link], boo
             _look(link, spare, timeout_s)
 
 
-def _look(link: Link, spare: Callable[[Link], bool], timeout_s: float) -> None:
+def _look(link: WorkerConnection, spare: Callable[[WorkerConnection], bool], timeout_s: float) -> None:
     link.silence.seconds += TICK_S
     address, silent_s = link.info.address, link.silence.seconds
     drafter = link.info.role is Role.DRAFTER

@@ -28,7 +28,7 @@ class _Entry:
     until: float = 0.0
 
 
-class Shunning:
+class ShunnedWorkers:
     """Known by id and by address, so that a worker does not come back under another name in the same place.
 
     A worker that then keeps to the protocol for ten times as long starts

@@ -16,9 +16,9 @@ import grpc
 import structlog
 
 from coordinator.persistence.store import Store, StoreDown
-from coordinator.workers.fleet_keys import Fleet
+from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.liveness import Silence, Stream, watch
-from coordinator.workers.shunned import Shunning
+from coordinator.workers.shunned import ShunnedWorkers
 from coordinator.workers.target import Target, fetch_target
 from outrider.base.rpc_status import error_from_rpc
 from outrider.protocol import convert
@@ -34,7 +34,7 @@ from outrider.protocol.errors import (
 )
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.message_limits import MAX_DRAFTER_MESSAGE_BYTES
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
 
@@ -56,10 +56,10 @@ FULL_S = 0.05
 _TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's own words, on this side
 
 
-class Link:
+class WorkerConnection:
     """A connection to one worker, and how it is doing."""
 
-    def __init__(self, info: WorkerInfo, access: Callable[[], Access]) -> None:
+    def __init__(self, info: WorkerInfo, access: Callable[[], Channels]) -> None:
         """`access`: asked for before each call, for keys and certificates change."""
         self.info = info
         self.streams: set[Stream] = set()  # of sessions that this coordinator has there
@@ -195,16 +195,16 @@ def _trust(known: float, taken: float) -> float:
     return _SMOOTHING if known / _FALL <= taken <= known * _LEAP else 0.5
 
 
-def _anybody(_: Link) -> bool:
+def _anybody(_: WorkerConnection) -> bool:
     return True
 
 
-class Roster:
+class WorkerPool:
     def __init__(
         self,
         store: Store,
         heartbeat_ms: int,
-        fleet: Fleet,
+        fleet: FleetKeys,
         verdict_timeout_s: float,
         target_known: Callable[[ModelInfo], object] = lambda _: None,
     ) -> None:
@@ -214,8 +214,8 @@ class Roster:
         self._verdict_timeout_s = verdict_timeout_s
         self._heartbeat_ms = heartbeat_ms
         self._fleet = fleet
-        self.shunning = Shunning()
-        self._links: dict[str, Link] = {}
+        self.shunning = ShunnedWorkers()
+        self._links: dict[str, WorkerConnection] = {}
         self._seen: dict[str, float] = {}
         self._left: dict[str, float] = {}  # workers whose streams have ended, and when
         self._target: Target | None = None
@@ -230,17 +230,17 @@ class Roster:
     def ready(self) -> bool:
         return self._target is not None and any(self.usable(link) for link in self._of(Role.VERIFIER))
 
-    def usable(self, link: Link) -> bool:
+    def usable(self, link: WorkerConnection) -> bool:
         return link.usable() and not self.shunning.shuns(link.info)
 
-    def state(self, link: Link) -> str:
+    def state(self, link: WorkerConnection) -> str:
         """For a person."""
         return "shunned" if self.shunning.shuns(link.info) else link.state
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[WorkerConnection]:
         return list(self._links.values())
 
-    async def admit(self, info: WorkerInfo) -> Link:
+    async def admit(self, info: WorkerInfo) -> WorkerConnection:
         """A worker reports to this coordinator. Raises ModelMismatch if it cannot work with the others.
 
         For a drafter whose vocabulary digest differs the caller asks for the
@@ -253,7 +253,7 @@ class Roster:
         await self.heard_from(info, link)
         return link
 
-    async def heard_from(self, info: WorkerInfo, link: Link) -> None:
+    async def heard_from(self, info: WorkerInfo, link: WorkerConnection) -> None:
         """A worker's stream says how it is doing; `link` is what that stream was given."""
         if identity(info) != identity(link.info):
             raise InvalidRequest(
@@ -291,7 +291,9 @@ class Roster:
             and info.model.vocabulary_digest != self._target.info.vocabulary_digest
         )
 
-    def choose(self, role: Role, fits: Callable[[Link], bool] = _anybody, *, prefer: str = "") -> Link | None:
+    def choose(
+        self, role: Role, fits: Callable[[WorkerConnection], bool] = _anybody, *, prefer: str = ""
+    ) -> WorkerConnection | None:
         """Of those that fit the preferred worker if it can be had, else the least loaded."""
         able = [link for link in self._of(role) if self.usable(link) and fits(link)]
         able = [link for link in able if not link.silence] or able
@@ -301,8 +303,8 @@ class Roster:
         return min(able, key=lambda link: (link.occupancy(), link.round_trip_ms))
 
     async def wait_for(
-        self, seconds: float, choose: Callable[[], Link | None], *, look_every_s: float = LOOK_EVERY_S
-    ) -> Link | None:
+        self, seconds: float, choose: Callable[[], WorkerConnection | None], *, look_every_s: float = LOOK_EVERY_S
+    ) -> WorkerConnection | None:
         """The same, waiting for somebody to come."""
         deadline = time.monotonic() + seconds
         while (link := choose()) is None and time.monotonic() < deadline:
@@ -338,7 +340,7 @@ class Roster:
         """Take sessions from workers that fall silent."""
         await watch(self.links, self._has_spare, self._verdict_timeout_s)
 
-    def _has_spare(self, silent: Link) -> bool:
+    def _has_spare(self, silent: WorkerConnection) -> bool:
         others = [link for link in self._of(silent.info.role) if link is not silent]
         return any(self.usable(link) and not link.silence for link in others)
 
@@ -382,7 +384,7 @@ class Roster:
         if info.worker_id not in self._links and len(self._of(info.role)) >= MAX_WORKERS:
             raise Overloaded(f"{MAX_WORKERS} workers of this role are registered", field="worker", limit=MAX_WORKERS)
 
-    def _takes(self, info: WorkerInfo, link: Link) -> tuple[str, str] | None:
+    def _takes(self, info: WorkerInfo, link: WorkerConnection) -> tuple[str, str] | None:
         """What of the other's it would take; None: nothing, or the other is not there any more."""
         reports = bool(link.registrations) and link.silent_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
         if link.info.worker_id == info.worker_id:
@@ -443,7 +445,7 @@ class Roster:
                     log.warning("drafter sent away", worker=link.info.worker_id, error=error.message)
                     await self._drop(link.info.worker_id)
 
-    async def _put(self, info: WorkerInfo) -> Link:
+    async def _put(self, info: WorkerInfo) -> WorkerConnection:
         known = self._links.get(info.worker_id)
         if known is not None and identity(known.info) == identity(info):
             # The same worker again: sessions that hold its link must hear what it says from now on.
@@ -453,7 +455,7 @@ class Roster:
         for link in self.links():
             if _place(link.info) == _place(info):
                 await self._drop(link.info.worker_id)  # restarted in the same place
-        link = Link(info, lambda: self._fleet.access(info.role))
+        link = WorkerConnection(info, lambda: self._fleet.access(info.role))
         self._links[info.worker_id] = link
         self._changed.set()
         log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)
@@ -466,7 +468,7 @@ class Roster:
             log.info("worker left", worker=worker_id)
             await link.close()
 
-    def _of(self, role: Role) -> list[Link]:
+    def _of(self, role: Role) -> list[WorkerConnection]:
         return [link for link in self._links.values() if link.info.role is role]
 
 

@@ -16,22 +16,22 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from drafter.accuracy import Judge, Rate, Record, placed
+from drafter.accuracy import AccuracyTracker, Rate, Record, placed
 from drafter.confidence import Confident, Proposal
-from drafter.methods.interface import Ask, Draft, Drafter
+from drafter.methods.interface import Drafter, DraftRequest, DraftResult
 from drafter.tree_builder import ROOT
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Features
+from outrider.protocol.speculation import HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 
 _MAX_FEATURES = 4096  # positions whose hidden states are kept for a member that does not draft
 _HIT_RATE = 0.8  # of a model that is not known yet: hopeful, so that it is tried
 _SMOOTHING = 0.2
-_NOTHING = Proposal(Draft(done=True), 0.0)
+_NOTHING = Proposal(DraftResult(done=True), 0.0)
 
 
-class _Way(enum.Enum):
+class _Member(enum.Enum):
     """How an ask is answered."""
 
     FREE = enum.auto()  # by the proposal
@@ -41,32 +41,32 @@ class _Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    ask: Ask
+    ask: DraftRequest
     proposer: str
     proposal: Proposal
     models: tuple[str, ...]  # who drafts otherwise, the best first
-    way: _Way = _Way.FREE
+    way: _Member = _Member.FREE
 
     @property
     def model(self) -> str:
         return self.models[0] if self.models else ""
 
 
-class _Kept:
+class _KeptGuesses:
     """Hidden states that a member has not been given yet, the oldest of too many dropped."""
 
     def __init__(self) -> None:
-        self._parts: deque[Features] = deque()
+        self._parts: deque[HiddenStates] = deque()
         self._positions = 0
 
-    def add(self, parts: Sequence[Features]) -> None:
+    def add(self, parts: Sequence[HiddenStates]) -> None:
         for part in parts:
             self._parts.append(part)
             self._positions += _positions(part)
         while self._positions > _MAX_FEATURES and len(self._parts) > 1:
             self._positions -= _positions(self._parts.popleft())
 
-    def take(self) -> tuple[Features, ...]:
+    def take(self) -> tuple[HiddenStates, ...]:
         taken = tuple(self._parts)
         self._parts.clear()
         self._positions = 0
@@ -103,10 +103,10 @@ class _Odds:
 
 
 class _Session:
-    def __init__(self, ask: Ask, members: Sequence[str], wanting: Sequence[str], now: float) -> None:
-        self.judge = Judge(ask.committed)
+    def __init__(self, ask: DraftRequest, members: Sequence[str], wanting: Sequence[str], now: float) -> None:
+        self.judge = AccuracyTracker(ask.committed)
         self.records = {name: Record() for name in members}
-        self.kept = {name: _Kept() for name in wanting}
+        self.kept = {name: _KeptGuesses() for name in wanting}
         self.rest_s: float | None = None  # between two commits, what is not drafting
         self.spent_s = 0.0  # drafting since the last commit
         self._heard_at = now
@@ -154,7 +154,7 @@ class BlendDrafter:
     def wants_features(self) -> bool:
         return bool(self._wanting)
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         plans = [self._plan(ask) for ask in asks]
         drafted = self._drafted(plans)
         return [self._answer(plan, drafted.get(plan.ask.session)) for plan in plans]
@@ -166,7 +166,7 @@ class BlendDrafter:
 
     # Deciding.
 
-    def _plan(self, ask: Ask) -> _Plan:
+    def _plan(self, ask: DraftRequest) -> _Plan:
         session = self._sessions.get(ask.session)
         if session is None:
             session = _Session(ask, list(self._members), self._wanting, self._clock())
@@ -180,7 +180,7 @@ class BlendDrafter:
         plan = _Plan(ask, proposer, proposal, self._ranked(session, ask))
         return replace(plan, way=self._way(session, plan))
 
-    def _best_proposal(self, session: _Session, ask: Ask) -> tuple[str, Proposal]:
+    def _best_proposal(self, session: _Session, ask: DraftRequest) -> tuple[str, Proposal]:
         """The most promising chain that is to be had for nothing, with what is to be expected of it by experience."""
         from_here = ask if ask.branches == 1 else _from_committed(ask)
         best = ("", _NOTHING)
@@ -195,40 +195,40 @@ class BlendDrafter:
                 best = "", Proposal(proposal.draft, 0.0)  # it has not read all yet and wants to be asked again
         return best
 
-    def _propose(self, name: str, ask: Ask) -> Proposal:
+    def _propose(self, name: str, ask: DraftRequest) -> Proposal:
         member = self._members[name]
         if isinstance(member, Confident):
             return member.propose(ask)
         draft = member.draft([ask])[0]
         return Proposal(draft, float(len(draft.tokens)))
 
-    def _way(self, session: _Session, plan: _Plan) -> _Way:
+    def _way(self, session: _Session, plan: _Plan) -> _Member:
         ask, model, proposal = plan.ask, plan.model, plan.proposal
         tokens = len(proposal.draft.tokens)
         if not model or not tokens:
-            return _Way.MODEL if model else _Way.FREE
+            return _Member.MODEL if model else _Member.FREE
         odds = self._odds(session, ask, model)
         if ask.branches > 1 and odds.depth:
             # A tree is under way, and the proposal another branch of it: go on, or is that enough?
             enough = odds.speed(max(odds.so_far, proposal.expected), 0)
-            return _Way.MODEL if odds.speed(odds.of_model(ask.room), ask.room) > enough else _Way.FREE
+            return _Member.MODEL if odds.speed(odds.of_model(ask.room), ask.room) > enough else _Member.FREE
         left = max(0, ask.room - tokens)
         behind = _all_hold(proposal.expected, tokens) * odds.chain(left)
         speeds = {
-            _Way.FREE: odds.speed(odds.with_more(proposal.expected), 0),
-            _Way.MIXED: odds.speed(odds.with_more(proposal.expected + behind), left) if left else 0.0,
-            _Way.MODEL: odds.speed(odds.of_model(ask.room), ask.room),
+            _Member.FREE: odds.speed(odds.with_more(proposal.expected), 0),
+            _Member.MIXED: odds.speed(odds.with_more(proposal.expected + behind), left) if left else 0.0,
+            _Member.MODEL: odds.speed(odds.of_model(ask.room), ask.room),
         }
         return max(speeds, key=lambda way: speeds[way])
 
-    def _ranked(self, session: _Session, ask: Ask) -> tuple[str, ...]:
+    def _ranked(self, session: _Session, ask: DraftRequest) -> tuple[str, ...]:
         def speed(name: str) -> float:
             odds = self._odds(session, ask, name)
             return odds.speed(odds.of_model(ask.room), ask.room)
 
         return tuple(sorted(self._models, key=speed, reverse=True))
 
-    def _odds(self, session: _Session, ask: Ask, model: str) -> _Odds:
+    def _odds(self, session: _Session, ask: DraftRequest, model: str) -> _Odds:
         seconds, depth = self._seconds[model], len(ask.tokens) - ask.committed
         level_s = seconds.good / seconds.all if seconds.all else 0.0
         rest_s = self._rest_s if session.rest_s is None else session.rest_s
@@ -242,11 +242,11 @@ class BlendDrafter:
 
     # Drafting.
 
-    def _drafted(self, plans: Sequence[_Plan]) -> dict[str, Draft]:
+    def _drafted(self, plans: Sequence[_Plan]) -> dict[str, DraftResult]:
         """What the models draft, by session. One that has nothing to say now gives way to the next best."""
-        drafts: dict[str, Draft] = {}
+        drafts: dict[str, DraftResult] = {}
         started = self._clock()
-        open_plans = [plan for plan in plans if plan.way is _Way.MODEL]
+        open_plans = [plan for plan in plans if plan.way is _Member.MODEL]
         for rank in range(len(self._models)):
             for model in self._models:
                 asks = [self._model_ask(plan, model) for plan in open_plans if plan.models[rank] == model]
@@ -258,7 +258,7 @@ class BlendDrafter:
             self._sessions[plan.ask.session].spent_s += spent
         return drafts
 
-    def _drafted_by(self, model: str, asks: Sequence[Ask]) -> dict[str, Draft]:
+    def _drafted_by(self, model: str, asks: Sequence[DraftRequest]) -> dict[str, DraftResult]:
         started = self._clock()
         drafts = self._members[model].draft(asks)
         spent = self._clock() - started
@@ -270,7 +270,7 @@ class BlendDrafter:
             self._seconds[model].add(spent, levels)
         return {ask.session: draft for ask, draft in zip(asks, drafts, strict=True)}
 
-    def _model_ask(self, plan: _Plan, model: str) -> Ask:
+    def _model_ask(self, plan: _Plan, model: str) -> DraftRequest:
         ask = plan.ask
         kept = self._sessions[ask.session].kept.get(model)
         ask = replace(ask, features=kept.take() if kept is not None else ())
@@ -282,7 +282,7 @@ class BlendDrafter:
             ask, budget=ask.budget - missing, branches=ask.branches - 1, room=min(ask.room, ask.budget - missing)
         )
 
-    def _answer(self, plan: _Plan, drafted: Draft | None) -> Draft:
+    def _answer(self, plan: _Plan, drafted: DraftResult | None) -> DraftResult:
         if drafted is not None and _says_something(drafted):
             branch = _Branch(plan)
             return branch.joined(drafted) if branch.missing else drafted
@@ -293,7 +293,7 @@ class BlendDrafter:
             draft = plan.proposal.draft
         if not draft.tokens and not draft.done:
             return draft
-        return replace(draft, done=plan.way is not _Way.MIXED or not draft.tokens)
+        return replace(draft, done=plan.way is not _Member.MIXED or not draft.tokens)
 
     def _check(self) -> None:
         """Members must be for the same target."""
@@ -312,16 +312,16 @@ class BlendDrafter:
                 )
 
 
-def _says_something(draft: Draft) -> bool:
+def _says_something(draft: DraftResult) -> bool:
     """Tokens, or that it wants to be asked again."""
     return bool(draft.tokens) or not draft.done
 
 
-def _positions(features: Features) -> int:
+def _positions(features: HiddenStates) -> int:
     return len(features.rows) // (2 * features.width)
 
 
-def _from_committed(ask: Ask) -> Ask:
+def _from_committed(ask: DraftRequest) -> DraftRequest:
     """As if nothing were open: for a chain that may become a branch."""
     return replace(
         ask,
@@ -347,7 +347,7 @@ class _Branch:
         self._tokens = tokens[: known + plan.ask.budget // 2]
         self.missing = len(self._tokens) - known
 
-    def joined(self, drafted: Draft) -> Draft:
+    def joined(self, drafted: DraftResult) -> DraftResult:
         """The model's draft, and this branch besides once the model has drafted all that it may."""
         ask = self._ask
         deepest = max((position for position, _, _ in placed(ask, drafted)), default=0) + 1 - ask.committed
@@ -364,7 +364,7 @@ class _Branch:
             parents.append(place)
             self._grow((token,), (place,))
             place = self._size - 1
-        return Draft(tuple(tokens), (), True, tuple(parents))
+        return DraftResult(tuple(tokens), (), True, tuple(parents))
 
     def _grow(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         for token, parent in zip(tokens, parents, strict=True):
@@ -381,7 +381,7 @@ class _Branch:
             place = node
         return place, len(tokens)
 
-    def _chain(self, drafted: Draft) -> list[int]:
+    def _chain(self, drafted: DraftResult) -> list[int]:
         """Parents of a draft that goes on where the longest open guess ends."""
         tip, _ = self._walk(self._ask.tokens[self._ask.committed :])
         first = len(self._ask.open_tokens)

@@ -15,17 +15,17 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, offers, spread
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, Growth
+from drafter.tree_builder import ROOT, TreeBuilder
 from outrider.base.openmp import let_go
-from outrider.engine import Engine, Rows
+from outrider.engine import Engine, SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.loading.loader import EngineOptions, make_engine, pick_device, pick_dtype, warm_up
 from outrider.protocol.errors import Overloaded
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Distribution, Features
+from outrider.protocol.speculation import Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.train.artifacts.eagle import METHOD, Eagle
 
@@ -41,7 +41,7 @@ class _Answer:
 
 
 @dataclass(slots=True)
-class _Held:
+class _SessionState:
     """What is known and cached of a session. Its places begin at `first`."""
 
     first: int = 0
@@ -62,7 +62,7 @@ class _Held:
         """The first place without a state of the target's."""
         return self.first + self.rows + sum(len(part) for part in self.states)
 
-    def learn(self, features: Features) -> bool:
+    def learn(self, features: HiddenStates) -> bool:
         """Take what is new. False: there is a gap, all before it is of no use."""
         rows = torch.from_numpy(np.frombuffer(features.rows, dtype="<f2").astype(np.float32))
         rows = rows.view(-1, features.width)
@@ -76,7 +76,7 @@ class _Held:
         return True
 
 
-Work = Generator[Rows, _Answer, Draft]
+Work = Generator[SessionTokens, _Answer, DraftResult]
 
 
 class EagleDrafter:
@@ -88,14 +88,14 @@ class EagleDrafter:
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _SessionState] = {}
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         """All sessions step together until each has what it was asked for."""
         works = {ask.session: self._work(ask) for ask in asks}
-        drafts: dict[str, Draft] = {}
-        batch: dict[str, Rows] = {}
+        drafts: dict[str, DraftResult] = {}
+        batch: dict[str, SessionTokens] = {}
         for session, work in works.items():
             _go_on(session, work, None, batch, drafts)
         while batch:
@@ -115,7 +115,7 @@ class EagleDrafter:
         self._engine.free(session)
         self._held.pop(session, None)
 
-    def _make_room(self, waiting: dict[str, Rows], drafts: dict[str, Draft]) -> None:
+    def _make_room(self, waiting: dict[str, SessionTokens], drafts: dict[str, DraftResult]) -> None:
         """The cache is full: give up a session that asks for nothing now; when there is no other, one that asks.
 
         It begins anew with the next states that come.
@@ -124,21 +124,21 @@ class EagleDrafter:
         if idle is None:
             idle = next(iter(waiting))
             del waiting[idle]
-            drafts[idle] = Draft(done=True)
+            drafts[idle] = DraftResult(done=True)
         self.forget(idle)
 
-    def _work(self, ask: Ask) -> Work:
-        held = self._held.pop(ask.session, None) or _Held()
+    def _work(self, ask: DraftRequest) -> Work:
+        held = self._held.pop(ask.session, None) or _SessionState()
         self._held[ask.session] = held  # the last of them is the one asked for last
         for features in ask.features:
             if not held.learn(features):
                 self._engine.free(ask.session)
         yield from self._catch_up(ask, held)
         if not held.answers:
-            return Draft(done=True)  # no state of the target's yet
+            return DraftResult(done=True)  # no state of the target's yet
         return (yield from self._grow(ask, held) if ask.branches > 1 else self._chain(ask, held))
 
-    def _catch_up(self, ask: Ask, held: _Held) -> Generator[Rows, _Answer, None]:
+    def _catch_up(self, ask: DraftRequest, held: _SessionState) -> Generator[SessionTokens, _Answer, None]:
         """Go through the target's states that are new, in place of the answers that stood in for them."""
         if not held.states:
             return
@@ -152,7 +152,9 @@ class EagleDrafter:
             held.rows += len(part)
             held.answers = [answer]
 
-    def _follow(self, ask: Ask, held: _Held, tokens: Sequence[int]) -> Generator[Rows, _Answer, None]:
+    def _follow(
+        self, ask: DraftRequest, held: _SessionState, tokens: Sequence[int]
+    ) -> Generator[SessionTokens, _Answer, None]:
         """Go through these tokens behind the target's states, each beside the answer to the one before it."""
         same = next((i for i, (a, b) in enumerate(zip(held.path, tokens, strict=False)) if a != b), len(tokens))
         if same < len(held.path):
@@ -163,7 +165,7 @@ class EagleDrafter:
             held.path.append(token)
             held.answers.append(answer)
 
-    def _chain(self, ask: Ask, held: _Held) -> Work:
+    def _chain(self, ask: DraftRequest, held: _SessionState) -> Work:
         tokens = list(ask.tokens)
         drafted: list[int] = []
         probs: list[Distribution] = []
@@ -172,20 +174,20 @@ class EagleDrafter:
             logits = spread(held.answers[-1].logits, self._eagle.ids, ask.vocab_size)
             found = next_token(ask, logits, tokens, self._candidates)
             if found is None:
-                return Draft(tuple(drafted), tuple(probs), done=True)
+                return DraftResult(tuple(drafted), tuple(probs), done=True)
             token, drawn_from = found
             tokens.append(token)
             drafted.append(token)
             if drawn_from is not None:
                 probs.append(drawn_from)
-        return Draft(tuple(drafted), tuple(probs))
+        return DraftResult(tuple(drafted), tuple(probs))
 
-    def _grow(self, ask: Ask, held: _Held) -> Work:
+    def _grow(self, ask: DraftRequest, held: _SessionState) -> Work:
         """A tree, about a level at a time: all of it goes through the layer with each level, which costs little more
         than a row, and nothing of it stays cached."""
         yield from self._follow(ask, held, ask.tokens[held.behind : ask.committed])
         cached = held.rows + len(held.path)
-        growth = Growth(ask)
+        growth = TreeBuilder(ask)
         answers = {ROOT: held.answers[-1]} | self._known(ask, held, growth)
         shown = [place for place in answers if place != ROOT]
         self._offer(ask, growth, list(answers), answers)
@@ -204,7 +206,7 @@ class EagleDrafter:
                 return growth.draft(done=True)
         return growth.draft()
 
-    def _known(self, ask: Ask, held: _Held, growth: Growth) -> dict[int, _Answer]:
+    def _known(self, ask: DraftRequest, held: _SessionState, growth: TreeBuilder) -> dict[int, _Answer]:
         """The answers to open guesses that were found before, from the same states of the target's."""
         here = (ask.committed, held.rows)
         if held.grown_from != here:
@@ -212,26 +214,30 @@ class EagleDrafter:
         paths = {node: tuple(growth.path(node)) for node in range(len(growth.tokens))}
         return {node: held.grown[path] for node, path in paths.items() if path in held.grown}
 
-    def _offer(self, ask: Ask, growth: Growth, places: Sequence[int], answers: dict[int, _Answer]) -> None:
+    def _offer(
+        self, ask: DraftRequest, growth: TreeBuilder, places: Sequence[int], answers: dict[int, _Answer]
+    ) -> None:
         logits = torch.cat([answers[place].logits for place in places])
         paths = [growth.path(place) for place in places]
         found = offers(ask, spread(logits, self._eagle.ids, ask.vocab_size), paths)
         for place, choices in zip(places, found, strict=True):
             growth.offer(place, choices)
 
-    def _rows(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> Rows:
+    def _rows(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> SessionTokens:
         """The answer to the last one is wanted."""
         inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
         last = len(tokens) - 1
-        return Rows(session, tokens, logits_from=last, features_from=last, inputs=inputs)
+        return SessionTokens(session, tokens, logits_from=last, features_from=last, inputs=inputs)
 
-    def _tree(self, session: str, growth: Growth, nodes: Sequence[int], answers: dict[int, _Answer], new: int) -> Rows:
+    def _tree(
+        self, session: str, growth: TreeBuilder, nodes: Sequence[int], answers: dict[int, _Answer], new: int
+    ) -> SessionTokens:
         """The answers to the last `new` are wanted."""
         rows = {node: i for i, node in enumerate(nodes)}
         states = torch.cat([answers[growth.parents[node]].state for node in nodes])
         tokens = [growth.tokens[node] for node in nodes]
         first = len(nodes) - new
-        return Rows(
+        return SessionTokens(
             session,
             tokens,
             tuple(rows.get(growth.parents[node], -1) for node in nodes),
@@ -241,7 +247,9 @@ class EagleDrafter:
         )
 
 
-def _go_on(session: str, work: Work, answer: _Answer | None, batch: dict[str, Rows], drafts: dict[str, Draft]) -> None:
+def _go_on(
+    session: str, work: Work, answer: _Answer | None, batch: dict[str, SessionTokens], drafts: dict[str, DraftResult]
+) -> None:
     """Hand a session what its rows gave: it asks for the next ones, or has its draft."""
     try:
         batch[session] = work.send(answer)  # type: ignore[arg-type]

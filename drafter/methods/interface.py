@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from drafter.calibration import Calibration
-from drafter.grammar import Rails
+from drafter.grammar import GrammarCursor
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import MAX_GAMMA, Distribution, Features
+from outrider.protocol.speculation import MAX_GAMMA, Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """Where one session stands: continue `tokens` by up to `room` tokens.
 
     The first `committed` of them are final, the rest are the longest chain of
@@ -42,14 +42,14 @@ class Ask:
     budget: int = MAX_GAMMA
     depth: int = MAX_GAMMA
     share: int = 1  # of a tree, to be added per level at least
-    features: tuple[Features, ...] = ()  # the target's hidden states that came since the last ask
+    features: tuple[HiddenStates, ...] = ()  # the target's hidden states that came since the last ask
     calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's shares
-    rails: Rails | None = field(default=None, compare=False)  # through the session's grammar
+    rails: GrammarCursor | None = field(default=None, compare=False)  # through the session's grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """More guesses: a chain that goes on where `Ask.tokens` ends, or a tree.
+class DraftResult:
+    """More guesses: a chain that goes on where `DraftRequest.tokens` ends, or a tree.
 
     In a tree token i hangs from `parents[i]`: −1 for what was committed, then
     the open guesses of the ask in their order, then this draft's own tokens.
@@ -78,7 +78,7 @@ class Drafter(Protocol):
         """Whether it builds on the target's hidden states."""
         ...
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         """One draft per ask, in order. In rejection and block mode every token must have been drawn from the
         distribution given with it, and none that was drawn may be left out."""
         ...

@@ -9,10 +9,10 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, offers, spread
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import Growth
+from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.loader import pick_device
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution
@@ -31,30 +31,30 @@ class MedusaDrafter:
         self._states: dict[str, tuple[int, torch.Tensor]] = {}  # the target's last state, and its position
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         return [self._draft(ask) for ask in asks]
 
     def forget(self, session: str) -> None:
         self._states.pop(session, None)
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> DraftResult:
         for features in ask.features:
             row = np.frombuffer(features.rows, dtype="<f2")[-features.width :].astype(np.float32)
             position = features.position + len(features.rows) // (2 * features.width) - 1
             self._states[ask.session] = position, torch.from_numpy(row).to(self._medusa.embeddings.device)
         if ask.session not in self._states:
-            return Draft(done=True)
+            return DraftResult(done=True)
         position, state = self._states[ask.session]
         token = torch.tensor(ask.tokens[position + 1], device=state.device)
         # Head 0 foretells the token at position + 2; of later ones some may be committed by now.
         first = ask.committed - position - 2
         foretold = [self._medusa.foretell(state, token, head) for head in range(first, len(self._medusa.heads))]
         if not foretold:
-            return Draft(done=True)
+            return DraftResult(done=True)
         logits = spread(self._medusa.logits(torch.stack(foretold)), self._medusa.ids, ask.vocab_size)
         return self._grow(ask, logits) if ask.branches > 1 else self._chain(ask, logits)
 
-    def _chain(self, ask: Ask, logits: torch.Tensor) -> Draft:
+    def _chain(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
         tokens = list(ask.tokens)
         probs: list[Distribution] = []
         for row in logits[len(tokens) - ask.committed :][: ask.room]:
@@ -66,11 +66,11 @@ class MedusaDrafter:
             if drawn_from is not None:
                 probs.append(drawn_from)
         drafted = tuple(tokens[len(ask.tokens) :])
-        return Draft(drafted, tuple(probs), done=len(drafted) < ask.room)
+        return DraftResult(drafted, tuple(probs), done=len(drafted) < ask.room)
 
-    def _grow(self, ask: Ask, logits: torch.Tensor) -> Draft:
+    def _grow(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
         """What may follow a place depends on its depth alone."""
-        growth = Growth(ask)
+        growth = TreeBuilder(ask)
         new: list[int] = growth.open_places()
         while new:
             new = [place for place in new if growth.depth(place) < len(logits)]

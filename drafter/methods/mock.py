@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from outrider.engine.mock import next_token
@@ -12,20 +12,20 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
 
 
-class InstantDrafter:
+class MockDrafter:
     wants_features = False
 
     def __init__(self) -> None:
         self.info = ModelInfo(name="instant", fingerprint="instant", architecture="none")
         self.vocabulary: Vocabulary | None = None
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        drafts: list[Draft] = []
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
+        drafts: list[DraftResult] = []
         for ask in asks:
             tokens = [next_token(ask.tokens[-1])]
             while len(tokens) < ask.room:
                 tokens.append(next_token(tokens[-1]))
-            drafts.append(Draft(tuple(tokens)))
+            drafts.append(DraftResult(tuple(tokens)))
         return drafts
 
     def forget(self, session: str) -> None:
@@ -33,5 +33,5 @@ class InstantDrafter:
 
 
 @drafter("instant")
-def make(settings: DrafterSettings, progress: Callable[[str], None]) -> InstantDrafter:
-    return InstantDrafter()
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MockDrafter:
+    return MockDrafter()

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from drafter.draft_sampling import next_token, offers, spread
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.translate import TranslatingDrafter, load_target_tokenizer
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, Choice, Growth
-from outrider.engine import Engine, Rows
+from drafter.tree_builder import ROOT, Choice, TreeBuilder
+from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.vocabulary import Vocabulary
@@ -40,7 +40,7 @@ class _Offered:
     branches: int
     choices: dict[Trail, list[Choice]] = field(default_factory=dict)
 
-    def move(self, ask: Ask) -> None:
+    def move(self, ask: DraftRequest) -> None:
         """Some of it has been committed since."""
         new = tuple(ask.tokens[self.committed : ask.committed])
         kept = self.choices if ask.branches == self.branches else {}
@@ -69,9 +69,9 @@ class ModelDrafter:
         self._shown: dict[str, list[int]] = {}  # the open guesses that go through the model in this step
         self.vocabulary: Vocabulary | None = vocabulary
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         able = [ask for ask in asks if len(ask.tokens) < self.info.context_length]
-        drafts: dict[str, Draft] = {}
+        drafts: dict[str, DraftResult] = {}
         while able:
             batch = [self._rows(ask) for ask in able]
             try:
@@ -82,14 +82,14 @@ class ModelDrafter:
             for ask, rows, logits in zip(able, batch, result.logits, strict=True):
                 drafts[ask.session] = self._drafted(ask, rows, logits)
             break
-        return [drafts.get(ask.session, Draft(done=True)) for ask in asks]
+        return [drafts.get(ask.session, DraftResult(done=True)) for ask in asks]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
         self._cached.pop(session, None)
         self._offered.pop(session, None)
 
-    def _make_room(self, able: list[Ask]) -> None:
+    def _make_room(self, able: list[DraftRequest]) -> None:
         """The cache is full: give up the session that was drafted longest ago; when there is no other, one that asks.
 
         What is given up is cached again when it is asked for again.
@@ -98,7 +98,7 @@ class ModelDrafter:
         idle = next((session for session in self._cached if session not in asking), None)
         self.forget(idle or able.pop().session)
 
-    def _rows(self, ask: Ask) -> Rows:
+    def _rows(self, ask: DraftRequest) -> SessionTokens:
         """Roll back to what is still true, then the tokens not seen yet; of a tree all that is open."""
         chain = ask.tokens if ask.branches == 1 else ask.tokens[: ask.committed]
         cached = self._cached.pop(ask.session, None)
@@ -111,10 +111,10 @@ class ModelDrafter:
         self._engine.truncate(ask.session, same)
         new = chain[same : same + _PREFILL_ROWS]
         if same + len(new) < len(chain):
-            return Rows(ask.session, new, logits_from=len(new))
-        return Rows(ask.session, new, logits_from=len(new) - 1) if ask.branches == 1 else self._tree(ask, new)
+            return SessionTokens(ask.session, new, logits_from=len(new))
+        return SessionTokens(ask.session, new, logits_from=len(new) - 1) if ask.branches == 1 else self._tree(ask, new)
 
-    def _tree(self, ask: Ask, new: Sequence[int]) -> Rows:
+    def _tree(self, ask: DraftRequest, new: Sequence[int]) -> SessionTokens:
         """The open guesses that the model has not been asked about, behind the paths that lead there."""
         offered = self._offered.setdefault(ask.session, _Offered(ask.committed, ask.branches))
         offered.move(ask)
@@ -129,9 +129,9 @@ class ModelDrafter:
         rows = {node: last + 1 + i for i, node in enumerate(order)}
         parents = (*range(-1, last), *(rows.get(ask.open_parents[node], last) for node in order))
         tokens = [*new, *(ask.open_tokens[node] for node in order)]
-        return Rows(ask.session, tokens, parents if order else (), logits_from=last)
+        return SessionTokens(ask.session, tokens, parents if order else (), logits_from=last)
 
-    def _drafted(self, ask: Ask, rows: Rows, logits: torch.Tensor) -> Draft:
+    def _drafted(self, ask: DraftRequest, rows: SessionTokens, logits: torch.Tensor) -> DraftResult:
         """What a step's logits make of an ask; what it has cached is noted."""
         cached = self._cached[ask.session]
         chain = range(len(rows.tokens))
@@ -140,10 +140,10 @@ class ModelDrafter:
             self._engine.keep(ask.session, len(cached), chain)
         cached.extend(rows.tokens[: len(chain)])
         if not len(logits):
-            return Draft()  # a prompt longer than a step's share is not through yet: ask again
+            return DraftResult()  # a prompt longer than a step's share is not through yet: ask again
         return self._draw(ask, logits) if ask.branches == 1 else self._grow(ask, logits)
 
-    def _grow(self, ask: Ask, logits: torch.Tensor) -> Draft:
+    def _grow(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
         """The likeliest of what may follow all open guesses: a share of what may be added, for deeper levels will want
         theirs. `logits` are those after what is committed and after each guess that was shown."""
         known = self._offered[ask.session].choices
@@ -153,7 +153,7 @@ class ModelDrafter:
         if new:
             chosen = [asked[row] for row in new]
             known.update(zip(chosen, offers(ask, self._by_id(logits[new]), chosen), strict=True))
-        growth = Growth(ask)
+        growth = TreeBuilder(ask)
         for place, path in zip(range(ROOT, len(paths)), [(), *paths], strict=True):
             growth.offer(place, known[path])
         added = [growth.add() for _ in range(growth.share)]
@@ -163,15 +163,15 @@ class ModelDrafter:
         """A column per id; ids that the engine leaves out are impossible.  # [rows, vocab]"""
         return logits if self._columns is None else spread(logits, self._columns, self.info.vocab_size)
 
-    def _draw(self, ask: Ask, logits: torch.Tensor) -> Draft:
+    def _draw(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
         found = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
         if found is None:
-            return Draft(done=True)
+            return DraftResult(done=True)
         token, drawn_from = found
-        return Draft((token,), () if drawn_from is None else (drawn_from,))
+        return DraftResult((token,), () if drawn_from is None else (drawn_from,))
 
 
-def _paths(ask: Ask) -> list[Trail]:
+def _paths(ask: DraftRequest) -> list[Trail]:
     """To each open guess, from what is committed."""
     paths: list[Trail] = []
     for token, parent in zip(ask.open_tokens, ask.open_parents, strict=True):

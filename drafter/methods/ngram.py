@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from drafter.confidence import Proposal
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
@@ -53,10 +53,10 @@ class NgramDrafter:
         self._sizes = range(min(shortest, longest), longest + 1)
         self._indexes: dict[str, _Index] = {}
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         return [self._draft(ask) for ask in asks]
 
-    def propose(self, ask: Ask) -> Proposal:
+    def propose(self, ask: DraftRequest) -> Proposal:
         """It counts nothing, so this is but a rule of thumb."""
         draft = self._draft(ask)
         return Proposal(draft, sum(_HOLDS**i for i in range(1, len(draft.tokens) + 1)))
@@ -64,12 +64,12 @@ class NgramDrafter:
     def forget(self, session: str) -> None:
         self._indexes.pop(session, None)
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> DraftResult:
         index = self._indexes.setdefault(ask.session, _Index(self._sizes))
         index.extend(ask.tokens, ask.committed)
         start = index.follow(ask.tokens)
         if start is None:
-            return Draft(done=True)
+            return DraftResult(done=True)
         tokens: list[int] = []
         for i in range(ask.room):
             # Past the end of the text the copy goes on with itself: a loop is continued as a loop.
@@ -78,7 +78,7 @@ class NgramDrafter:
         probs: tuple[Distribution, ...] = ()
         if ask.params.mode.needs_draft_probs:
             probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-        return lawful(ask, Draft(tuple(tokens), probs))
+        return lawful(ask, DraftResult(tuple(tokens), probs))
 
 
 @drafter("ngram")

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from drafter.confidence import Proposal
 from drafter.grammar_filter import fitting, lawful
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.suffix_automaton import END, Automaton, Place
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, Growth
+from drafter.tree_builder import ROOT, TreeBuilder
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
@@ -33,14 +33,14 @@ _OPTIONS = 64  # continuations of one place that are looked at for siblings
 
 
 @dataclass(slots=True)
-class _Text:
+class _SessionText:
     """What one session has said."""
 
     salt: str
     automaton: Automaton = field(default_factory=Automaton)
     output: list[int] = field(default_factory=list)
 
-    def take(self, ask: Ask) -> bool:
+    def take(self, ask: DraftRequest) -> bool:
         """Take in what is committed. False: there is more than a portion."""
         known = self.automaton.size
         new = ask.tokens[known : min(ask.committed, known + _PORTION)]
@@ -49,7 +49,7 @@ class _Text:
         return self.automaton.size >= ask.committed
 
 
-class _Memory:
+class _SaltMemory:
     """What ended sessions of one salt have said: the latest, and before that as much again at most."""
 
     def __init__(self, tokens: int) -> None:
@@ -105,16 +105,16 @@ class SuffixDrafter:
         self._shared_tokens = shared_tokens
         self._factor = factor
         self._certainty = certainty
-        self._texts: dict[str, _Text] = {}
-        self._memories: OrderedDict[str, _Memory] = OrderedDict()
+        self._texts: dict[str, _SessionText] = {}
+        self._memories: OrderedDict[str, _SaltMemory] = OrderedDict()
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         return [self.propose(ask).draft for ask in asks]
 
-    def propose(self, ask: Ask) -> Proposal:
-        text = self._texts.setdefault(ask.session, _Text(ask.cache_salt))
+    def propose(self, ask: DraftRequest) -> Proposal:
+        text = self._texts.setdefault(ask.session, _SessionText(ask.cache_salt))
         if not text.take(ask):
-            return Proposal(Draft(), 0.0)  # ask again
+            return Proposal(DraftResult(), 0.0)  # ask again
         memory = self._memories.get(ask.cache_salt)
         if memory is not None:
             memory.take(_SHARED_PORTION)
@@ -122,25 +122,25 @@ class SuffixDrafter:
         if ask.branches == 1:
             lead = lead.cut(fitting(ask, lead.tokens))
         if not lead.tokens:
-            return Proposal(Draft(done=True), 0.0)
+            return Proposal(DraftResult(done=True), 0.0)
         if ask.branches > 1:
             return Proposal(lawful(ask, self._tree(ask, lead)), lead.expected)
         probs: tuple[Distribution, ...] = ()
         if ask.params.mode.needs_draft_probs:
             probs = tuple(Distribution((token,), (WHOLE,)) for token in lead.tokens)
-        return Proposal(Draft(lead.tokens, probs, done=len(lead.tokens) < ask.room), lead.expected)
+        return Proposal(DraftResult(lead.tokens, probs, done=len(lead.tokens) < ask.room), lead.expected)
 
     def forget(self, session: str) -> None:
         text = self._texts.pop(session, None)
         if text is None or not text.output or not self._shared_tokens:
             return
-        memory = self._memories.setdefault(text.salt, _Memory(self._shared_tokens))
+        memory = self._memories.setdefault(text.salt, _SaltMemory(self._shared_tokens))
         self._memories.move_to_end(text.salt)
         if len(self._memories) > _MAX_SALTS:
             self._memories.popitem(last=False)
         memory.remember(text.output)
 
-    def _lead(self, ask: Ask, own: Automaton, memory: _Memory | None) -> _Lead:
+    def _lead(self, ask: DraftRequest, own: Automaton, memory: _SaltMemory | None) -> _Lead:
         """The continuation that most is expected of."""
         place = own.end
         for token in ask.tokens[ask.committed :]:
@@ -152,7 +152,7 @@ class SuffixDrafter:
                 best = other
         return best
 
-    def _follow(self, automaton: Automaton, place: Place, ask: Ask, weight: float) -> _Lead:
+    def _follow(self, automaton: Automaton, place: Place, ask: DraftRequest, weight: float) -> _Lead:
         place = start = automaton.known(place)
         # Open guesses that match are no evidence: they may have been copied from there.
         length = min(place[1], max(1, place[1] - (len(ask.tokens) - ask.committed)))
@@ -174,9 +174,9 @@ class SuffixDrafter:
         """How far a match of some length is trusted."""
         return math.ceil(self._factor * length) if length else 0
 
-    def _tree(self, ask: Ask, lead: _Lead) -> Draft:
+    def _tree(self, ask: DraftRequest, lead: _Lead) -> DraftResult:
         """The same continuations with their runners-up, from all open guesses."""
-        growth = Growth(ask)
+        growth = TreeBuilder(ask)
         automaton = lead.automaton
         own = self._texts[ask.session].automaton
         places = {ROOT: own.end if automaton is own else automaton.locate(ask.tokens[: ask.committed])}

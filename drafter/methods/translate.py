@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import Ask, Draft, Drafter
+from drafter.methods.interface import Drafter, DraftRequest, DraftResult
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -32,7 +32,7 @@ _LAST_WORD = re.compile(r"\s*\S*$")
 _LIKELIEST = SamplingParams(temperature=0.0)
 
 
-class Tongue:
+class BareTokenizer:
     """A tokenizer, without what it adds of its own accord."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -81,15 +81,15 @@ class Tongue:
 class _Writing:
     """One ask on its way through the other language."""
 
-    ask: Ask
+    ask: DraftRequest
     own: list[int]  # what the model has read, in its own tokens
     said: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # the target's, so far
     over: bool = False
 
     @property
-    def own_ask(self) -> Ask:
-        return Ask(
+    def own_ask(self) -> DraftRequest:
+        return DraftRequest(
             session=self.ask.session,
             tokens=self.own + self.said,
             committed=len(self.own),
@@ -106,8 +106,8 @@ class TranslatingDrafter:
 
     def __init__(self, inner: Drafter, own: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
         self._inner = inner
-        self._own = Tongue(own)
-        self._target = Tongue(target)
+        self._own = BareTokenizer(own)
+        self._target = BareTokenizer(target)
         self.vocabulary: Vocabulary | None = self._target.vocabulary
         self._from: dict[str, int] = {}  # where in each session the model begins to read
 
@@ -121,7 +121,7 @@ class TranslatingDrafter:
             eos_token_ids=() if self._target.end is None else (self._target.end,),
         )
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         writings = [self._begin(ask) for ask in asks]
         while unfinished := [writing for writing in writings if not writing.over]:
             drafts = self._inner.draft([writing.own_ask for writing in unfinished])
@@ -133,7 +133,7 @@ class TranslatingDrafter:
         self._from.pop(session, None)
         self._inner.forget(session)
 
-    def _begin(self, ask: Ask) -> _Writing:
+    def _begin(self, ask: DraftRequest) -> _Writing:
         limit = self._inner.info.context_length - _OWN_PER_TOKEN * (ask.room + 2)
         start = self._from.get(ask.session, 0)
         while True:
@@ -148,7 +148,7 @@ class TranslatingDrafter:
         # Nobody can go on behind half a character.
         return _Writing(ask, own, over=not own or len(own) > limit or text.endswith(_PARTIAL))
 
-    def _go_on(self, writing: _Writing, draft: Draft) -> None:
+    def _go_on(self, writing: _Writing, draft: DraftResult) -> None:
         if not draft.tokens:
             writing.over = draft.done  # if not, the model has not read everything yet
             return
@@ -179,12 +179,12 @@ class TranslatingDrafter:
         return tokens[: next(unknown, len(tokens))]
 
 
-def _answer(writing: _Writing) -> Draft:
+def _answer(writing: _Writing) -> DraftResult:
     tokens = tuple(writing.tokens[: writing.ask.room])
     probs: tuple[Distribution, ...] = ()
     if writing.ask.params.mode.needs_draft_probs:
         probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-    return Draft(tokens, probs, done=len(tokens) < writing.ask.room)
+    return DraftResult(tokens, probs, done=len(tokens) < writing.ask.room)
 
 
 def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrainedTokenizerBase:

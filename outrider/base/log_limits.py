@@ -20,7 +20,7 @@ _KNOWN = 1_000
 _CHARACTERS = 4_000  # of a value; tracebacks are longer than what strangers may name
 
 
-class Repeats:
+class RepeatLimiter:
     """Counts lines by what they say. The first one of a new window tells how many of the last are missing."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

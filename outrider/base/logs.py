@@ -19,11 +19,11 @@ import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from outrider.base.log_limits import Repeats, cut_values
+from outrider.base.log_limits import RepeatLimiter, cut_values
 from outrider.protocol.printable import printable
 
 
-class Lossy(io.TextIOBase):
+class LossyStream(io.TextIOBase):
     """A stream that loses lines where they cannot be written, on a full disk or a closed pipe, and says how many."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -58,8 +58,8 @@ def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
         structlog.processors.format_exc_info,
         cut_values,
     ]
-    repeats = Repeats()
-    stream = Lossy(sys.stderr)
+    repeats = RepeatLimiter()
+    stream = LossyStream(sys.stderr)
     renderer: Processor = _text()
     if as_json:
         processors.append(name_service)
@@ -88,7 +88,7 @@ def _text() -> Processor:
 
 
 def _redirect_libraries(
-    stream: Lossy, level: int, processors: list[Processor], renderer: Processor, repeats: Repeats
+    stream: LossyStream, level: int, processors: list[Processor], renderer: Processor, repeats: RepeatLimiter
 ) -> None:
     handler = logging.StreamHandler(stream)
     handler.addFilter(repeats.filter)

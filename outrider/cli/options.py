@@ -11,7 +11,7 @@ from outrider.base.config import PREFIX
 from outrider.client.sync import Client
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
 
 
@@ -75,7 +75,7 @@ def connect(
     return Client(
         endpoint.split(","),
         timeout_s=timeout_s,
-        api_key=Keys.parse(api_key, "api_key").first,
+        api_key=ApiKeys.parse(api_key, "api_key").first,
         tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca),
     )
 

@@ -62,9 +62,9 @@ def train(
     The target answers a list of prompts, once; its texts and hidden states are kept for the next training. Held-out
     prompts tell how many guesses would hold. A run that is stopped goes on when the same command is given again.
     """
-    from outrider.train.run import Order, train  # torch and transformers: seconds
+    from outrider.train.run import TrainingOrder, train  # torch and transformers: seconds
 
-    order = Order(
+    order = TrainingOrder(
         method=method,
         target=target,
         out=out,
@@ -119,7 +119,7 @@ class _Shown:
     def says(self, text: str) -> None:
         self._progress.console.print(text, style="dim")
 
-    def writes(self, what: str, progress: data.Progress) -> None:
+    def writes(self, what: str, progress: data.DataProgress) -> None:
         task = self._task(what, progress.total)
         self._progress.update(task, completed=progress.done, description=f"texts {what}")
 

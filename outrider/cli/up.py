@@ -16,8 +16,8 @@ from outrider.base.endpoint import is_loopback
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
-from outrider.launch.stack import Plan, Stack, stack, watch
-from outrider.launch.state import State
+from outrider.launch.stack import LaunchPlan, Stack, stack, watch
+from outrider.launch.state import StateFolder
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
 from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ def up(
             value="empty",
             limit="keys, or --insecure",
         )
-    plan = Plan(
+    plan = LaunchPlan(
         target=target,
         drafters=(choose_drafter(drafter, target),) * drafters,
         verifiers=verifiers,
@@ -149,7 +149,7 @@ def demo(
 ) -> None:
     """Start everything, answer two prompts plain and speculated, compare speed and text, stop everything."""
     console = Console(highlight=False)
-    plan = Plan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
+    plan = LaunchPlan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
     _terminate_like_interrupt()
     with Starting(console) as view, stack(plan, view.tick) as running:
         view.done()
@@ -181,7 +181,7 @@ _DEMO_PROMPTS = {
 }
 
 
-def _show_both(console: Console, client: Client, max_tokens: int, plan: Plan) -> bool:
+def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPlan) -> bool:
     """Both prompts plain and speculated; whether the texts are equal."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     # Once unseen, so that neither run pays for caches that are still cold.
@@ -221,7 +221,7 @@ def _run(
     raise OutriderError("the stream ended without an end")
 
 
-def _kept(state: State) -> str:
+def _kept(state: StateFolder) -> str:
     return f"in {state.folder}{'' if state.kept else ' until this ends'}: sessions"
 
 

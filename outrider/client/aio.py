@@ -16,12 +16,12 @@ from typing import Any, Self, Unpack
 import grpc
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
-from outrider.client.resume import RETRY_S, Progress, Turns, our_errors
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, our_errors
 from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -43,9 +43,9 @@ class AsyncClient:
     ) -> None:
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
-        self._access = Access(tls, api_key)
+        self._access = Channels(tls, api_key)
         self._channels: list[grpc.aio.Channel] = []  # opened by the first call: they belong to its event loop
-        self._turns = Turns(len(self._endpoints))
+        self._turns = EndpointRotation(len(self._endpoints))
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,7 +61,7 @@ class AsyncClient:
 
     def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> AsyncGenerator[Reply, None]:
         """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
-        return self._stream(Progress(request_of(prompt, options), len(self._endpoints)))
+        return self._stream(StreamProgress(request_of(prompt, options), len(self._endpoints)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> AsyncGenerator[Reply, None]:
         """Stream the rest of an output, from the output token at `position` on.
@@ -70,7 +70,7 @@ class AsyncClient:
         block mode those that died with a coordinator cannot be made again.
         """
         request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
-        return self._stream(Progress(request, len(self._endpoints)))
+        return self._stream(StreamProgress(request, len(self._endpoints)))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """The same as `generate`, waiting for the end."""
@@ -97,7 +97,7 @@ class AsyncClient:
             self._channels = [self._access.aio_channel(endpoint) for endpoint in self._endpoints]
         return rpc.OutriderStub(self._channels[self._turns.present])  # type: ignore[return-value]
 
-    async def _stream(self, progress: Progress) -> AsyncGenerator[Reply, None]:
+    async def _stream(self, progress: StreamProgress) -> AsyncGenerator[Reply, None]:
         while True:
             endpoint = self._turns.present
             call = self._call(progress)
@@ -118,7 +118,7 @@ class AsyncClient:
                 call.cancel()
             await asyncio.sleep(RETRY_S)
 
-    def _call(self, progress: Progress) -> Any:
+    def _call(self, progress: StreamProgress) -> Any:
         """One stream, the first or one that goes on."""
         request = progress.request()
         if isinstance(request, pb.ResumeRequest):

@@ -17,7 +17,7 @@ RETRY_S = 0.2
 _FIRST_TRIES = 2  # and one per endpoint, while nothing has been heard of a request
 
 
-class Progress:
+class StreamProgress:
     """One output on its way to a client: what has arrived, and so what to ask for next."""
 
     def __init__(self, request: pb.GenerateRequest | pb.ResumeRequest, endpoints: int) -> None:
@@ -60,7 +60,7 @@ class Progress:
         return now <= self._give_up and (self._heard or self._first_tries > 0)
 
 
-class Turns:
+class EndpointRotation:
     """Which of a client's endpoints is in use, by all its requests together."""
 
     def __init__(self, count: int) -> None:

@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
-from outrider.client.resume import RETRY_S, Progress, Turns, our_errors
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, our_errors
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -41,9 +41,9 @@ class Client:
         tls: Tls | None = None,
     ) -> None:
         self._timeout_s = timeout_s
-        access = Access(tls, api_key)
+        access = Channels(tls, api_key)
         self._channels = [access.channel(endpoint) for endpoint in endpoints]
-        self._turns = Turns(len(self._channels))
+        self._turns = EndpointRotation(len(self._channels))
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +59,7 @@ class Client:
 
     def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Iterator[Reply]:
         """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
-        return self._stream(Progress(request_of(prompt, options), len(self._channels)))
+        return self._stream(StreamProgress(request_of(prompt, options), len(self._channels)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
         """Stream the rest of an output, from the output token at `position` on.
@@ -68,7 +68,7 @@ class Client:
         block mode those that died with a coordinator cannot be made again.
         """
         request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
-        return self._stream(Progress(request, len(self._channels)))
+        return self._stream(StreamProgress(request, len(self._channels)))
 
     def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """The same as `generate`, waiting for the end."""
@@ -90,7 +90,7 @@ class Client:
     def _stub(self) -> rpc.OutriderStub:
         return rpc.OutriderStub(self._channels[self._turns.present])
 
-    def _stream(self, progress: Progress) -> Iterator[Reply]:
+    def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:
             endpoint = self._turns.present
             call = self._call(progress)
@@ -111,7 +111,7 @@ class Client:
                 call.cancel()
             time.sleep(RETRY_S)
 
-    def _call(self, progress: Progress) -> Any:
+    def _call(self, progress: StreamProgress) -> Any:
         """One stream, the first or one that goes on."""
         request = progress.request()
         if isinstance(request, pb.ResumeRequest):

@@ -26,7 +26,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from outrider.engine.block_manager import PAGE_TOKENS
 from outrider.engine.kv_cache import KvStore, Where
-from outrider.engine.paged import Segment, Step
+from outrider.engine.paged import ForwardStep, Segment
 from outrider.protocol.errors import ModelMismatch
 
 NAME = "outrider_ragged"
@@ -38,7 +38,7 @@ current_step: ContextVar[RaggedStep] = ContextVar("current_step")
 
 
 @dataclass(slots=True)
-class Part:
+class AttentionSegment:
     """One session's share of a step, as attention sees it."""
 
     segment: Segment
@@ -80,9 +80,9 @@ class Part:
 
 
 class RaggedStep:
-    def __init__(self, step: Step, store: KvStore, device: torch.device) -> None:
+    def __init__(self, step: ForwardStep, store: KvStore, device: torch.device) -> None:
         self.store = store
-        self.parts = [Part(segment, device) for segment in step.segments]
+        self.parts = [AttentionSegment(segment, device) for segment in step.segments]
         self.slots = torch.cat([part.new_slots() for part in self.parts])
         self.rules: dict[int, Rule] = {}  # by layer, of those that have run
         self._masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address; a tensor that is kept keeps its address
@@ -159,7 +159,7 @@ def ragged_attention(
     out = query.new_empty((1, query.shape[2], heads, value.shape[3]))
     step.store.write(layer, step.slots, key[0], value[0])
 
-    def attend(part: Part, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(part: AttentionSegment, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         new = part.segment.count
         # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
         grouped = query[0, :, part.segment.start : part.segment.end].reshape(kv_heads, group * new, dim)
@@ -188,9 +188,9 @@ def ragged_attention(
 
 def _mend(
     out: torch.Tensor,
-    part: Part,
+    part: AttentionSegment,
     rule: Rule,
-    attend: Callable[[Part, torch.Tensor, torch.Tensor], torch.Tensor],
+    attend: Callable[[AttentionSegment, torch.Tensor, torch.Tensor], torch.Tensor],
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:

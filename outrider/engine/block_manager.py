@@ -25,7 +25,7 @@ def pages_for(tokens: int) -> int:
 
 
 @dataclass(slots=True)
-class Held:
+class BlockTable:
     """One session's tokens and the pages that they lie in."""
 
     salt: str = ""
@@ -44,7 +44,7 @@ class Held:
         return self.offers[-1] if self.offers else self.salt
 
 
-class PageBook:
+class BlockManager:
     def __init__(self, num_pages: int, max_idle: int | None = None) -> None:
         self.num_pages = num_pages
         self._max_idle = num_pages if max_idle is None else max_idle
@@ -55,7 +55,7 @@ class PageBook:
         self._offers: dict[Key, tuple[int, int]] = {}  # → page, and the offer's number
         self._key_of: dict[int, Key] = {}
         self._next_offer = 0
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, BlockTable] = {}
 
     @property
     def pages_in_use(self) -> int:
@@ -65,7 +65,7 @@ class PageBook:
     def pages_idle(self) -> int:
         return len(self._idle)
 
-    def held(self, session: str) -> Held | None:
+    def held(self, session: str) -> BlockTable | None:
         return self._held.get(session)
 
     def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
@@ -74,7 +74,7 @@ class PageBook:
         The last token is never among them: somebody wants its logits.
         """
         assert session not in self._held
-        held = self._held[session] = Held(salt)
+        held = self._held[session] = BlockTable(salt)
         for start in range(0, len(tokens) - PAGE_TOKENS, PAGE_TOKENS):
             part = tuple(tokens[start : start + PAGE_TOKENS])
             offer = self._offers.get((held.last_offer, part))
@@ -89,7 +89,7 @@ class PageBook:
 
     def room(self, session: str, more: int) -> list[tuple[int, int]]:
         """Pages for `more` tokens behind what a session holds. Returns (from, to) for pages to be copied first."""
-        held = self._held.setdefault(session, Held())
+        held = self._held.setdefault(session, BlockTable())
         self._offer(held)
         length = len(held.tokens)
         needed = pages_for(length + more) - len(held.pages)
@@ -144,7 +144,7 @@ class PageBook:
         self._offer(held)
         for page in held.pages:
             self._use(page)
-        self._held[copy] = Held(held.salt, list(held.tokens), list(held.pages), list(held.offers))
+        self._held[copy] = BlockTable(held.salt, list(held.tokens), list(held.pages), list(held.offers))
 
     def free(self, session: str) -> None:
         held = self._held.pop(session, None)
@@ -158,7 +158,7 @@ class PageBook:
         while self._idle:
             self._forget_oldest()
 
-    def _offer(self, held: Held) -> None:
+    def _offer(self, held: BlockTable) -> None:
         """Let others find this session's full pages."""
         while len(held.offers) < held.path_length // PAGE_TOKENS:
             index = len(held.offers)

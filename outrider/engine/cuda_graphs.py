@@ -18,9 +18,9 @@ import structlog
 import torch
 
 from outrider.engine.block_manager import PAGE_TOKENS, pages_for
-from outrider.engine.decoder import FEW_ROWS, Part, Skeleton
-from outrider.engine.model_spec import Plan
-from outrider.engine.paged import PagedEngine, Segment, Step, slot_of, wanted_rows
+from outrider.engine.decoder import FEW_ROWS, Decoder, SessionGroup
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.paged import ForwardStep, PagedEngine, Segment, slot_of, wanted_rows
 from outrider.protocol.fleet import ModelInfo
 
 _LEAST_CONTEXT = 256
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphShape:
     """What a bucket has room for."""
 
     sessions: int
@@ -45,7 +45,7 @@ class Shape:
     context: int  # tokens of each session, cached and new
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Shape:
+    def of(cls, segments: Sequence[Segment]) -> GraphShape:
         rows = _bucket(max(segment.count for segment in segments))
         return cls(
             _bucket(len(segments)),
@@ -62,27 +62,27 @@ class Shape:
         return self.context // PAGE_TOKENS
 
 
-class GraphEngine(PagedEngine):
+class CudaGraphEngine(PagedEngine):
     """A result of `extend` is good until the next one."""
 
-    def __init__(self, plan: Plan, info: ModelInfo, *, kv_tokens: int, idle_tokens: int | None = None) -> None:
+    def __init__(self, plan: ModelSpec, info: ModelInfo, *, kv_tokens: int, idle_tokens: int | None = None) -> None:
         super().__init__(info, plan.head.weight.device, kv_tokens, idle_tokens)
         capacity = self.capacity_tokens
         positions = min(capacity, info.context_length + _BEYOND) if info.context_length else capacity
         self._scratch = capacity // PAGE_TOKENS  # a page that padding writes to
-        self._skeleton = Skeleton(plan, capacity + PAGE_TOKENS, positions)
-        self._buckets: dict[Shape, Bucket] = {}
+        self._skeleton = Decoder(plan, capacity + PAGE_TOKENS, positions)
+        self._buckets: dict[GraphShape, GraphBucket] = {}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None  # graphs never run at the same time
 
     @property
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[GraphShape]:
         """Those that have a bucket, the last used last."""
         return list(self._buckets)
 
     @property
-    def captured(self) -> list[Shape]:
+    def captured(self) -> list[GraphShape]:
         """Those of them that run as graphs."""
         return [shape for shape, bucket in self._buckets.items() if bucket.is_captured]
 
@@ -96,10 +96,10 @@ class GraphEngine(PagedEngine):
         progress(f"capturing {len(contexts) * len(_COMMON_ROWS)} graphs")
         for context in contexts:
             for rows in _COMMON_ROWS:
-                self._bucket_of(Shape(1, rows, context))
+                self._bucket_of(GraphShape(1, rows, context))
 
-    def _run(self, step: Step) -> Results:
-        shape = Shape.of(step.segments)
+    def _run(self, step: ForwardStep) -> Results:
+        shape = GraphShape.of(step.segments)
         if shape.all_rows <= FEW_ROWS and self._fits(shape.sessions * shape.context):
             logits, hidden = self._bucket_of(shape).run(step.segments)
             return logits[: len(step.wanted)], hidden[: len(step.wanted)]
@@ -114,25 +114,27 @@ class GraphEngine(PagedEngine):
     def _fits(self, tokens: int) -> bool:
         return self._skeleton.copied_bytes(tokens) <= _MOST_COPIED
 
-    def _bucket_of(self, shape: Shape) -> Bucket:
+    def _bucket_of(self, shape: GraphShape) -> GraphBucket:
         bucket = self._buckets.pop(shape, None)
         if bucket is None:
             if len(self._buckets) == _MOST_BUCKETS:
                 del self._buckets[next(iter(self._buckets))]
-            bucket = Bucket(shape, self._skeleton, self._scratch, self.device)
+            bucket = GraphBucket(shape, self._skeleton, self._scratch, self.device)
             if self._stream is not None and self._memory is not None:
                 bucket.capture(self._stream, self._memory)
         self._buckets[shape] = bucket  # the last used is the last to be given up
         return bucket
 
-    def _run_freely(self, step: Step) -> Results:
+    def _run_freely(self, step: ForwardStep) -> Results:
         """Any number of rows: those of prompts as they are, the others' padded to the same count."""
         at: dict[int, int] = {}
         first, parts, inputs = 0, [], []
         for segments in self._groups(step.segments):
             rows = max(segment.count for segment in segments)
             longest = max(segment.base for segment in segments) + rows
-            padded = Padded(Shape(len(segments), rows, pages_for(longest) * PAGE_TOKENS), self._scratch, self.device)
+            padded = Padded(
+                GraphShape(len(segments), rows, pages_for(longest) * PAGE_TOKENS), self._scratch, self.device
+            )
             padded.send(segments)
             at |= {segment.start: first + i * rows for i, segment in enumerate(segments)}
             parts.append(padded.part(first))
@@ -160,7 +162,7 @@ class GraphEngine(PagedEngine):
 class Padded:
     """The inputs of a shape: filled in here, sent in one copy, read there."""
 
-    def __init__(self, shape: Shape, scratch: int, device: torch.device, pinned: bool = False) -> None:
+    def __init__(self, shape: GraphShape, scratch: int, device: torch.device, pinned: bool = False) -> None:
         self.shape = shape
         size = sum(_sizes(shape))
         self._here = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
@@ -185,9 +187,9 @@ class Padded:
     def wanted(self) -> torch.Tensor:
         return self._inputs.wanted
 
-    def part(self, first: int) -> Part:
+    def part(self, first: int) -> SessionGroup:
         to = self._inputs
-        return Part(
+        return SessionGroup(
             first,
             self.shape.sessions,
             self.shape.rows,
@@ -235,23 +237,23 @@ class _Fields(NamedTuple):
     sees: torch.Tensor  # [sessions, rows, rows]
 
     @classmethod
-    def of(cls, whole: torch.Tensor, shape: Shape) -> _Fields:
+    def of(cls, whole: torch.Tensor, shape: GraphShape) -> _Fields:
         *rows, wanted, base, table, sees = torch.split_with_sizes(whole, _sizes(shape))
         ids, positions, slots = (each.view(shape.sessions, shape.rows) for each in rows)
         seen = sees.view(torch.bool)[: shape.all_rows * shape.rows].view(shape.sessions, shape.rows, shape.rows)
         return cls(ids, positions, slots, wanted, base, table.view(shape.sessions, -1), seen)
 
 
-def _sizes(shape: Shape) -> list[int]:
+def _sizes(shape: GraphShape) -> list[int]:
     """Of the fields, in 8 bytes; who sees whom takes one."""
     rows = shape.all_rows
     return [rows, rows, rows, rows, shape.sessions, shape.sessions * shape.pages, -(-rows * shape.rows // 8)]
 
 
-class Bucket:
+class GraphBucket:
     """One shape that is run again and again, and its graph."""
 
-    def __init__(self, shape: Shape, skeleton: Skeleton, scratch: int, device: torch.device) -> None:
+    def __init__(self, shape: GraphShape, skeleton: Decoder, scratch: int, device: torch.device) -> None:
         self._inputs = Padded(shape, scratch, device, pinned=device.type == "cuda")
         self._skeleton = skeleton
         self._device = device

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from outrider.engine.block_manager import PAGE_TOKENS
-from outrider.engine.model_spec import Cosines, Layer, Linear, Norm, Plan
+from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 
 FEW_ROWS = 64  # up to here a session's scores are written out; above, they would not fit
 _SPLIT_TOKENS = 512  # of a context: the least that is worth a share of the device of its own
@@ -23,7 +23,7 @@ _SPLITS = 128  # about as many shares as a large device has processors
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SessionGroup:
     """Sessions of a step that attend together, padded to one shape.
 
     The step's rows from `first` on are theirs, `rows` to each. A row of
@@ -61,14 +61,14 @@ class Part:
         return hidden
 
 
-class Skeleton:
+class Decoder:
     """`positions` is how many the rotations are made for."""
 
-    def __init__(self, plan: Plan, slots: int, positions: int) -> None:
+    def __init__(self, plan: ModelSpec, slots: int, positions: int) -> None:
         weight = plan.head.weight
         self._plan = plan
-        self._layers = [_Layer(layer, weight.dtype) for layer in plan.layers]
-        self._final = _Norm(plan.final, weight.dtype)
+        self._layers = [_TorchLayer(layer, weight.dtype) for layer in plan.layers]
+        self._final = _TorchNorm(plan.final, weight.dtype)
         self._turns = [_table(turn, positions, plan.head_dim, weight) for turn in plan.rotations]
         self._swap = _swapped(plan.rotated, plan.head_dim).to(weight.device)
         # Zeros: what was never written is read, and weighs nothing only if it is a number.
@@ -89,7 +89,7 @@ class Skeleton:
         positions: torch.Tensor,
         slots: torch.Tensor,
         wanted: torch.Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[SessionGroup],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and final hidden states of the wanted rows."""
         plan = self._plan
@@ -137,7 +137,7 @@ class Skeleton:
         self._bad.index_copy_(0, target, self._bad.index_select(0, source))
 
     def _spoilt(
-        self, bad: torch.Tensor, slots: torch.Tensor, parts: Sequence[Part], hidden: Sequence[torch.Tensor]
+        self, bad: torch.Tensor, slots: torch.Tensor, parts: Sequence[SessionGroup], hidden: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Return which rows see a token whose embedding is not finite, and remember the new ones.  # [rows]
 
@@ -160,7 +160,7 @@ class Skeleton:
         gate, up = inner.chunk(2, dim=-1)
         return _activated(gate, self._plan.activation).mul_(up)
 
-    def _turn(self, layer: _Layer, qkv: torch.Tensor, turns: Sequence[Cosines]) -> None:
+    def _turn(self, layer: _TorchLayer, qkv: torch.Tensor, turns: Sequence[Cosines]) -> None:
         """Norms and rotation of queries and keys, in place."""
         heads, keys = self._plan.heads, self._plan.heads + self._plan.kv_heads
         if layer.of.query is not None:
@@ -178,7 +178,7 @@ class Skeleton:
         return new.nan_to_num() if new.dtype == torch.float16 else new
 
     def _attend(
-        self, index: int, scale: float, queries: torch.Tensor, part: Part, hidden: torch.Tensor
+        self, index: int, scale: float, queries: torch.Tensor, part: SessionGroup, hidden: torch.Tensor
     ) -> torch.Tensor:
         """Queries [rows of the part, heads, dim] → [rows of the part, heads · dim]."""
         plan = self._plan
@@ -201,7 +201,7 @@ class Skeleton:
             attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
         return attended.view(shape).permute(1, 3, 0, 2, 4).reshape(queries.shape[0], -1)
 
-    def _cached(self, index: int, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cached(self, index: int, part: SessionGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Copied page by page, in the widest numbers there are: what they mean is no matter here."""
         heads, dim = 2 * self._plan.kv_heads, self._plan.head_dim
         pages = self._pool[index].view(heads, -1, PAGE_TOKENS * dim).view(torch.int64)
@@ -210,7 +210,7 @@ class Skeleton:
         return keys, values
 
 
-class _Norm:
+class _TorchNorm:
     """Statistics in float32. In the weights' own format where its weight fits in it: that is one kernel, not three."""
 
     def __init__(self, norm: Norm | None, dtype: torch.dtype) -> None:
@@ -233,22 +233,22 @@ class _Norm:
         return functional.layer_norm(read, width, self._weight, self._bias, norm.eps).to(x.dtype)
 
 
-class _Layer:
+class _TorchLayer:
     def __init__(self, layer: Layer, dtype: torch.dtype) -> None:
         self.of = layer
-        self.attention_in = _Norm(layer.attention_in, dtype)
-        self.mlp_in = _Norm(layer.mlp_in, dtype)
-        self.attention_out = _Norm(layer.attention_out, dtype) if layer.attention_out else None
-        self.mlp_out = _Norm(layer.mlp_out, dtype) if layer.mlp_out else None
-        self.query = _Norm(layer.query, dtype)
-        self.key = _Norm(layer.key, dtype)
+        self.attention_in = _TorchNorm(layer.attention_in, dtype)
+        self.mlp_in = _TorchNorm(layer.mlp_in, dtype)
+        self.attention_out = _TorchNorm(layer.attention_out, dtype) if layer.attention_out else None
+        self.mlp_out = _TorchNorm(layer.mlp_out, dtype) if layer.mlp_out else None
+        self.query = _TorchNorm(layer.query, dtype)
+        self.key = _TorchNorm(layer.key, dtype)
 
 
 def _product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, linear.weight, linear.bias)
 
 
-def _add(x: torch.Tensor, linear: Linear, read: torch.Tensor, norm: _Norm | None) -> None:
+def _add(x: torch.Tensor, linear: Linear, read: torch.Tensor, norm: _TorchNorm | None) -> None:
     """x += product, normalised first where the model says so."""
     if norm is not None:
         x.add_(norm(_product(linear, read)))

@@ -14,7 +14,7 @@ CHAIN: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SessionTokens:
     """New tokens of one session in a step.
 
     They follow the session's cached tokens. `parents[i]` is the index in
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Begin a session with what others under the same salt left of these tokens; how many that saves."""
         ...
 
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         """One forward pass over the new rows of several sessions; their keys and values stay cached.
 
         The result is good until the next call. Raises Overloaded when the cache is full.
@@ -112,5 +112,5 @@ def prefill(engine: Engine, session: str, tokens: Sequence[int], chunk: int = 51
     logits = torch.empty(0)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
-        logits = engine.extend([Rows(session, part, logits_from=len(part) - 1)]).logits[0][-1]
+        logits = engine.extend([SessionTokens(session, part, logits_from=len(part) - 1)]).logits[0][-1]
     return logits

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from outrider.engine.interface import Rows, StepResult
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
@@ -27,7 +27,7 @@ def next_token(token: int) -> int:
     return (token + 1) % _VOCAB
 
 
-class InstantEngine:
+class MockEngine:
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(tuple(f"t{i}" for i in range(_VOCAB)))
         self.device = torch.device("cpu")
@@ -60,7 +60,7 @@ class InstantEngine:
     def length(self, session: str) -> int:
         return self._lengths.get(session, 0)
 
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         logits: list[torch.Tensor] = []
         for rows in batch:
             self._lengths[rows.session] = self.length(rows.session) + len(rows.tokens)

@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 }
 
 
-class NoPlan(Exception):
+class UnsupportedModel(Exception):
     """This model is not one of the families that the skeleton covers."""
 
 
@@ -67,7 +67,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelSpec:
     layers: tuple[Layer, ...]
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids, positions → [tokens, hidden]
     rotations: tuple[Callable[[torch.Tensor], Cosines], ...]  # positions → cos and sin [tokens, rotated]
@@ -92,18 +92,18 @@ class Plan:
         return int(self.layers[0].down.weight.shape[1])
 
 
-def plan(model: PreTrainedModel) -> Plan:
+def plan(model: PreTrainedModel) -> ModelSpec:
     """Raises NoPlan for what the skeleton does not cover."""
     kind = model.config.model_type
     if kind not in _FAMILIES:
-        raise NoPlan(f"no plan for models of type {kind!r}")
+        raise UnsupportedModel(f"no plan for models of type {kind!r}")
     try:
         return _FAMILIES[kind](model)
     except (AttributeError, KeyError, TypeError) as error:  # another release of transformers, another build of it
-        raise NoPlan(f"this {kind!r} model is not built as known: {error}") from error
+        raise UnsupportedModel(f"this {kind!r} model is not built as known: {error}") from error
 
 
-def _llama(model: Any) -> Plan:
+def _llama(model: Any) -> ModelSpec:
     """Llama, Mistral, Qwen 2 and 3, Phi-3 and the Gemmas: RMS norms, rotation, a gated feed-forward."""
     config, body = model.config, model.model
     gemma = config.model_type.startswith("gemma")
@@ -142,7 +142,7 @@ def _llama(model: Any) -> Plan:
             return body.embed_tokens(ids) * scale  # type: ignore[no-any-return]
 
     head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
-    return Plan(
+    return ModelSpec(
         layers=tuple(layers),
         embed=embed,
         rotations=rotations,
@@ -159,7 +159,7 @@ def _llama(model: Any) -> Plan:
     )
 
 
-def _gpt2(model: Any) -> Plan:
+def _gpt2(model: Any) -> ModelSpec:
     config, body = model.config, model.transformer
     layers = tuple(
         Layer(
@@ -173,7 +173,7 @@ def _gpt2(model: Any) -> Plan:
         )
         for block in body.h
     )
-    return Plan(
+    return ModelSpec(
         layers=layers,
         embed=lambda ids, positions: body.wte(ids) + body.wpe(positions),
         rotations=(),
@@ -188,7 +188,7 @@ def _gpt2(model: Any) -> Plan:
     )
 
 
-def _gpt_neox(model: Any) -> Plan:
+def _gpt_neox(model: Any) -> ModelSpec:
     config, body = model.config, model.gpt_neox
     head_dim = config.hidden_size // config.num_attention_heads
     layers = tuple(
@@ -205,7 +205,7 @@ def _gpt_neox(model: Any) -> Plan:
         for layer in body.layers
     )
     rotations = _rotations(body.rotary_emb, config)
-    return Plan(
+    return ModelSpec(
         layers=layers,
         embed=lambda ids, _: body.embed_in(ids),
         rotations=rotations,
@@ -221,7 +221,7 @@ def _gpt_neox(model: Any) -> Plan:
     )
 
 
-def _phi(model: Any) -> Plan:
+def _phi(model: Any) -> ModelSpec:
     config, body = model.config, model.model
     layers = tuple(
         Layer(
@@ -239,7 +239,7 @@ def _phi(model: Any) -> Plan:
         for layer in body.layers
     )
     rotations = _rotations(body.rotary_emb, config)
-    return Plan(
+    return ModelSpec(
         layers=layers,
         embed=lambda ids, _: body.embed_tokens(ids),
         rotations=rotations,
@@ -255,7 +255,7 @@ def _phi(model: Any) -> Plan:
     )
 
 
-_FAMILIES: dict[str, Callable[[Any], Plan]] = {
+_FAMILIES: dict[str, Callable[[Any], ModelSpec]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), _llama),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
@@ -277,7 +277,7 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
     linears = [_linear(module) for module in modules]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):
-        raise NoPlan("some of the joined projections have a bias and some have none")
+        raise UnsupportedModel("some of the joined projections have a bias and some have none")
     with torch.inference_mode(False), torch.no_grad():  # the model stays one that may also be trained
         weight = torch.cat([linear.weight for linear in linears])
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
@@ -309,7 +309,7 @@ def _layer_norm(module: Any) -> Norm:
 
 def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
-        raise NoPlan(f"activation {name!r}")
+        raise UnsupportedModel(f"activation {name!r}")
     return _ACTIVATIONS[name]
 
 
@@ -338,5 +338,5 @@ def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosin
     for each in turns:
         if not torch.equal(each(torch.tensor([1]))[0][0], each(torch.tensor([1, last]))[0][0]):
             # Sessions of one step would turn each other's keys.
-            raise NoPlan("its rotation changes with the length of the context")
+            raise UnsupportedModel("its rotation changes with the length of the context")
     return turns

@@ -9,9 +9,9 @@ from typing import Self
 
 import torch
 
-from outrider.engine.block_manager import PAGE_TOKENS, PageBook, pages_for
+from outrider.engine.block_manager import PAGE_TOKENS, BlockManager, pages_for
 from outrider.engine.checks.arithmetic import of_torch, signed
-from outrider.engine.interface import Rows, StepResult
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.protocol.fleet import ModelInfo
 
 
@@ -20,7 +20,7 @@ class Segment:
     """One session's share of a step."""
 
     start: int  # first of its rows in the step
-    rows: Rows
+    rows: SessionTokens
     base: int  # tokens cached before
     pages: Sequence[int]
 
@@ -44,7 +44,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardStep:
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)  # rows that are asked for, see `wanted_rows`
@@ -77,7 +77,7 @@ class PagedEngine(ABC):
     def __init__(self, info: ModelInfo, device: torch.device, kv_tokens: int, idle_tokens: int | None = None) -> None:
         self._info = info
         self._device = device
-        self._book = PageBook(pages_for(kv_tokens), None if idle_tokens is None else pages_for(idle_tokens))
+        self._book = BlockManager(pages_for(kv_tokens), None if idle_tokens is None else pages_for(idle_tokens))
 
     @property
     def info(self) -> ModelInfo:
@@ -119,8 +119,8 @@ class PagedEngine(ABC):
         return self._book.adopt(session, tokens, salt)
 
     @torch.inference_mode()
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
-        step = Step()
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
+        step = ForwardStep()
         for rows in batch:
             base = self.length(rows.session)
             copies = self._book.room(rows.session, len(rows.tokens))
@@ -169,7 +169,7 @@ class PagedEngine(ABC):
         self._book.forget_idle()
 
     @abstractmethod
-    def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Final hidden states of the wanted rows and logits of at least the first `num_logits` of them; keys and
         values of all rows into their pages."""
 
@@ -182,7 +182,7 @@ class PagedEngine(ABC):
         written."""
 
 
-def _features(step: Step, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+def _features(step: ForwardStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
     """Per segment what of the wanted rows' hidden states was asked for, in the order of its rows."""
     with_logits, only = 0, step.num_logits
     for segment, count in zip(step.segments, step.counts, strict=True):

@@ -1,7 +1,7 @@
 """One model over several processes, its ranks: each holds a share of every layer (tensor parallelism).
 
 Rank 0 is the process that was started: it alone serves. It starts the other
-ranks, or finds them started by torchrun. Its `ParallelEngine` tells them every
+ranks, or finds them started by torchrun. Its `TensorParallelEngine` tells them every
 call that changes what is cached; they do the same in the same order
 (`follow`), so sessions and pages agree everywhere without being sent. What the
 layers themselves exchange is transformers' part.
@@ -33,7 +33,7 @@ from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 
 from outrider.base.config import PREFIX, WorkerSettings
-from outrider.engine.interface import Engine, Rows, StepResult
+from outrider.engine.interface import Engine, SessionTokens, StepResult
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, StartupError
 from outrider.protocol.fleet import ModelInfo
 
@@ -54,7 +54,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 Command = list[Any]  # name of an engine's method, and its arguments
 
 
-class Team:
+class RankGroup:
     """The ranks of one model as one of them sees them."""
 
     def __init__(
@@ -193,10 +193,10 @@ class Team:
         os._exit(1)
 
 
-class ParallelEngine:
+class TensorParallelEngine:
     """Rank 0's engine: what changes the cache here does so on every rank. A step costs one message."""
 
-    def __init__(self, engine: Engine, team: Team) -> None:
+    def __init__(self, engine: Engine, team: RankGroup) -> None:
         self._engine = engine
         self._team = team
         self._untold: list[Command] = []  # goes out with the next step: until then nobody can see the difference
@@ -230,7 +230,7 @@ class ParallelEngine:
         self._untold.append(["adopt", session, list(tokens[: saved + 1]), salt])
         return saved
 
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         rows = [
             [part.session, list(part.tokens), list(part.parents), part.logits_from, part.features_from]
             for part in batch
@@ -260,7 +260,7 @@ class ParallelEngine:
         self._untold.append(["free", session])
 
 
-def follow(engine: Engine, team: Team) -> None:
+def follow(engine: Engine, team: RankGroup) -> None:
     """Do what rank 0 does until it says that it is over. Signals are for rank 0, which may have streams to finish."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -274,13 +274,13 @@ def follow(engine: Engine, team: Team) -> None:
 def _apply(engine: Engine, name: str, arguments: list[Any]) -> None:
     if name == "extend":
         with contextlib.suppress(Overloaded):  # on rank 0 too, which tells who asked
-            engine.extend([Rows(*rows) for rows in arguments[0]])
+            engine.extend([SessionTokens(*rows) for rows in arguments[0]])
     else:
         getattr(engine, name)(*arguments)
 
 
 @contextlib.contextmanager
-def ranks(size: int, settings: WorkerSettings, command: Sequence[str]) -> Iterator[Team]:
+def ranks(size: int, settings: WorkerSettings, command: Sequence[str]) -> Iterator[RankGroup]:
     """This process's place among `size` ranks. Where nobody has started the others, `command` does."""
     with contextlib.ExitStack() as exits:
         if "RANK" in os.environ:
@@ -302,7 +302,7 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _joined(size: int, settings: WorkerSettings) -> Team:
+def _joined(size: int, settings: WorkerSettings) -> RankGroup:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != size:
         raise StartupError(
@@ -314,10 +314,10 @@ def _joined(size: int, settings: WorkerSettings) -> Team:
     if rank == 0:
         _check(int(os.environ.get("LOCAL_WORLD_SIZE", size)), settings)
     device = _device(settings.device, int(os.environ.get("LOCAL_RANK", rank)))
-    return Team(rank, size, device, os.environ.get(_MEETING, "env://"))
+    return RankGroup(rank, size, device, os.environ.get(_MEETING, "env://"))
 
 
-def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder: Path) -> Team:
+def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder: Path) -> RankGroup:
     # Nobody outside this machine has to do with these ranks: they meet at a file and speak over the loopback.
     meeting = (folder / "meeting").as_uri()
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -337,7 +337,7 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
                 preexec_fn=_die_with_parent,
             )
         )
-    return Team(0, size, _device(settings.device, 0), meeting, started)
+    return RankGroup(0, size, _device(settings.device, 0), meeting, started)
 
 
 def _die_with_parent() -> None:

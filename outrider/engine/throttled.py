@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from outrider.engine.interface import Engine, Rows, StepResult
+from outrider.engine.interface import Engine, SessionTokens, StepResult
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -23,7 +23,7 @@ from outrider.protocol.fleet import ModelInfo
 _SPIN_S = 0.0005  # sleeping is not exact to less
 
 
-class PacedEngine:
+class ThrottledEngine:
     """`blur` is what is added to the logits, in their own standard deviations, from which position on."""
 
     def __init__(self, engine: Engine, pace: CostCurve, blur: Sequence[tuple[int, float]] = ()) -> None:
@@ -57,7 +57,7 @@ class PacedEngine:
     def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return self._engine.adopt(session, tokens, salt)
 
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         until = time.perf_counter() + self._pace.at(sum(len(rows.tokens) for rows in batch)) / 1000
         starts = [self._engine.length(rows.session) for rows in batch] if self._blur else []
         result = self._engine.extend(batch)
@@ -69,7 +69,7 @@ class PacedEngine:
             pass
         return result
 
-    def _blurred(self, result: StepResult, batch: Sequence[Rows], starts: Sequence[int]) -> StepResult:
+    def _blurred(self, result: StepResult, batch: Sequence[SessionTokens], starts: Sequence[int]) -> StepResult:
         """The same noise for the same position, whenever it is asked for."""
         blurred = []
         for rows, start, logits in zip(batch, starts, result.logits, strict=True):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from outrider.engine.attention import NAME, RaggedStep, Rule, current_step
 from outrider.engine.block_manager import PAGE_TOKENS
 from outrider.engine.kv_cache import KvStore
-from outrider.engine.paged import PagedEngine, Step
+from outrider.engine.paged import ForwardStep, PagedEngine
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo
 
@@ -35,7 +35,7 @@ class TransformersEngine(PagedEngine):
         self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
-    def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self._store, self.device)
         wanted = torch.tensor(step.wanted, dtype=torch.int64, device=self.device)
         token = current_step.set(ragged)
@@ -62,7 +62,7 @@ class TransformersEngine(PagedEngine):
             return logits, self._hidden[0]
         return logits[wanted], self._hidden[0, wanted]
 
-    def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
+    def _inputs(self, step: ForwardStep) -> dict[str, torch.Tensor]:
         if step.inputs is None:
             return {"input_ids": torch.tensor([step.ids], device=self.device)}
         return {"inputs_embeds": step.inputs.to(self.device, self._model.dtype)[None]}

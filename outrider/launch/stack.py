@@ -18,11 +18,11 @@ from pathlib import Path
 from outrider.base.config import PREFIX, redis_url
 from outrider.base.processes import end_with_parent
 from outrider.client.sync import Client
-from outrider.launch.state import State, state_folder
+from outrider.launch.state import StateFolder, state_folder
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
 from outrider.runtime.embedded_redis import embedded_redis
-from outrider.security.api_keys import Keys
-from outrider.security.channels import Access
+from outrider.security.api_keys import ApiKeys
+from outrider.security.channels import Channels
 
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
@@ -33,7 +33,7 @@ _LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """What to start."""
 
     target: str = "default"
@@ -86,18 +86,18 @@ class Child:
 class Stack:
     """`children` change as processes speak; whoever shows them polls."""
 
-    def __init__(self, plan: Plan, redis: str, folder: Path, state: State | None = None) -> None:
+    def __init__(self, plan: LaunchPlan, redis: str, folder: Path, state: StateFolder | None = None) -> None:
         self.plan = plan
         self.folder = folder
         self.state = state
         self.children: list[Child] = []
         self._redis = redis
         self._stopping = False
-        self._api_key = Keys.parse(plan.api_keys, "api_keys").first
+        self._api_key = ApiKeys.parse(plan.api_keys, "api_keys").first
         self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
         # Who gave only one key has drafters elsewhere that know no other.
         self._drafter_key = plan.drafter_key or ("" if plan.fleet_key else secrets.token_urlsafe(32))
-        self.fleet_access = Access(key=Keys.parse(self._fleet_key, "fleet_key").first)
+        self.fleet_access = Channels(key=ApiKeys.parse(self._fleet_key, "fleet_key").first)
 
     @property
     def endpoints(self) -> list[str]:
@@ -240,7 +240,7 @@ class Stack:
 
 
 @contextlib.contextmanager
-def stack(plan: Plan, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Stack]:
+def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Stack]:
     """Start everything, yield when it is ready, stop everything."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
@@ -260,7 +260,7 @@ def stack(plan: Plan, tick: Callable[[Stack], None] = lambda _: None) -> Iterato
         yield running
 
 
-def _with_keys(plan: Plan, state: State) -> Plan:
+def _with_keys(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
     """Services of a fleet always show each other keys; those that are made up lie where the same user finds them."""
     if plan.fleet_key:
         return plan

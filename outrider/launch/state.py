@@ -25,7 +25,7 @@ _PRIVATE = 0o700
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateFolder:
     folder: Path
     kept: bool  # for the next run
     lock: int  # the descriptor
@@ -47,7 +47,7 @@ class State:
 
 
 @contextlib.contextmanager
-def state_folder(named: str, port: int) -> Iterator[State]:
+def state_folder(named: str, port: int) -> Iterator[StateFolder]:
     """The folder that was named, or the one that belongs to this port.
 
     A random port has none, and one that another run holds is left to it: then
@@ -73,7 +73,7 @@ def state_folder(named: str, port: int) -> Iterator[State]:
             lock = _hold(folder, 0)
         assert lock is not None
         exits.callback(os.close, lock)
-        state = State(folder, kept, lock)
+        state = StateFolder(folder, kept, lock)
         _private(state.data)
         yield state
 

@@ -46,7 +46,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 Readings = Iterable[tuple[Sequence[str], float]]
 
 
-class Reading:
+class CallbackGauge:
     """A gauge that is read when somebody looks: `source` gives label values and a number for each."""
 
     _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
@@ -68,7 +68,7 @@ class Reading:
         return [family]
 
 
-class CountedElsewhere(Reading):
+class CallbackCounter(CallbackGauge):
     """The same for a counter that somebody keeps already."""
 
     _kind = CounterMetricFamily
@@ -163,8 +163,8 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(PREFIX + name, text, labels, registry=self.registry, buckets=buckets)
 
-    def _reading(self, name: str, text: str, *labels: str) -> Reading:
-        return Reading(name, text, labels, self.registry)
+    def _reading(self, name: str, text: str, *labels: str) -> CallbackGauge:
+        return CallbackGauge(name, text, labels, self.registry)
 
 
 class CoordinatorMetrics(Metrics):
@@ -248,7 +248,7 @@ class CoordinatorMetrics(Metrics):
             "role",
             "state",
         )
-        self.violations = CountedElsewhere(
+        self.violations = CallbackCounter(
             "protocol_violations",
             "Times that a worker sent what no honest one sends.",
             ("role",),
@@ -422,7 +422,7 @@ class VerifierMetrics(Metrics):
             "verifier_guesses_refused", "Guesses and steers that were not taken.", name
         ).labels(model)
 
-    def shows(self, reading: Reading, source: Callable[[], float]) -> None:
+    def shows(self, reading: CallbackGauge, source: Callable[[], float]) -> None:
         reading.source = lambda: [((self._model,), source())]
 
     def began(self, *, tokens: int, found: int) -> None:
@@ -452,7 +452,7 @@ class DrafterMetrics(Metrics):
             model, kind
         )
 
-    def shows(self, reading: Reading, source: Callable[[], float]) -> None:
+    def shows(self, reading: CallbackGauge, source: Callable[[], float]) -> None:
         reading.source = lambda: [(self._labels, source())]
 
     def stepped(self, *, sessions: int, tokens: int, seconds: float) -> None:

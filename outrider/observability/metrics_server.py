@@ -16,7 +16,7 @@ from prometheus_client import make_wsgi_app
 from outrider.base.config import WorkerSettings
 from outrider.observability.metrics import Metrics
 from outrider.protocol.errors import StartupError
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.security.credentials import Credentials
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ class MetricsServer:
         if not self._port:
             return
         try:
-            server = _Server(self._host, self._port, self._app, self._tls)
+            server = _MetricsHttpServer(self._host, self._port, self._app, self._tls)
         except OSError as error:
             raise StartupError(
                 f"cannot serve metrics on {self._host}:{self._port}: {error.strerror}; choose another --metrics-port",
@@ -70,7 +70,7 @@ class _Handler(WSGIRequestHandler):
         log.debug("metrics", request=format % args)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
     """A thread for each of at most MOST requests. Handshake and request together end after REQUEST_S."""
 
     daemon_threads = True
@@ -130,7 +130,7 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _guarded(app: _App, keys: Keys) -> _App:
+def _guarded(app: _App, keys: ApiKeys) -> _App:
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if keys.allows(environ.get("HTTP_AUTHORIZATION")):
             return app(environ, start_response)

@@ -22,7 +22,7 @@ _SOUND = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")  # nothing that co
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RequestContext:
     request_id: str = ""
     carrier: Mapping[str, str] = field(default_factory=dict)  # of its trace
 
@@ -32,10 +32,10 @@ class Origin:
         return (*named, *(span.carrier() or self.carrier).items())
 
 
-_HERE: ContextVar[Origin] = ContextVar("origin")
+_HERE: ContextVar[RequestContext] = ContextVar("origin")
 
 
-def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> Origin:
+def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
     """Once per call, in its own task. `first`: nobody before us may have named the request, so we do.
 
     Keys are lower case, as gRPC and HTTP servers give them.
@@ -44,13 +44,13 @@ def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False)
     request_id = given.get(REQUEST_ID, "")
     if not _SOUND.fullmatch(request_id):
         request_id = secrets.token_hex(16) if first else ""
-    origin = Origin(request_id, {key: given[key] for key in CARRIED if key in given})
+    origin = RequestContext(request_id, {key: given[key] for key in CARRIED if key in given})
     _HERE.set(origin)
     if request_id:
         bind_contextvars(request_id=request_id)
     return origin
 
 
-def current() -> Origin:
+def current() -> RequestContext:
     """Of the call that this task works for."""
-    return _HERE.get(Origin())
+    return _HERE.get(RequestContext())

@@ -8,17 +8,17 @@ from typing import Self
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from outrider.observability.request_context import Origin
+from outrider.observability.request_context import RequestContext
 from outrider.observability.tracing import Tracing
 from outrider.protocol.errors import OutriderError
 
 log = structlog.get_logger(__name__)
 
 
-class Account:
+class StreamSpan:
     """Around the stream of one session. Logs of its task name the session from then on."""
 
-    def __init__(self, tracing: Tracing, name: str, origin: Origin, session_id: str) -> None:
+    def __init__(self, tracing: Tracing, name: str, origin: RequestContext, session_id: str) -> None:
         bind_contextvars(session_id=session_id)
         identity = {"outrider.session_id": session_id, "outrider.request_id": origin.request_id}
         self._span = tracing.start(name, origin.carrier, identity)

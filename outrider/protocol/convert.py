@@ -15,9 +15,9 @@ from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import (
     Distribution,
-    Features,
     FinishReason,
     Guess,
+    HiddenStates,
     SourceTally,
     Steering,
     TokenKind,
@@ -233,12 +233,12 @@ def logprobs_from_proto(proto: verifier.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(proto.logprob, tuple(proto.top_ids), tuple(proto.top_logprobs))
 
 
-def features_to_proto(features: Features) -> common.Features:
+def features_to_proto(features: HiddenStates) -> common.Features:
     return common.Features(position=features.position, width=features.width, rows=features.rows)
 
 
-def features_from_proto(proto: common.Features) -> Features:
-    return Features(proto.position, proto.width, proto.rows)
+def features_from_proto(proto: common.Features) -> HiddenStates:
+    return HiddenStates(proto.position, proto.width, proto.rows)
 
 
 def model_to_proto(info: ModelInfo) -> common.ModelInfo:

@@ -114,7 +114,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Features:
+class HiddenStates:
     """Hidden states of committed positions: float16 rows, little endian."""
 
     position: int
@@ -156,7 +156,7 @@ class Verdict:
     finish_reason: FinishReason = FinishReason.NONE
     timings: VerifyTimings = VerifyTimings()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    features: Features | None = None
+    features: HiddenStates | None = None
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
     left: int = 0  # longest guessed path that goes on from here

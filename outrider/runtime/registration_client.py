@@ -15,7 +15,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import ModelMismatch, Unauthenticated
 from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.security.channels import PLAIN, Access
+from outrider.security.channels import PLAIN, Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
@@ -25,7 +25,7 @@ RETRY_S = 0.5
 _VOCABULARY_CHUNK = 8192
 
 
-class Enlistment:
+class RegistrationClient:
     """Keeps a worker registered with one of `coordinators`, trying them in turn."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Enlistment:
         coordinators: list[str],
         describe: Callable[[], WorkerInfo],
         vocabulary: Vocabulary | None,
-        access: Callable[[], Access] = lambda: PLAIN,
+        access: Callable[[], Channels] = lambda: PLAIN,
     ) -> None:
         """`access`: asked for before each attempt, for keys and certificates change."""
         self._coordinators = coordinators

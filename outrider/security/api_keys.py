@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.protocol.errors import StartupError
-from outrider.security.tenants import ANYBODY, Limits, Tenant
+from outrider.security.tenants import ANYBODY, Tenant, TenantLimits
 
 HEADER = "authorization"
 _SCHEME = "bearer"
@@ -30,7 +30,7 @@ class _Ring:
     holders: tuple[tuple[bytes, Tenant], ...]  # by the keys' digests
 
 
-class Keys:
+class ApiKeys:
     """Any of them opens. Without any the door stands open.
 
     What is made of several with `|` changes with each of them.
@@ -46,7 +46,7 @@ class Keys:
         self._rings: tuple[_Ring, ...] = (_Ring(given[0] if given else "", pairs),)
 
     @classmethod
-    def parse(cls, text: str, field: str) -> Keys:
+    def parse(cls, text: str, field: str) -> ApiKeys:
         """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raises StartupError, which never quotes a key.
 
         An entry is a key, perhaps with a name before it and limits behind:
@@ -76,15 +76,15 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def __or__(self, other: Keys) -> Keys:
-        either = Keys()
+    def __or__(self, other: ApiKeys) -> ApiKeys:
+        either = ApiKeys()
         either._rings = self._rings + other._rings
         return either
 
     def __repr__(self) -> str:
         return f"Keys({len(self._held)})"
 
-    def become(self, other: Keys) -> None:
+    def become(self, other: ApiKeys) -> None:
         """Hold the keys of another from now on, wherever this object is used."""
         (ring,), (new,) = self._rings, other._rings
         ring.holders, ring.first = new.holders, new.first
@@ -102,7 +102,7 @@ class Keys:
         """The one to show to others; empty: none."""
         return next((ring.first for ring in self._rings if ring.first), "")
 
-    def shares(self, other: Keys) -> bool:
+    def shares(self, other: ApiKeys) -> bool:
         """Whether a key is in both."""
         return bool({digest for digest, _ in self._held} & {digest for digest, _ in other._held})
 
@@ -168,11 +168,15 @@ def _entry(entry: str, where: str, field: str) -> tuple[str, Tenant]:
     return key, Tenant.of_key(key, name if separator else "", _limits([word for word in more if word], where, field))
 
 
-def _limits(words: Sequence[str], where: str, field: str) -> Limits:
+def _limits(words: Sequence[str], where: str, field: str) -> TenantLimits:
     given: dict[str, int] = {}
     for word in words:
         name, _, number = word.partition("=")
-        if name not in Limits.__dataclass_fields__ or name in given or not (number.isascii() and number.isdigit()):
+        if (
+            name not in TenantLimits.__dataclass_fields__
+            or name in given
+            or not (number.isascii() and number.isdigit())
+        ):
             raise StartupError(f"{where} is followed by something that is no limit", field=field, limit=_ENTRY)
         given[name] = int(number)
-    return Limits(**given)
+    return TenantLimits(**given)

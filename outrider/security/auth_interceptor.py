@@ -13,7 +13,7 @@ import structlog
 from grpc_health.v1 import health
 
 from outrider.protocol.errors import Unauthenticated
-from outrider.security.api_keys import HEADER, Keys
+from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.error_interceptor import abort
 from outrider.security.tenants import act_for
 
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 REFUSAL_S = 0.02
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """`doors`: the keys of each service by its full name.
 
     Health is open to all, for probes. What has no door of its own, such as
@@ -33,9 +33,9 @@ class Guard(grpc.aio.ServerInterceptor):
     somebody adds and forgets here is closed.
     """
 
-    def __init__(self, doors: Mapping[str, Keys], others: Keys | None = None) -> None:
-        self._doors = dict(doors) | {health.SERVICE_NAME: Keys()}
-        self._others = reduce(or_, doors.values(), Keys()) if others is None else others
+    def __init__(self, doors: Mapping[str, ApiKeys], others: ApiKeys | None = None) -> None:
+        self._doors = dict(doors) | {health.SERVICE_NAME: ApiKeys()}
+        self._others = reduce(or_, doors.values(), ApiKeys()) if others is None else others
         # For calls of every kind: a stream's handler runs before gRPC reads the first message, a unary one's after.
         self._refused: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 

@@ -15,7 +15,7 @@ from outrider.security.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Channels:
     """Without `tls` in plain text, without `key` as nobody in particular."""
 
     tls: Tls | None = None
@@ -44,7 +44,7 @@ class Access:
         return cast("grpc.aio.Channel", _Keyed(channel, self.key)) if self.key else channel
 
 
-PLAIN = Access()
+PLAIN = Channels()
 
 
 class _Keyed:

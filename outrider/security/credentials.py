@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from outrider.base.config import Settings
 from outrider.protocol.errors import StartupError
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import SYSTEM, Tls
 
 log = structlog.get_logger(__name__)
@@ -54,13 +54,13 @@ class _Watched:
 
 
 class Credentials:
-    """Keys given as @FILE and certificates, current. Whoever keeps `Keys` of it sees them change."""
+    """Keys given as @FILE and certificates, current. Whoever keeps `ApiKeys` of it sees them change."""
 
     def __init__(self, settings: Settings) -> None:
         """Raise StartupError for a file that cannot be used."""
         self._settings = settings
         self._watched: list[_Watched] = []
-        self._keys: dict[str, Keys] = {}
+        self._keys: dict[str, ApiKeys] = {}
         for name, value in settings:
             if isinstance(value, SecretStr):
                 self._keys[name] = self._watch_keys(name, value.get_secret_value())
@@ -69,12 +69,12 @@ class Credentials:
             self._watch("tls_cert, tls_key, tls_ca", given, self._load_tls)
         self._load_tls()
 
-    def keys(self, name: str) -> Keys:
+    def keys(self, name: str) -> ApiKeys:
         """Return the keys of a setting."""
         return self._keys[name]
 
     @property
-    def own_keys(self) -> Keys:
+    def own_keys(self) -> ApiKeys:
         """What this service and others of the fleet show each other."""
         name, _ = self._settings.own_key
         return self._keys[name]
@@ -106,11 +106,11 @@ class Credentials:
             for watched in self._watched:
                 await asyncio.to_thread(watched.look)
 
-    def _watch_keys(self, name: str, text: str) -> Keys:
-        keys = Keys()
+    def _watch_keys(self, name: str, text: str) -> ApiKeys:
+        keys = ApiKeys()
         if text.startswith("@"):
-            self._watch(name, [text[1:]], lambda: keys.become(Keys.parse(text, name)))
-        keys.become(Keys.parse(text, name))
+            self._watch(name, [text[1:]], lambda: keys.become(ApiKeys.parse(text, name)))
+        keys.become(ApiKeys.parse(text, name))
         return keys
 
     def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:

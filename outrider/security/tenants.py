@@ -16,7 +16,7 @@ _ID_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TenantLimits:
     """None: the default of all keys; 0: no limit."""
 
     requests_per_minute: int | None = None
@@ -29,11 +29,11 @@ class Tenant:
     """`id` is the name of the key, else a part of its digest; empty where no keys are asked for."""
 
     id: str = ""
-    limits: Limits = Limits()
+    limits: TenantLimits = TenantLimits()
 
     @classmethod
-    def of_key(cls, key: str, name: str = "", limits: Limits | None = None) -> Tenant:
-        return cls(name or f"key-{hashlib.sha256(key.encode()).hexdigest()[:_ID_DIGITS]}", limits or Limits())
+    def of_key(cls, key: str, name: str = "", limits: TenantLimits | None = None) -> Tenant:
+        return cls(name or f"key-{hashlib.sha256(key.encode()).hexdigest()[:_ID_DIGITS]}", limits or TenantLimits())
 
     def salt(self, given: str) -> str:
         """Separate the cached prefixes of this tenant from those of others; `given` separates within the tenant."""

@@ -32,8 +32,8 @@ _AHEAD_S = 0.005  # how far the sender may be ahead of a bandwidth: more would b
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the network is like, each way. Replace `Link.shape` to change it in the middle of things."""
+class LinkShape:
+    """What the network is like, each way. Replace `EmulatedLink.shape` to change it in the middle of things."""
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0  # added to the delay, uniform in [0, jitter_ms]
@@ -55,24 +55,24 @@ class Shape:
         return int(min(CHUNK, max(256, self.bytes_per_s * _AHEAD_S)))
 
 
-class Link:
+class EmulatedLink:
     """Listens while it is entered. `up` is what clients sent and the target got, `down` the other way."""
 
     def __init__(
         self,
         target_host: str,
         target_port: int,
-        shape: Shape | None = None,
+        shape: LinkShape | None = None,
         *,
         listen_host: str = "127.0.0.1",
         listen_port: int = 0,
         seed: int = 0,
     ) -> None:
-        self.shape = shape or Shape()
+        self.shape = shape or LinkShape()
         self.host = listen_host
         self.port = listen_port
-        self.up = Lane()
-        self.down = Lane()
+        self.up = LinkLane()
+        self.down = LinkLane()
         self.accepted = 0
         self.random = random.Random(seed)
         self._target = (target_host, target_port)
@@ -148,7 +148,7 @@ class Link:
             await self.flowing()  # one end has reset, or is not there; in a stall the other must not learn it
 
 
-class Lane:
+class LinkLane:
     """One direction of a link: when its wire is free again, and what has passed."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Lane:
         while (early := self._free_at - _AHEAD_S - loop.time()) > 0:
             await asyncio.sleep(early)
 
-    def book(self, size: int, link: Link) -> float:
+    def book(self, size: int, link: EmulatedLink) -> float:
         """Put so many bytes on the wire; when they are at its other end."""
         shape = link.shape
         self._free_at = max(asyncio.get_running_loop().time(), self._free_at)
@@ -173,7 +173,7 @@ class Lane:
 class _Pipe:
     """One connection through a link: two streams each way, and the task that carries between them."""
 
-    def __init__(self, link: Link, task: asyncio.Task[None], client: asyncio.StreamWriter) -> None:
+    def __init__(self, link: EmulatedLink, task: asyncio.Task[None], client: asyncio.StreamWriter) -> None:
         self.task = task
         self._link = link
         self._writers = [client]
@@ -213,7 +213,9 @@ class _Pipe:
 class _Flight:
     """What is under way in one direction of one connection."""
 
-    def __init__(self, link: Link, lane: Lane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, link: EmulatedLink, lane: LinkLane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._link = link
         self._lane = lane
         self._reader = reader
@@ -271,15 +273,15 @@ def main(
     try:
         allowed(to, allow_remote=allow_remote)
         allowed(listen, allow_remote=allow_remote, lowest_port=0)
-        shape = Shape(delay_ms, jitter_ms, 1024 * kib_per_s)
+        shape = LinkShape(delay_ms, jitter_ms, 1024 * kib_per_s)
         target, (listen_host, listen_port) = split(to), split(listen, lowest_port=0)
     except InvalidRequest as error:
         raise typer.BadParameter(error.message) from error
-    link = Link(*target, shape, listen_host=listen_host, listen_port=listen_port)
+    link = EmulatedLink(*target, shape, listen_host=listen_host, listen_port=listen_port)
     asyncio.run(_run(link, cut_every_s, stall_every_s, stall_for_s))
 
 
-async def _run(link: Link, cut_every_s: float, stall_every_s: float, stall_for_s: float) -> None:
+async def _run(link: EmulatedLink, cut_every_s: float, stall_every_s: float, stall_for_s: float) -> None:
     leave = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, leave.set)
@@ -295,13 +297,13 @@ async def _run(link: Link, cut_every_s: float, stall_every_s: float, stall_for_s
     typer.echo(f"{link.accepted} connections, {link.up.num_bytes} bytes up, {link.down.num_bytes} bytes down")
 
 
-async def _cut(link: Link, every_s: float) -> None:
+async def _cut(link: EmulatedLink, every_s: float) -> None:
     while every_s:
         await asyncio.sleep(every_s)
         link.cut()
 
 
-async def _stall(link: Link, every_s: float, for_s: float) -> None:
+async def _stall(link: EmulatedLink, every_s: float, for_s: float) -> None:
     while every_s:
         await asyncio.sleep(every_s)
         link.stall()

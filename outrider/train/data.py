@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.base.atomic_files import replacing
-from outrider.engine import Rows
+from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest, StartupError
 
@@ -30,13 +30,13 @@ _RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TrainingPrompt:
     kind: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class DataRecipe:
     """All that the data depend on."""
 
     target: str  # fingerprint
@@ -60,18 +60,18 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class DataProgress:
     done: int
     total: int
     tokens: int
 
 
-def shipped(name: str) -> list[Prompt]:
+def shipped(name: str) -> list[TrainingPrompt]:
     """`train` or `heldout`: the lists that come with Outrider."""
     return _parse(files("outrider.train").joinpath("prompts", f"{name}.jsonl").read_text(), f"{name}.jsonl")
 
 
-def read_prompts(file: Path) -> list[Prompt]:
+def read_prompts(file: Path) -> list[TrainingPrompt]:
     """One's own: a JSON object a line, with `prompt` and perhaps `kind`."""
     try:
         return _parse(file.read_text(), str(file))
@@ -79,7 +79,7 @@ def read_prompts(file: Path) -> list[Prompt]:
         raise StartupError(f"cannot read {file}: {error}", field="prompts", value=str(file)) from error
 
 
-def _parse(text: str, name: str) -> list[Prompt]:
+def _parse(text: str, name: str) -> list[TrainingPrompt]:
     prompts = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -90,13 +90,13 @@ def _parse(text: str, name: str) -> list[Prompt]:
             raise InvalidRequest.of(f"{name}:{number}", line[:40], f"a JSON object: {error}") from error
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"].strip():
             raise InvalidRequest.of(f"{name}:{number}", line[:40], "an object with a `prompt` that is some text")
-        prompts.append(Prompt(str(entry.get("kind", "chat")), entry["prompt"]))
+        prompts.append(TrainingPrompt(str(entry.get("kind", "chat")), entry["prompt"]))
     if not prompts:
         raise InvalidRequest.of(name, "0 prompts", "at least one")
     return prompts
 
 
-def digest(prompts: Sequence[Prompt]) -> str:
+def digest(prompts: Sequence[TrainingPrompt]) -> str:
     return hashlib.sha256(json.dumps([[p.kind, p.text] for p in prompts]).encode()).hexdigest()[:16]
 
 
@@ -111,12 +111,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 class Dataset:
     """A folder of shards."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: DataRecipe) -> None:
         self.folder = folder
         self.recipe = recipe
 
     @classmethod
-    def at(cls, home: Path, recipe: Recipe) -> Dataset:
+    def at(cls, home: Path, recipe: DataRecipe) -> Dataset:
         """The place for this recipe's data."""
         name = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
         return cls(home / name, recipe)
@@ -126,7 +126,10 @@ class Dataset:
         return -(-self.recipe.num_examples // SHARD_EXAMPLES)
 
     def write(
-        self, target: LoadedModel, prompts: Sequence[Prompt], progress: Callable[[Progress], None] = lambda _: None
+        self,
+        target: LoadedModel,
+        prompts: Sequence[TrainingPrompt],
+        progress: Callable[[DataProgress], None] = lambda _: None,
     ) -> None:
         """Have the target write what is missing."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +144,7 @@ class Dataset:
                 examples = _Writer(target, self.recipe, prompts).write(range(first, last))
                 tokens += sum(len(example.tokens) for example in examples)
                 _save(path, examples)
-            progress(Progress(last, self.recipe.num_examples, tokens))
+            progress(DataProgress(last, self.recipe.num_examples, tokens))
 
     def examples(self) -> Iterator[Example]:
         for shard in range(self.num_shards):
@@ -152,7 +155,7 @@ class Dataset:
 
 
 @dataclass(slots=True)
-class _Text:
+class _WrittenText:
     """One that is being written."""
 
     index: int
@@ -169,7 +172,7 @@ class _Text:
 
 
 class _Writer:
-    def __init__(self, target: LoadedModel, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, target: LoadedModel, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> None:
         self._engine = target.engine
         self._tokenizer = target.tokenizer
         self._recipe = recipe
@@ -187,20 +190,20 @@ class _Writer:
                 done[text.index] = Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.features))
         return [done[index] for index in indices]
 
-    def _begin(self, index: int) -> _Text:
+    def _begin(self, index: int) -> _WrittenText:
         tokens = encode(self._tokenizer, self._prompts[index % len(self._prompts)].text)
         most = self._engine.info.context_length - self._recipe.max_tokens
         if len(tokens) > most:
             raise InvalidRequest.of("prompts", f"{len(tokens)} tokens", f"at most {most} tokens in a prompt")
         chance = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + index)
-        return _Text(index, tokens, len(tokens), self._recipe.temperature(index), chance, [])
+        return _WrittenText(index, tokens, len(tokens), self._recipe.temperature(index), chance, [])
 
-    def _step(self, running: Sequence[_Text]) -> None:
+    def _step(self, running: Sequence[_WrittenText]) -> None:
         batch = []
         for text in running:
             new = text.tokens[text.cached : text.cached + _PROMPT_ROWS]
             whole = text.cached + len(new) == len(text.tokens)
-            batch.append(Rows(text.key, new, logits_from=len(new) - whole, features_from=0))
+            batch.append(SessionTokens(text.key, new, logits_from=len(new) - whole, features_from=0))
         result = self._engine.extend(batch)
         likeliest = iter(result.together.argmax(dim=-1).tolist() if len(result.together) else ())
         for text, rows, logits, features in zip(running, batch, result.logits, result.features, strict=True):
@@ -210,12 +213,12 @@ class _Writer:
                 best = next(likeliest)
                 text.tokens.append(_draw(logits[-1], text) if text.temperature else best)
 
-    def _over(self, text: _Text) -> bool:
+    def _over(self, text: _WrittenText) -> bool:
         written = len(text.tokens) - text.prompt_length
         return written >= self._recipe.max_tokens or (written > 0 and text.tokens[-1] in self._ends)
 
 
-def _draw(logits: torch.Tensor, text: _Text) -> int:
+def _draw(logits: torch.Tensor, text: _WrittenText) -> int:
     below = torch.softmax(logits.double().cpu() / text.temperature, dim=-1).cumsum(dim=-1)
     drawn = torch.rand(1, generator=text.chance, dtype=torch.float64) * below[-1]
     return int(torch.searchsorted(below, drawn, right=True).clamp_(max=len(below) - 1))

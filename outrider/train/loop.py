@@ -30,7 +30,7 @@ _CLIP = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """All that a run depends on beside data and method."""
 
     tokens: int  # to learn from, every time one is seen
@@ -57,7 +57,7 @@ class Training:
         method: Method,
         examples: Sequence[Example],
         held_out: Mapping[str, Sequence[Example]],
-        plan: Plan,
+        plan: TrainingPlan,
         folder: Path,
         identity: Mapping[str, Any],
         device: torch.device,

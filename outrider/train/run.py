@@ -21,8 +21,8 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.train import data, loop
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
-from outrider.train.artifacts.embeddings_and_head import Ends
-from outrider.train.data import Dataset, Example, Prompt, Recipe
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.fit import frequent_ids
 from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Method
@@ -34,7 +34,7 @@ _KV_TOKENS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TrainingOrder:
     """What is to be made."""
 
     method: str
@@ -75,18 +75,18 @@ class Watcher(Protocol):
 
     def says(self, text: str) -> None: ...
 
-    def writes(self, what: str, progress: data.Progress) -> None: ...
+    def writes(self, what: str, progress: data.DataProgress) -> None: ...
 
     def learns(self, report: loop.Report) -> None: ...
 
 
-def train(order: Order, watcher: Watcher) -> Card:
+def train(order: TrainingOrder, watcher: Watcher) -> Card:
     order.check()
     with _alone(order.out):
         return _train(order, watcher)
 
 
-def _train(order: Order, watcher: Watcher) -> Card:
+def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     device = pick_device(order.device)
     learnt, held = _prompts(order.prompts)
     info, recipe, examples, held_examples = _data(order, learnt, held, watcher)
@@ -94,7 +94,7 @@ def _train(order: Order, watcher: Watcher) -> Card:
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
-    plan = loop.Plan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
+    plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
     training = loop.Training(method, examples, _by_kind(held, held_examples), plan, order.out, identity, device)
     metrics = training.run(watcher.learns)
     card = Card(
@@ -123,7 +123,7 @@ def _train(order: Order, watcher: Watcher) -> Card:
     return card
 
 
-def _prompts(file: Path | None) -> tuple[list[Prompt], list[Prompt]]:
+def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingPrompt]]:
     """To learn from, and to hold out."""
     if file is None:
         return data.shipped("train"), data.shipped("heldout")
@@ -136,18 +136,18 @@ def _prompts(file: Path | None) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _data(
-    order: Order, learnt: Sequence[Prompt], held: Sequence[Prompt], watcher: Watcher
-) -> tuple[ModelInfo, Recipe, list[Example], list[Example]]:
+    order: TrainingOrder, learnt: Sequence[TrainingPrompt], held: Sequence[TrainingPrompt], watcher: Watcher
+) -> tuple[ModelInfo, DataRecipe, list[Example], list[Example]]:
     """What the target writes. It is loaded for that, and let go of."""
     options = EngineOptions(device=order.device, kv_tokens=_KV_TOKENS, prefix_tokens=0)
     target = load_model(order.target, options, watcher.says)
     info = target.engine.info
-    recipe = Recipe(
+    recipe = DataRecipe(
         info.fingerprint, data.digest(learnt), order.num_examples or len(learnt), order.max_tokens, order.seed
     )
     held_recipe = replace(recipe, prompts=data.digest(held), num_examples=len(held), warm_share=0.0)
 
-    def written(name: str, recipe: Recipe, prompts: Sequence[Prompt]) -> list[Example]:
+    def written(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
         dataset = Dataset.at(order.data_home, recipe)
         dataset.write(target, prompts, partial(watcher.writes, name))
         return list(dataset.examples())
@@ -156,30 +156,46 @@ def _data(
 
 
 def _method(
-    order: Order, device: torch.device, examples: Sequence[Example], vocab_size: int, watcher: Watcher
-) -> tuple[Ends, Method]:
+    order: TrainingOrder, device: torch.device, examples: Sequence[Example], vocab_size: int, watcher: Watcher
+) -> tuple[EmbeddingsAndHead, Method]:
     watcher.says("preparing the drafter")
     torch.manual_seed(order.seed)
     model = AutoModelForCausalLM.from_pretrained(
         locate(order.target, watcher.says), dtype=torch.float32, use_safetensors=True
     )
-    ends = Ends.of(model).on(device)
+    ends = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
     method = _MAKERS[order.method](order, model, ends, ids, examples)
     method.module.to(device)
     return ends, method
 
 
-def _eagle(order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]) -> Method:
+def _eagle(
+    order: TrainingOrder,
+    model: PreTrainedModel,
+    ends: EmbeddingsAndHead,
+    ids: torch.Tensor,
+    examples: Sequence[Example],
+) -> Method:
     return EagleMethod(model, ends, ids, examples, layers=order.layers, steps=order.unroll)
 
 
-def _medusa(order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]) -> Method:
+def _medusa(
+    order: TrainingOrder,
+    model: PreTrainedModel,
+    ends: EmbeddingsAndHead,
+    ids: torch.Tensor,
+    examples: Sequence[Example],
+) -> Method:
     return MedusaMethod(ends, ids, examples, heads=order.heads)
 
 
 def _early_exit(
-    order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]
+    order: TrainingOrder,
+    model: PreTrainedModel,
+    ends: EmbeddingsAndHead,
+    ids: torch.Tensor,
+    examples: Sequence[Example],
 ) -> Method:
     try:
         return early_exit(model, ends, ids, exit_layers=order.exit_layers, layers=order.layers)
@@ -188,7 +204,11 @@ def _early_exit(
 
 
 def _distill(
-    order: Order, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, examples: Sequence[Example]
+    order: TrainingOrder,
+    model: PreTrainedModel,
+    ends: EmbeddingsAndHead,
+    ids: torch.Tensor,
+    examples: Sequence[Example],
 ) -> Method:
     return distilled(model, ends, ids, hidden=order.hidden, layers=order.layers)
 
@@ -197,13 +217,13 @@ _MAKERS = {"eagle": _eagle, "medusa": _medusa, "early-exit": _early_exit, "disti
 METHODS = tuple(_MAKERS)
 
 
-def _save_model(order: Order, model: PreTrainedModel, watcher: Watcher) -> None:
+def _save_model(order: TrainingOrder, model: PreTrainedModel, watcher: Watcher) -> None:
     """A distilled drafter is a model like any other: for kind model."""
     model.to(torch.bfloat16).save_pretrained(order.out)
     AutoTokenizer.from_pretrained(locate(order.target, watcher.says)).save_pretrained(order.out)
 
 
-def _by_kind(prompts: Sequence[Prompt], examples: Sequence[Example]) -> dict[str, list[Example]]:
+def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> dict[str, list[Example]]:
     kinds: dict[str, list[Example]] = {}
     for prompt, example in zip(prompts, examples, strict=True):
         if len(example.tokens) - example.prompt_length > 1:

@@ -15,8 +15,8 @@ from outrider.models.hub import locate
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.train import data
-from outrider.train.artifacts.embeddings_and_head import Ends
-from outrider.train.data import Dataset, Example, Prompt, Recipe
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.methods.interface import acceptance, chains, collate, likeliest
 
 _PLACES = 384
@@ -35,7 +35,7 @@ class Exit:
 
 def tune(
     target: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TrainingPrompt],
     data_home: Path,
     *,
     gamma_max: int,
@@ -45,7 +45,7 @@ def tune(
 ) -> list[Exit]:
     loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), says)
     info, cost = loaded.engine.info, loaded.cost
-    recipe = Recipe(info.fingerprint, data.digest(prompts), len(prompts), max_tokens, seed=0, warm_share=0.0)
+    recipe = DataRecipe(info.fingerprint, data.digest(prompts), len(prompts), max_tokens, seed=0, warm_share=0.0)
     says("having the target write")
     dataset = Dataset.at(data_home, recipe)
     dataset.write(loaded, prompts)
@@ -64,7 +64,7 @@ def _held_by_layer(
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
         raise StartupError(f"{type(model).__name__} keeps its last norm elsewhere: no early exit", field="target")
-    ends = Ends.of(model)
+    ends = EmbeddingsAndHead.of(model)
     every = torch.arange(len(ends.head))
     found: list[list[torch.Tensor]] = []
     for example in examples:

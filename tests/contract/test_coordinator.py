@@ -20,7 +20,7 @@ from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.runtime.registration_client import Enlistment
+from outrider.runtime.registration_client import RegistrationClient
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -405,7 +405,7 @@ async def test_drafter_learns_the_first_difference_of_a_large_vocabulary(house: 
     vocabulary = Vocabulary((*loaded.vocabulary.tokens[:3], "three", *(f"token {i} " * 20 for i in range(100_000))))
     model = ModelInfo("large", "large", vocabulary_digest=vocabulary.digest)
     info = WorkerInfo("large", Role.DRAFTER, "127.0.0.1:1", model)
-    enlistment = Enlistment([house.coordinator], lambda: info, vocabulary)
+    enlistment = RegistrationClient([house.coordinator], lambda: info, vocabulary)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(enlistment.run())
 

@@ -28,8 +28,8 @@ from outrider.protocol.errors import Overloaded, PeerLost, Unauthenticated
 from outrider.protocol.fleet import Role
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security import credentials
-from outrider.security.api_keys import Keys, bearer
-from outrider.security.channels import Access
+from outrider.security.api_keys import ApiKeys, bearer
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
@@ -92,7 +92,7 @@ async def opens(address: str, key: str, tls: Tls | None = None) -> bool:
 class Reader:
     """A stream of the slow verifier that is read all the time, over the one connection that it began on."""
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Channels) -> None:
         self._address = address
         self._access = access
         self._tokens = 0
@@ -119,7 +119,7 @@ class Reader:
 
 @asynccontextmanager
 async def reading(address: str, key: str, tls: Tls | None = None) -> AsyncIterator[Reader]:
-    reader = Reader(address, Access(tls, key))
+    reader = Reader(address, Channels(tls, key))
     try:
         await reader.goes_on()
         yield reader
@@ -160,7 +160,7 @@ async def test_a_bad_file_of_keys_changes_nothing(bad: str | None, tmp_path: Pat
     keys = tmp_path / "api-keys"
     keys.write_text("staying\n")
     given = Credentials(CoordinatorSettings(api_keys=f"@{keys}"))
-    held = given.keys("api_keys") | Keys(["other"])
+    held = given.keys("api_keys") | ApiKeys(["other"])
     with capture_logs() as logs:
         async with background(given.follow()):
             if bad is None:
@@ -204,7 +204,7 @@ async def test_the_fleet_key_is_exchanged_in_three_steps(slow: LoadedModel, tmp_
 
 
 async def probed(address: str, role: Role, key: str) -> bool:
-    async with Access(key=key).aio_channel(address) as channel:
+    async with Channels(key=key).aio_channel(address) as channel:
         stub: Any = verifier_rpc.VerifierStub(channel) if role is Role.VERIFIER else drafter_rpc.DrafterStub(channel)
         code = await stub.Probe(common.ProbeRequest(), timeout=10).code()
         assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from outrider.base.grpc_options import channel_options
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
@@ -34,7 +34,7 @@ BUDGET_MB = 64
 def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A coordinator and a verifier without a model, behind keys."""
     cluster = Cluster(
-        tmp_path_factory.mktemp("edges"), flags=["--fleet-key", FLEET_KEY], access=Access(key=API_KEY), redis=False
+        tmp_path_factory.mktemp("edges"), flags=["--fleet-key", FLEET_KEY], access=Channels(key=API_KEY), redis=False
     )
     cluster.add_coordinator("--api-keys", API_KEY)
     cluster.add_verifier(models.target, "--engine", "instant")

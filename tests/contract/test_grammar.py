@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from drafter.grammar import Rails
+from drafter.grammar import GrammarCursor
 from outrider.cli import options
 from outrider.client.sync import Client
 from outrider.engine.loading.loader import LoadedModel
@@ -265,7 +265,7 @@ async def test_a_drafter_that_knows_the_grammar_is_believed_more(house: House, m
         return outputs, sum(output.stats.accepted_tokens for output in outputs) / guessed
 
     masked, of_masked = await served()
-    monkeypatch.setattr(Rails, "allowed", lambda *_: None)
+    monkeypatch.setattr(GrammarCursor, "allowed", lambda *_: None)
     free, of_free = await served()
     assert [output.token_ids for output in free] == [output.token_ids for output in masked]
     assert of_masked > 0.4, (of_masked, of_free)

@@ -16,7 +16,7 @@ import pytest
 
 from loadtest.__main__ import LOCUSTFILE
 from loadtest.summary import Summary
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from tests.certificates import Authority
 from tests.cluster import ROOT, Cluster, environment, free_port, until
@@ -109,7 +109,7 @@ def locked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     authority = Authority.make(folder)
     pair = authority.issue("fleet")
     tls = ["--tls-ca", str(authority.path), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key)]
-    access = Access(Tls.load(ca=str(authority.path), cert=str(pair.cert), key=str(pair.key)), API_KEY)
+    access = Channels(Tls.load(ca=str(authority.path), cert=str(pair.cert), key=str(pair.key)), API_KEY)
     fleet = Cluster(folder, flags=[*tls, "--tls-client-auth", "--fleet-key", "secret"], access=access)
     fleet.add_coordinator("--api-keys", API_KEY)
     fleet.add_verifier(models.target)

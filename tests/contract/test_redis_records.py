@@ -20,8 +20,8 @@ from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind
-from outrider.security.api_keys import Keys
-from outrider.security.channels import Access
+from outrider.security.api_keys import ApiKeys
+from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, ask, client, failure, generate, until
@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         tmp_path_factory.mktemp("redis-records"),
         heartbeat_ms=HEARTBEAT_MS,
         flags=("--fleet-key", FLEET_KEY),
-        access=Access(key=FLEET_KEY),
+        access=Channels(key=FLEET_KEY),
     )
     coordinator = cluster.add_coordinator()
     try:
@@ -78,7 +78,7 @@ def skipped(fleet: Cluster) -> dict[str, float]:
 
 def test_nothing_in_redis_ends_a_coordinator(fleet: Cluster, stranger: Any) -> None:
     now = time.time()
-    keys = Keys([FLEET_KEY])
+    keys = ApiKeys([FLEET_KEY])
 
     def put(name: str, data: bytes) -> None:
         stranger.hset(f"outrider:worker:{name}", mapping=seal_worker(data, name, "c", now, keys))
@@ -120,15 +120,15 @@ def test_the_fleet_key_is_shown_to_nobody_that_only_redis_names(fleet: Cluster, 
         data = record("evil", f"127.0.0.1:{evil.getsockname()[1]}", role=int(Role.VERIFIER))
         for fields in (
             {"data": data, "coordinator": "c"},
-            seal_worker(data, "evil", "c", time.time(), Keys(["guessed"])),
-            seal_worker(data, "evil", "c", time.time() - 3600, Keys([FLEET_KEY])),
+            seal_worker(data, "evil", "c", time.time(), ApiKeys(["guessed"])),
+            seal_worker(data, "evil", "c", time.time() - 3600, ApiKeys([FLEET_KEY])),
         ):
             before = skipped(fleet)
             stranger.delete("outrider:worker:evil")
             stranger.hset("outrider:worker:evil", mapping=fields)
             until(lambda before=before: skipped(fleet) != before, 10, "it was read")
         vouched = record("vouched", f"127.0.0.1:{good.getsockname()[1]}")
-        fields = seal_worker(vouched, "vouched", "c", time.time(), Keys([FLEET_KEY]))
+        fields = seal_worker(vouched, "vouched", "c", time.time(), ApiKeys([FLEET_KEY]))
         stranger.hset("outrider:worker:vouched", mapping=fields)
         good.accept()[0].close()  # a probe
         evil.settimeout(1.0)
@@ -207,4 +207,4 @@ def test_an_address_of_a_worker_is_no_file(tmp_path: Path) -> None:
     for address in ("unix:/tmp/x", "dns:///evil:1/x", "host", "a b:1"):
         data = record("w", address)
         with pytest.raises(Unreadable):
-            read_worker("w", [data, b"c", b"1", None], Keys(), time.time(), 5.0)
+            read_worker("w", [data, b"c", b"1", None], ApiKeys(), time.time(), 5.0)

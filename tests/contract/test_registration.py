@@ -20,7 +20,7 @@ from drafter.settings import DrafterSettings
 from outrider.base.aio import until as soon
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated
 from outrider.protocol.fleet import Role
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
@@ -67,7 +67,7 @@ def saying(worker_id: str, role: pb.Role.ValueType = pb.ROLE_DRAFTER, **more: An
 
 @asynccontextmanager
 async def registering(desk: Desk, first: pb.RegisterRequest, key: str = DRAFTER_KEY) -> AsyncIterator[Any]:
-    async with Access(key=key).aio_channel(desk.address) as channel:
+    async with Channels(key=key).aio_channel(desk.address) as channel:
         call: Any = rpc.RegistryStub(channel).Register(timeout=30)  # type: ignore[call-arg]
         await call.write(first)
         try:
@@ -112,7 +112,7 @@ async def test_a_key_registers_workers_of_its_role_only(desk: Desk) -> None:
 
 
 async def test_a_drafters_key_opens_nothing_else(desk: Desk) -> None:
-    async with Access(key=DRAFTER_KEY).aio_channel(desk.address) as channel:
+    async with Channels(key=DRAFTER_KEY).aio_channel(desk.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -198,8 +198,8 @@ async def test_one_key_for_all_works_and_is_told() -> None:
         async with registering(old, saying("old", address=f"127.0.0.1:{free_port()}"), FLEET_KEY) as call:
             assert (await call.read()).accepted
     assert service.fleet.access(Role.DRAFTER).key == FLEET_KEY
-    assert Access.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY))).key == FLEET_KEY
-    assert Access.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY, drafter_key=DRAFTER_KEY))).key == DRAFTER_KEY
+    assert Channels.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY))).key == FLEET_KEY
+    assert Channels.of(Credentials(DrafterSettings(fleet_key=FLEET_KEY, drafter_key=DRAFTER_KEY))).key == DRAFTER_KEY
 
 
 def test_a_drafters_key_alone_is_refused() -> None:

@@ -29,11 +29,11 @@ from outrider.base.aio import until as soon
 from outrider.client.aio import AsyncClient
 from outrider.client.sync import Client
 from outrider.engine.loading.loader import LoadedModel
-from outrider.launch.stack import Plan, Stack
+from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import PeerLost, Unauthenticated, Unavailable
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.runtime.embedded_redis import embedded_redis
-from outrider.security.channels import PLAIN, Access
+from outrider.security.channels import PLAIN, Channels
 from outrider.security.tls import Tls
 from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.certificates import Authority
@@ -115,7 +115,7 @@ async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory)
         )
 
 
-async def status(address: str, method: MethodDescriptor, access: Access) -> grpc.StatusCode:
+async def status(address: str, method: MethodDescriptor, access: Channels) -> grpc.StatusCode:
     """How one call with an empty message ends."""
     kinds = {False: "unary", True: "stream"}
     message = message_factory.GetMessageClass(method.input_type)
@@ -146,8 +146,8 @@ async def test_every_call_needs_the_right_key(guarded: Guarded, method: MethodDe
     right = right_key(method)
     not_for_this = FLEET_KEY if right == API_KEY else API_KEY
     for wrong in ("", "nonsense", right[:-1], not_for_this):
-        assert await status(address, method, Access(key=wrong)) is UNAUTHENTICATED, wrong
-    assert await status(address, method, Access(key=right)) is not UNAUTHENTICATED
+        assert await status(address, method, Channels(key=wrong)) is UNAUTHENTICATED, wrong
+    assert await status(address, method, Channels(key=right)) is not UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("service", ["outrider.v1.Outrider", "outrider.v1.Verifier", "outrider.v1.Drafter"])
@@ -338,7 +338,7 @@ def secured(models: Models, authority: Authority, tmp_path_factory: pytest.TempP
     cluster = Cluster(
         folder,
         flags=[*common, "--tls-client-auth", "--fleet-key", f"@{folder / 'fleet-key'}"],
-        access=Access(Tls.load(**files), API_KEY),
+        access=Channels(Tls.load(**files), API_KEY),
     )
     cluster.add_coordinator("--api-keys", f"@{folder / 'api-keys'}")
     cluster.add_verifier(models.target)
@@ -375,7 +375,7 @@ def test_each_of_key_and_certificate_is_asked_for(secured: Secured) -> None:
 def test_reflection_opens_to_any_of_the_keys(secured: Secured) -> None:
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     for key in (API_KEY, FLEET_KEY):
-        with Access(secured.cluster.access.tls, key).channel(secured.cluster.address) as channel:
+        with Channels(secured.cluster.access.tls, key).channel(secured.cluster.address) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             (answer,) = stub.ServerReflectionInfo(iter([question]), timeout=5)
         listed = {service.name for service in answer.list_services_response.service}
@@ -488,6 +488,6 @@ def _children(pid: int) -> list[str]:
 
 
 def test_up_makes_a_fleet_key_up(tmp_path: Path) -> None:
-    first, second = (Stack(Plan(), "redis://x", tmp_path).fleet_access.key for _ in range(2))
+    first, second = (Stack(LaunchPlan(), "redis://x", tmp_path).fleet_access.key for _ in range(2))
     assert first != second
     assert len(first) >= 32

@@ -17,15 +17,15 @@ from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Features
+from outrider.protocol.speculation import HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.testing.link_emulator import Link, Shape
+from outrider.testing.link_emulator import EmulatedLink, LinkShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output, Redis, ask, client, failure, follow, free_port, generate, in_process
@@ -44,19 +44,19 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @asynccontextmanager
-async def modelled(home: Home, models: Models, delay_ms: float = 0.0) -> AsyncIterator[Link]:
+async def modelled(home: Home, models: Models, delay_ms: float = 0.0) -> AsyncIterator[EmulatedLink]:
     """A drafter with a model; the link to it."""
     port = free_port()
     flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}
     async with (
-        Link("127.0.0.1", port, Shape(delay_ms=delay_ms)) as link,
+        EmulatedLink("127.0.0.1", port, LinkShape(delay_ms=delay_ms)) as link,
         drafter_serving(**flags, coordinators=home.coordinator, advertise=link.address),
     ):
         yield link
 
 
 @asynccontextmanager
-async def both(home: Home, models: Models) -> AsyncIterator[Link]:
+async def both(home: Home, models: Models) -> AsyncIterator[EmulatedLink]:
     """A drafter of each kind; the link to the one with a model."""
     async with drafter_serving(kind="ngram", coordinators=home.coordinator), modelled(home, models) as link:
         await home.knows(2)
@@ -203,14 +203,14 @@ class Listener:
         self._pause_s = pause_s
         self.info = ModelInfo(name=name, fingerprint=name)
         self.vocabulary: Vocabulary | None = None
-        self.heard: dict[str, list[Features]] = {}
+        self.heard: dict[str, list[HiddenStates]] = {}
         self.ended = threading.Event()
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         time.sleep(self._pause_s)
         for one in asks:
             self.heard.setdefault(one.session, []).extend(one.features)
-        return [Draft((), done=True) for _ in asks]
+        return [DraftResult((), done=True) for _ in asks]
 
     def forget(self, session: str) -> None:
         self.ended.set()
@@ -236,8 +236,8 @@ class Mute(Listener):
 class Babbler(Listener):
     """Guesses what there is not."""
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [Draft((1_000_000,), done=True) for _ in asks]
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [DraftResult((1_000_000,), done=True) for _ in asks]
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process
@@ -41,7 +41,7 @@ class Hotel:
 
     @asynccontextmanager
     async def guest(self, key: str) -> AsyncIterator[Any]:
-        async with Access(key=key).aio_channel(self.coordinator) as channel:
+        async with Channels(key=key).aio_channel(self.coordinator) as channel:
             yield rpc.OutriderStub(channel)
 
     def web(self, key: str) -> httpx.AsyncClient:

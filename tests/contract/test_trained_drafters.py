@@ -18,7 +18,7 @@ from outrider.protocol.errors import StartupError
 from outrider.train import data, loop, run
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
-from outrider.train.run import METHODS, Order
+from outrider.train.run import METHODS, TrainingOrder
 from outrider.train.tune import tune
 from outrider.v1 import common_pb2 as common
 from tests.conftest import Models
@@ -32,13 +32,13 @@ TOKENS = 40_000
 @dataclass
 class Watched:
     reports: list[loop.Report] = field(default_factory=list)
-    written: list[data.Progress] = field(default_factory=list)
+    written: list[data.DataProgress] = field(default_factory=list)
     die_at: int = 0
 
     def says(self, text: str) -> None:
         """Nobody looks."""
 
-    def writes(self, what: str, progress: data.Progress) -> None:
+    def writes(self, what: str, progress: data.DataProgress) -> None:
         self.written.append(progress)
 
     def learns(self, report: loop.Report) -> None:
@@ -48,13 +48,13 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def order(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Order:
+def order(models: Models, tmp_path_factory: pytest.TempPathFactory) -> TrainingOrder:
     folder = tmp_path_factory.mktemp("training")
     prompts = folder / "prompts.jsonl"
     kinds = ("chat", "code")
     words = [{"kind": kinds[i % 2], "prompt": f"Say {i} things about {i * 7} and {i + 3}."} for i in range(60)]
     prompts.write_text("".join(json.dumps(each) + "\n" for each in words))
-    return Order(
+    return TrainingOrder(
         method="eagle",
         target=str(models.target),
         out=folder / "eagle",
@@ -79,7 +79,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(order: Order) -> dict[str, Made]:
+def made(order: TrainingOrder) -> dict[str, Made]:
     found = {}
     for method in METHODS:
         mine = replace(order, method=method, out=order.out.with_name(method))
@@ -116,7 +116,7 @@ def test_the_target_writes_once(made: dict[str, Made]) -> None:
 
 
 def test_killed_and_resumed_ends_as_if_it_had_not_been(
-    order: Order, made: dict[str, Made], monkeypatch: pytest.MonkeyPatch
+    order: TrainingOrder, made: dict[str, Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
     mine = replace(order, out=order.out.with_name("resumed"))
@@ -132,7 +132,7 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(
     assert card.metrics == whole.metrics, "the same steps in the same order"
 
 
-def test_a_damaged_checkpoint_is_told(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_told(order: TrainingOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
     mine = replace(order, out=order.out.with_name("damaged"))
     with pytest.raises(KeyboardInterrupt):
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_told(order: Order, monkeypatch: pytest.MonkeyPa
     assert run.train(replace(mine, restart=True), Watched()).method == "eagle"
 
 
-def test_a_checkpoint_of_another_run_is_told(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_run_is_told(order: TrainingOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
     mine = replace(order, out=order.out.with_name("other-settings"))
     with pytest.raises(KeyboardInterrupt):
@@ -179,12 +179,12 @@ def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> Non
         ({"device": "cuda:77"}, "CUDA|cuda"),
     ],
 )
-def test_orders_that_cannot_be(order: Order, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_orders_that_cannot_be(order: TrainingOrder, tmp_path: Path, change: dict[str, Any], said: str) -> None:
     with pytest.raises(StartupError, match=said):
         run.train(replace(order, out=tmp_path / "out", **change), Watched())
 
 
-def test_a_full_disk_is_told(order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told(order: TrainingOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -194,7 +194,7 @@ def test_a_full_disk_is_told(order: Order, tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "data").rglob("*.safetensors*"))
 
 
-def test_tune_says_what_an_early_exit_would_gain(order: Order, models: Models) -> None:
+def test_tune_says_what_an_early_exit_would_gain(order: TrainingOrder, models: Models) -> None:
     """Of two layers the first alone. One whose last layer adds nothing would always be right, this one now and then."""
     assert order.prompts is not None
     prompts = data.read_prompts(order.prompts)[:6]

@@ -13,7 +13,7 @@ from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
-from outrider.testing.link_emulator import Link
+from outrider.testing.link_emulator import EmulatedLink
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process
 from tests.conftest import Models
@@ -35,7 +35,7 @@ PER_MESSAGE = 13 + 17
 @dataclass(frozen=True, slots=True)
 class Wired:
     coordinator: str
-    link: Link  # from the coordinator to the only drafter
+    link: EmulatedLink  # from the coordinator to the only drafter
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -48,7 +48,7 @@ async def wired(
     port = free_port()
     async with AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(in_process(service, settings))
-        link = await stack.enter_async_context(Link("127.0.0.1", port))
+        link = await stack.enter_async_context(EmulatedLink("127.0.0.1", port))
         folder = tmp_path_factory.mktemp("tokenizer")
         await stack.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
         flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}

@@ -17,7 +17,7 @@ from outrider.base.config import Settings
 from outrider.base.grpc_options import KEEPALIVE_MS, channel_options, server_options
 from outrider.protocol.errors import Expired, Unavailable
 from outrider.protocol.speculation import FinishReason
-from outrider.testing.link_emulator import Link
+from outrider.testing.link_emulator import EmulatedLink
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import (
@@ -396,7 +396,7 @@ async def test_cancelling_client_frees_everything(whole: Cluster) -> None:
 
 async def test_broken_connection_frees_everything(whole: Cluster) -> None:
     await _all_free(whole, 10)
-    async with Link("127.0.0.1", whole.coordinators[0].port) as link, client(link.address) as stub:
+    async with EmulatedLink("127.0.0.1", whole.coordinators[0].port) as link, client(link.address) as stub:
         call = stub.Generate(_endless(), timeout=60)
         await _in_the_middle(call)
         link.cut()

@@ -18,9 +18,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.launch.stack import Plan, stack
+from outrider.launch.stack import LaunchPlan, stack
 from outrider.models.hub import DEFAULT, choose_drafter
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, Output, ask, follow
 from tests.conftest import Models
@@ -44,7 +44,7 @@ class Speed:
 
 async def stream(address: str, key: str, tokens: int, name: str) -> tuple[Output, float, float]:
     """One output, how long its first token took, and its tokens per second after that."""
-    async with Access(key=key).aio_channel(address) as channel:
+    async with Channels(key=key).aio_channel(address) as channel:
         request = ask(f"{name}: once upon a time there was ", temperature=0.7, max_tokens=tokens, ignore_eos=True)
         times: list[float] = []
         started = time.monotonic()
@@ -70,7 +70,7 @@ async def overload(address: str, tokens: int) -> AsyncIterator[list[int]]:
                     got[0] += len(reply.chunk.token_ids)
             await asyncio.sleep(0.5)
 
-    async with Access(key=GREEDY).aio_channel(address) as channel:
+    async with Channels(key=GREEDY).aio_channel(address) as channel:
         stub = rpc.OutriderStub(channel)
         asking = [asyncio.create_task(ask_on(number, stub)) for number in range(OVERLOAD * SEATS)]
         try:
@@ -106,7 +106,7 @@ async def compare(address: str, *, rounds: int, tokens: int, settle_s: float) ->
 
 async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_path: Path) -> None:
     fleet_key = ("--fleet-key", "secret-of-the-fleet")
-    cluster = Cluster(tmp_path / "cluster", flags=fleet_key, access=Access(key=MODEST))
+    cluster = Cluster(tmp_path / "cluster", flags=fleet_key, access=Channels(key=MODEST))
     cluster.add_coordinator("--api-keys", KEYS)
     cluster.add_verifier(models.target, "--pace", PACE)
     cluster.start()
@@ -121,7 +121,7 @@ async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_pa
 
 @pytest.mark.prove
 async def test_a_default_installation_keeps_others_at_nine_tenths() -> None:
-    plan = Plan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
+    plan = LaunchPlan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
     with stack(plan) as running:
         alone, beside, greedy = await compare(running.endpoints[0], rounds=3, tokens=100, settle_s=10.0)
     assert beside.tokens_per_s > 0.9 * alone.tokens_per_s

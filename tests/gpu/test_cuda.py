@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine import Engine, Rows, attention
+from outrider.engine import Engine, SessionTokens, attention
 from outrider.engine import cuda_graphs as engines
-from outrider.engine.cuda_graphs import GraphEngine, Shape
+from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
 from outrider.engine.loading.loader import EngineOptions, load_model
 from outrider.engine.model_spec import plan
@@ -66,8 +66,8 @@ def test_engine_answers_as_on_the_cpu(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", seed=1)
     cpu = load_model(str(folder), EngineOptions(device="cpu", dtype="float32")).engine
     gpu = load_model(str(folder), EngineOptions(device="cuda", dtype="float32")).engine
-    tree = Rows("s", [5, 6, 7, 8], (-1, 0, 0, 2))
-    for rows in (Rows("s", PROMPT), tree):
+    tree = SessionTokens("s", [5, 6, 7, 8], (-1, 0, 0, 2))
+    for rows in (SessionTokens("s", PROMPT), tree):
         here, there = cpu.extend([rows]).logits[0], gpu.extend([rows]).logits[0].cpu()
         assert torch.allclose(here, there, rtol=1e-3, atol=1e-3)
 
@@ -75,7 +75,7 @@ def test_engine_answers_as_on_the_cpu(tmp_path: Path) -> None:
 def test_draws_on_the_device(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", seed=1)
     engine = load_model(str(folder), EngineOptions(device="cuda", dtype="float32")).engine
-    logits = engine.extend([Rows("s", PROMPT)]).logits[0]
+    logits = engine.extend([SessionTokens("s", PROMPT)]).logits[0]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     positions = list(range(1, len(PROMPT) + 1))
     assert shared_draw(logits, params, positions) == shared_draw(logits.cpu(), params, positions)
@@ -85,7 +85,7 @@ def test_draws_on_the_device(tmp_path: Path) -> None:
 def test_the_fast_engine_is_the_one_that_is_taken(tmp_path: Path, dtype: str) -> None:
     folder = make_model(tmp_path / "model", seed=1)
     options = EngineOptions(device="cuda", dtype=dtype, compile="on")
-    assert isinstance(load_model(str(folder), options).engine, GraphEngine)
+    assert isinstance(load_model(str(folder), options).engine, CudaGraphEngine)
     plain = EngineOptions(device="cuda", dtype=dtype, compile="off")
     assert isinstance(load_model(str(folder), plain).engine, TransformersEngine)
 
@@ -97,9 +97,9 @@ def test_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def graphs_of(model: Any, kv_tokens: int = 8192) -> GraphEngine:
+def graphs_of(model: Any, kv_tokens: int = 8192) -> CudaGraphEngine:
     info = ModelInfo("m", "f", vocab_size=model.config.vocab_size, context_length=8192)
-    return GraphEngine(plan(model), info, kv_tokens=kv_tokens)
+    return CudaGraphEngine(plan(model), info, kv_tokens=kv_tokens)
 
 
 def story(engine: PagedEngine) -> list[torch.Tensor]:
@@ -109,17 +109,17 @@ def story(engine: PagedEngine) -> list[torch.Tensor]:
     seen = [prefill(engine, "a", ids[:30]).clone()]
     prefill(engine, "b", ids[:5])
     for _ in range(2):
-        batch = [Rows("a", [1, ids[30], ids[31], 2], (-1, -1, 1, 1)), Rows("b", ids[5:7])]
+        batch = [SessionTokens("a", [1, ids[30], ids[31], 2], (-1, -1, 1, 1)), SessionTokens("b", ids[5:7])]
         seen += [logits.clone() for logits in engine.extend(batch).logits]
         engine.keep("a", 30, [1, 2])
-        seen += [logits.clone() for logits in engine.extend([Rows("a", ids[32:35])]).logits]
+        seen += [logits.clone() for logits in engine.extend([SessionTokens("a", ids[32:35])]).logits]
         engine.truncate("a", 30)
         engine.truncate("b", 5)
     for i in range(9):
         engine.fork("a", str(i))
         engine.truncate(str(i), 3 * i + 1)
     for _ in range(2):
-        batch = [Rows(str(i), ids[i : i + 1 + i % 4]) for i in range(9)]
+        batch = [SessionTokens(str(i), ids[i : i + 1 + i % 4]) for i in range(9)]
         seen += [logits.clone() for logits in engine.extend(batch).logits]
         for i in range(9):
             engine.truncate(str(i), 3 * i + 1)
@@ -148,8 +148,8 @@ def test_warm_up_leaves_nothing_to_capture_for_a_common_step() -> None:
     engine = graphs_of(made(config).eval().cuda())
     engine.warm_up()
     before = engine.captured
-    engine.extend([Rows("s", [1, 2, 3])])
-    assert Shape(1, 4, 256) in before
+    engine.extend([SessionTokens("s", [1, 2, 3])])
+    assert GraphShape(1, 4, 256) in before
     assert engine.captured == before
 
 
@@ -157,7 +157,7 @@ def test_a_capture_without_memory_falls_back(monkeypatch: pytest.MonkeyPatch) ->
     torch.manual_seed(0)
     made, config = FAMILIES["llama"]
     model = made(config).eval().cuda()
-    wanted = graphs_of(model).extend([Rows("s", PROMPT[:5])]).logits[0].clone()
+    wanted = graphs_of(model).extend([SessionTokens("s", PROMPT[:5])]).logits[0].clone()
     said: list[str] = []
     monkeypatch.setattr(engines.log, "warning", lambda event, **_: said.append(event))
     engine = graphs_of(model)
@@ -171,7 +171,7 @@ def test_a_capture_without_memory_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(engine._skeleton, "run", fail_in_capture)
     for _ in range(2):
-        assert torch.allclose(engine.extend([Rows("s", PROMPT[:5])]).logits[0], wanted, atol=1e-3)
+        assert torch.allclose(engine.extend([SessionTokens("s", PROMPT[:5])]).logits[0], wanted, atol=1e-3)
         engine.truncate("s", 0)
     assert len(said) == 1
     assert engine.captured == []
@@ -199,7 +199,7 @@ def step_ms(engine: Engine, rows: int, context: int) -> float:
     prefill(engine, "speed", [1] * context)
 
     def act() -> None:
-        engine.extend([Rows("speed", [2] * rows)])
+        engine.extend([SessionTokens("speed", [2] * rows)])
         engine.truncate("speed", context)
 
     taken = milliseconds(act)
@@ -258,7 +258,7 @@ def many_ms(engine: Engine, sessions: int) -> float:
         prefill(engine, name, [3] * 400)
 
     def act() -> None:
-        engine.extend([Rows(name, [2] * 4) for name in names])
+        engine.extend([SessionTokens(name, [2] * 4) for name in names])
         for name in names:
             engine.truncate(name, 400)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.engine import Engine, Rows
+from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import EngineOptions, load_model
 from outrider.models.hub import fetch_default
 from tests.cluster import Cluster, ask, generate_all
@@ -20,7 +20,7 @@ WAYS = [(0, "ngram"), (4, "ngram"), (4, "model"), (8, "model")]
 
 
 def mean_nll(engine: Engine, tokens: list[int]) -> float:
-    logits = engine.extend([Rows("text", tokens)]).logits[0]
+    logits = engine.extend([SessionTokens("text", tokens)]).logits[0]
     engine.free("text")
     return float(torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(tokens[1:])))
 

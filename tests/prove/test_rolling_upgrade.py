@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol.errors import OutriderError, PeerLost
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from tests.cluster import ROOT, Cluster, Output, Process, ask, generate_resuming, known_workers, until
 from tests.conftest import Models
 
@@ -53,7 +53,7 @@ def fleet(models: Models, release_before: Path, tmp_path: Path) -> Iterator[Clus
     (tmp_path / "fleet-key").write_text("secret-of-the-fleet\n")
     (tmp_path / "api-keys").write_text(f"{API_KEY}\n")
     flags = ["--fleet-key", f"@{tmp_path / 'fleet-key'}"]
-    cluster = Cluster(tmp_path / "fleet", flags=flags, access=Access(key=API_KEY))
+    cluster = Cluster(tmp_path / "fleet", flags=flags, access=Channels(key=API_KEY))
     for _ in range(2):
         cluster.add_coordinator("--api-keys", f"@{tmp_path / 'api-keys'}")
     for _ in range(2):
@@ -129,7 +129,7 @@ class Load:
 
 
 async def one(addresses: list[str], number: int, on_chunk: Callable[[Output], None] = lambda _: None) -> Output:
-    shown = Access(key=API_KEY)
+    shown = Channels(key=API_KEY)
     return await generate_resuming(addresses, REQUESTS[number], seconds=STREAM_S, on_chunk=on_chunk, access=shown)
 
 

@@ -9,11 +9,11 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.api.http.bodies import ChatBody, CompletionBody, Generation, ResponseFormat
+from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat
 from coordinator.api.preprocess import prepare
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.session import Session, Token
-from coordinator.sessions.session_manager import Sessions
+from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound
@@ -34,7 +34,7 @@ class News:
     tokens: Sequence[Token]
 
 
-class Answer:
+class HttpAnswer:
     """All choices of a request while they are made."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
@@ -66,8 +66,8 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def begun(
-    sessions: Sessions, requests: Sequence[SessionRequest], target: Target, key: str
-) -> AsyncIterator[Answer]:
+    sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
+) -> AsyncIterator[HttpAnswer]:
     """Sessions for all requests; left off when nobody follows them any more."""
     with contextlib.ExitStack() as stack:
         running: list[Session] = []
@@ -77,7 +77,7 @@ async def begun(
             stack.enter_context(sessions.followed(session))
             running.append(session)
         await asyncio.gather(*(session.opened() for session in running))
-        yield Answer(running)
+        yield HttpAnswer(running)
 
 
 async def requests_of(
@@ -162,7 +162,7 @@ def _constrain(params: common.SamplingParams, wanted: ResponseFormat | None) -> 
         params.grammar.json_object = True
 
 
-def _speculation(body: Generation) -> pb.Speculation:
+def _speculation(body: GenerationBody) -> pb.Speculation:
     wish = body.speculation
     if wish is None:
         return pb.Speculation()

@@ -22,20 +22,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coordinator.api.http import pages
-from coordinator.api.http.answer import Answer, begun, requests_of, served_name
-from coordinator.api.http.bodies import ChatBody, CompletionBody, Generation
+from coordinator.api.http.answer import HttpAnswer, begun, requests_of, served_name
+from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody
 from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import SoundRequests, hosts_of
 from coordinator.api.http.limits import BodyBudget, KeyHolders, RequestIds, WholeBodies
 from coordinator.api.http.openapi import document
-from coordinator.api.http.replies import ChatReplies, CompletionReplies, Head, Json, Replies, metrics, usage
+from coordinator.api.http.replies import ChatReplies, CompletionReplies, Json, Replies, ReplyHead, metrics, usage
 from coordinator.api.http.streams import EventStream
 from coordinator.sessions.session import Token
-from coordinator.sessions.session_manager import MAX_KEY_CHARACTERS, Sessions
+from coordinator.sessions.session_manager import MAX_KEY_CHARACTERS, SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 _UNSUPPORTED_MEDIA = 415
@@ -44,7 +44,7 @@ _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
 
 class Api:
-    def __init__(self, sessions: Sessions, settings: CoordinatorSettings, keys: Keys) -> None:
+    def __init__(self, sessions: SessionManager, settings: CoordinatorSettings, keys: ApiKeys) -> None:
         self._sessions = sessions
         self._settings = settings
         self._keys = keys
@@ -107,7 +107,7 @@ class Api:
             return JSONResponse(self._head(told, answer, target).whole(choices, answer, body.choices))
 
     async def _chunks(
-        self, body: Generation, answering: AbstractAsyncContextManager[Answer], told: Replies, target: Target
+        self, body: GenerationBody, answering: AbstractAsyncContextManager[HttpAnswer], told: Replies, target: Target
     ) -> AsyncGenerator[Json, None]:
         async with answering as answer:
             head = self._head(told, answer, target)
@@ -121,8 +121,8 @@ class Api:
             if body.include_usage:
                 yield head.chunk([], usage=usage(answer.sessions, body.choices), **metrics(answer.sessions))
 
-    def _head(self, told: Replies, answer: Answer, target: Target) -> Head:
-        return Head.of(told, answer.sessions[0], served_name(target, self._settings))
+    def _head(self, told: Replies, answer: HttpAnswer, target: Target) -> ReplyHead:
+        return ReplyHead.of(told, answer.sessions[0], served_name(target, self._settings))
 
     # What there is.
 
@@ -217,7 +217,7 @@ def _key(request: Request) -> str:
     return key
 
 
-async def _all_of(answer: Answer) -> list[list[Token]]:
+async def _all_of(answer: HttpAnswer) -> list[list[Token]]:
     tokens: list[list[Token]] = [[] for _ in answer.sessions]
     async with contextlib.aclosing(answer.news()) as incoming:
         async for news in incoming:

@@ -107,7 +107,7 @@ class SpeculationWish(Body):
     show: bool = Field(False, description="Every chunk says which of its tokens were guessed, and under which plan.")
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """What chat and completions have in common."""
 
     model: str | None = Field(
@@ -150,7 +150,7 @@ class Generation(Body):
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
 
     @model_validator(mode="after")
-    def _streams(self) -> Generation:
+    def _streams(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream")
         return self
@@ -193,7 +193,7 @@ class Message(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(Generation):
+class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -224,7 +224,7 @@ class ChatBody(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionBody(Generation):
+class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: (

@@ -19,7 +19,7 @@ from coordinator.api.http.failures import respond
 from outrider.base.aio import background
 from outrider.observability.request_context import REQUEST_ID, take_up
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
-from outrider.security.api_keys import HEADER, Keys
+from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.tenants import act_for
 
 log = structlog.get_logger(__name__)
@@ -67,7 +67,7 @@ class RequestIds:
 class KeyHolders:
     """Whoever shows no key that opens sees nothing but what is open to all."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_to_all: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_to_all: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
         self._open = open_to_all
@@ -93,14 +93,14 @@ class BodyBudget:
         self._held = 0
 
     @contextlib.contextmanager
-    def share(self) -> Iterator[Share]:
-        share = Share()
+    def share(self) -> Iterator[ByteShare]:
+        share = ByteShare()
         try:
             yield share
         finally:
             self.give_back(share)
 
-    def take(self, share: Share, size: int) -> None:
+    def take(self, share: ByteShare, size: int) -> None:
         """`size`: of the body until now. Raises Overloaded."""
         more = max(0, size - UNCOUNTED) - share.held
         if more <= 0:
@@ -116,7 +116,7 @@ class BodyBudget:
         share.held += more
         self._held += more
 
-    def give_back(self, share: Share) -> None:
+    def give_back(self, share: ByteShare) -> None:
         self._held -= share.held
         if share.held and not self._held:
             asyncio.get_running_loop().call_soon(_trim)  # once the bytes themselves are gone
@@ -124,7 +124,7 @@ class BodyBudget:
 
 
 @dataclass(slots=True)
-class Share:
+class ByteShare:
     held: int = 0
 
 
@@ -190,7 +190,7 @@ class WholeBodies:
                     working.cancel()
                     raise
 
-    async def _read(self, receive: Receive, share: Share) -> bytearray | None:
+    async def _read(self, receive: Receive, share: ByteShare) -> bytearray | None:
         """In any `patience_s` there must come as much as at _SLOWEST, or the end."""
         body = bytearray()
         now = asyncio.get_running_loop().time

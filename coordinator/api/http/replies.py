@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from coordinator.api.http.answer import Answer, News
+from coordinator.api.http.answer import HttpAnswer, News
 from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.sessions.session import Session, Token
 from coordinator.sessions.stats import RequestStats
@@ -21,7 +21,7 @@ _REASONS = {FinishReason.LENGTH: "length"}  # all others have stopped
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ReplyHead:
     """What every part of one answer begins with."""
 
     kind: str  # chat.completion or text_completion
@@ -31,11 +31,11 @@ class Head:
     fingerprint: str
 
     @classmethod
-    def of(cls, replies: Replies, session: Session, model: str) -> Head:
+    def of(cls, replies: Replies, session: Session, model: str) -> ReplyHead:
         answer_id = f"{replies.prefix}-{session.record.session_id}"
         return cls(replies.kind, answer_id, int(time.time()), model, session.target.info.fingerprint)
 
-    def whole(self, choices: list[Json], answer: Answer, per_prompt: int) -> Json:
+    def whole(self, choices: list[Json], answer: HttpAnswer, per_prompt: int) -> Json:
         reply = self._reply(self.kind, choices)
         return reply | {"usage": usage(answer.sessions, per_prompt)} | metrics(answer.sessions)
 

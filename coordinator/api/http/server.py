@@ -24,7 +24,7 @@ _START_S = 10.0
 _BACKLOG = 1024
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -52,7 +52,7 @@ class HttpServer:
         )
         config.load()
         config.ssl = _context(credentials)
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.bench.capacity.concurrent_sessions import Crowd, crowd
-from outrider.bench.common.remote_pair import Paces, Pair, far, make_pair
+from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures, crowd
+from outrider.bench.common.remote_pair import Paces, ToyPair, far, make_pair
 from outrider.bench.common.report import Row, check_files, write_json
 from outrider.cli import options
 
@@ -60,7 +60,7 @@ def capacity(
         pair = make_pair(Path(folder), acceptance)
         for name, share in (("light", _LIGHT), ("heavy", _HEAVY)):
             draft_ms = share * _ROUND_MS
-            places: dict[str, list[Crowd]] = {}
+            places: dict[str, list[ConcurrentFigures]] = {}
             for place, paces in (
                 ("elsewhere", Paces(_pace(gamma, _ROUND_MS), draft_ms)),
                 ("on the same device", Paces(_pace(gamma, _ROUND_MS + gamma * draft_ms), 0.0)),
@@ -83,7 +83,7 @@ def capacity(
         write_json(json_file, rows, summary, paced={"gamma": gamma, "session_ms": _ROUND_MS, "full": _FULL.verify})
 
 
-def sessions_at(points: list[Crowd], token_ms: float) -> float:
+def sessions_at(points: list[ConcurrentFigures], token_ms: float) -> float:
     """How many sessions get their tokens in this time: between two points on the line, beyond them along it."""
     for before, after in pairwise(points):
         if token_ms <= after.token_ms or after is points[-1]:
@@ -99,14 +99,14 @@ def _pace(gamma: int, session_ms: float) -> str:
 
 
 def _measure(
-    pair: Pair,
+    pair: ToyPair,
     paces: Paces,
     gamma: int,
     counts: tuple[int, ...],
     tokens: int,
     what: str,
     say: Callable[[str], None],
-) -> list[Crowd]:
+) -> list[ConcurrentFigures]:
     points = []
     with far(pair, paces) as running:
         for sessions in counts:
@@ -115,9 +115,11 @@ def _measure(
     return points
 
 
-def _fill(pair: Pair, counts: tuple[int, ...], tokens: int, say: Callable[[str], None]) -> dict[str, list[Crowd]]:
+def _fill(
+    pair: ToyPair, counts: tuple[int, ...], tokens: int, say: Callable[[str], None]
+) -> dict[str, list[ConcurrentFigures]]:
     """More and more sessions on one verifier, in every mode."""
-    found: dict[str, list[Crowd]] = {mode: [] for mode, _ in _MODES}
+    found: dict[str, list[ConcurrentFigures]] = {mode: [] for mode, _ in _MODES}
     with far(pair, _FULL) as running:
         crowd(running, 1, tokens, {})  # what the pair shows is remembered
         for sessions in counts:
@@ -127,7 +129,7 @@ def _fill(pair: Pair, counts: tuple[int, ...], tokens: int, say: Callable[[str],
     return found
 
 
-def _filling(filled: dict[str, list[Crowd]]) -> dict[str, Any]:
+def _filling(filled: dict[str, list[ConcurrentFigures]]) -> dict[str, Any]:
     adaptive = filled["adaptive"]
     best = [max(points) for points in zip(*([p.tokens_per_s for p in filled[m]] for m, _ in _MODES[:-1]), strict=True)]
     return {
@@ -142,7 +144,7 @@ def _filling(filled: dict[str, list[Crowd]]) -> dict[str, Any]:
     }
 
 
-def _row(point: Crowd) -> Row:
+def _row(point: ConcurrentFigures) -> Row:
     return {
         "sessions": point.sessions,
         "token_ms": point.token_ms,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.common.remote_pair import Far
+from outrider.bench.common.remote_pair import RemoteSetup
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -19,14 +19,14 @@ _TOGETHER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class ConcurrentFigures:
     sessions: int
     token_ms: float  # of each, between its tokens on average: the median of the sessions
     tokens_per_s: float  # of all of them
     guesses_per_step: float  # checked, per step of a session
 
 
-def crowd(running: Far, sessions: int, tokens: int, wishes: Mapping[str, Any]) -> Crowd:
+def crowd(running: RemoteSetup, sessions: int, tokens: int, wishes: Mapping[str, Any]) -> ConcurrentFigures:
     """All begin together; what counts is the time in which all of them decode."""
     took: list[list[tuple[float, int]]] = [[] for _ in range(sessions)]
     steps, guesses = [0] * sessions, [0] * sessions
@@ -49,6 +49,6 @@ def crowd(running: Far, sessions: int, tokens: int, wishes: Mapping[str, Any]) -
     for chunks in took:
         inside = [(at, count) for at, count in chunks if first <= at <= last]
         paces.append(1000 * (inside[-1][0] - inside[0][0]) / max(1, sum(count for _, count in inside[1:])))
-    return Crowd(
+    return ConcurrentFigures(
         sessions, statistics.median(paces), sum(1000 / max(1e-6, pace) for pace in paces), sum(guesses) / sum(steps)
     )

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from outrider.bench.common.report import needs
 from outrider.client.sync import Client
-from outrider.launch.stack import Plan, Stack
+from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import Role
 from outrider.runtime.embedded_redis import embedded_redis
-from outrider.testing.link_emulator import Link, Shape
+from outrider.testing.link_emulator import EmulatedLink, LinkShape
 
 _TIMEOUT_S = 300.0
 _SETTLED = 0.15  # a round trip is known when it is measured within this share
@@ -28,7 +28,7 @@ _BUSY_SHARE, _BUSY_MS = 1.5, 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ToyPair:
     """A target and a near copy of it. `acceptance` of its first guesses, `gain`: of the misses, how many have the truth
     among the two runners-up."""
 
@@ -54,17 +54,17 @@ class Answers:
     tokens: int = 200
 
 
-def make_pair(folder: Path, acceptance: float, answers: Answers | None = None) -> Pair:
+def make_pair(folder: Path, acceptance: float, answers: Answers | None = None) -> ToyPair:
     """Blur a copy of the target until its first guesses hold about so often."""
     pairing = needs("torch", "models", "outrider.bench.network.toy_pair")
-    pair: Pair = pairing.make_pair(folder, acceptance, answers or Answers())
+    pair: ToyPair = pairing.make_pair(folder, acceptance, answers or Answers())
     return pair
 
 
-class FarStack(Stack):
+class RemoteStack(Stack):
     """A verifier here, a drafter behind a link."""
 
-    def __init__(self, plan: Plan, pair: Pair, paces: Paces, redis: str, folder: Path) -> None:
+    def __init__(self, plan: LaunchPlan, pair: ToyPair, paces: Paces, redis: str, folder: Path) -> None:
         super().__init__(plan, redis, folder)
         self._pair = pair
         self._paces = paces
@@ -87,10 +87,10 @@ class Network:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.link = Link("127.0.0.1", port)
+        self.link = EmulatedLink("127.0.0.1", port)
         asyncio.run_coroutine_threadsafe(self.link.__aenter__(), self._loop).result()
 
-    def become(self, shape: Shape) -> None:
+    def become(self, shape: LinkShape) -> None:
         self.link.shape = shape
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class RemoteSetup:
     client: Client
     network: Network
     endpoints: tuple[str, ...]
@@ -120,13 +120,13 @@ class Far:
 
 
 @contextlib.contextmanager
-def far(pair: Pair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Far]:
+def far(pair: ToyPair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[RemoteSetup]:
     """Start everything, yield when it is ready, stop everything."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         redis = exits.enter_context(embedded_redis())
-        plan = Plan(target=str(pair.target), drafters=(("model", str(pair.draft)),), port=0)
-        running = FarStack(plan, pair, paces, redis, folder)
+        plan = LaunchPlan(target=str(pair.target), drafters=(("model", str(pair.draft)),), port=0)
+        running = RemoteStack(plan, pair, paces, redis, folder)
         network = Network(running.drafter_port)
         exits.callback(network.close)
         running.link_port = network.link.port
@@ -137,7 +137,7 @@ def far(pair: Pair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None
         running.wait_ready(running.children, lambda: tick(running))
         running.wait_registered(lambda: tick(running))
         client = exits.enter_context(Client(running.endpoints, timeout_s=_TIMEOUT_S))
-        yield Far(client, network, tuple(running.endpoints))
+        yield RemoteSetup(client, network, tuple(running.endpoints))
 
 
 def _free_port() -> int:

@@ -17,12 +17,12 @@ from rich.table import Table
 from outrider.bench.common.report import Row, check_files, needs, write_json
 from outrider.bench.drafters import lanes, peers
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
-from outrider.bench.drafters.contest import Contest, Extent, Turns, questions, showing_turns
-from outrider.bench.drafters.lanes import PLAIN_LANE, Lane
+from outrider.bench.drafters.contest import Contest, ContestExtent, TurnOrder, questions, showing_turns
+from outrider.bench.drafters.lanes import PLAIN_LANE, DrafterLane
 from outrider.bench.drafters.peers import Peer, Weights
 from outrider.cli import options
 from outrider.cli.up import Dtype, Target, Threads
-from outrider.launch.stack import Plan, Stack
+from outrider.launch.stack import LaunchPlan, Stack
 from outrider.models.hub import DEFAULT, best_drafter, locate
 from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
 from outrider.protocol.speculation import MAX_GAMMA
@@ -86,8 +86,8 @@ def drafters(
     data = needs("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     lanes.check_kinds(chosen, _kinds())
-    extent = Extent.of(quick, prompts_per_kind, rounds, tokens, gamma)
-    plan = Plan(target=target, device=device, dtype=dtype, threads=threads)
+    extent = ContestExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
+    plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads)
     with showing_turns() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
     _report(comparison, chosen, where, json_file, plot_file)
@@ -108,13 +108,13 @@ def _kinds() -> list[str]:
 
 
 def _measure(
-    plan: Plan,
-    chosen: Sequence[Lane],
+    plan: LaunchPlan,
+    chosen: Sequence[DrafterLane],
     texts: Sequence[Any],
-    extent: Extent,
+    extent: ContestExtent,
     early_exit: int | None,
     vllm_python: Path | None,
-    turns: Turns,
+    turns: TurnOrder,
 ) -> tuple[Comparison, dict[str, Any]]:
     model = str(locate(plan.target, turns.say))
 
@@ -165,7 +165,7 @@ def _versions(others: Sequence[Peer]) -> dict[str, Any]:
 
 def _report(
     comparison: Comparison,
-    chosen: Sequence[Lane],
+    chosen: Sequence[DrafterLane],
     where: dict[str, Any],
     json_file: Path | None,
     plot_file: Path | None,

@@ -36,7 +36,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     tokens: tuple[int, ...] = ()
     times: tuple[tuple[int, float], ...] = ()  # so many tokens were there after so many seconds
     stats: pb.Stats | None = None  # Outrider's own
@@ -67,23 +67,23 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Trial:
     who: Contestant
     question: Question
-    answer: Answer
+    answer: TimedAnswer
 
 
 class Comparison:
     """Every row and ratio, from runs that took turns."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Trial]) -> None:
         self.runs = runs
         self._plain = {run.question.place: run.answer for run in runs if run.who.plain}
         self.kinds = list(dict.fromkeys(run.question.kind for run in runs))
 
     def rows(self) -> list[Row]:
         """One for each contestant, kind and mode."""
-        groups: dict[tuple[str, str, str, str], list[Run]] = {}
+        groups: dict[tuple[str, str, str, str], list[Trial]] = {}
         for run in self.runs:
             question = run.question
             groups.setdefault((question.mode, question.kind, run.who.engine, run.who.drafter), []).append(run)
@@ -127,7 +127,7 @@ class Comparison:
             if self._equal(run) is False
         ]
 
-    def _row(self, runs: Sequence[Run]) -> Row:
+    def _row(self, runs: Sequence[Trial]) -> Row:
         timed = [run for run in runs if run.who.gamma is None and not run.answer.error]
         fixed = [run for run in runs if run.who.gamma is not None]
         rates = [rate for run in timed if (rate := run.answer.tokens_per_s) is not None]
@@ -148,7 +148,7 @@ class Comparison:
         errors = sorted({run.answer.error for run in runs if run.answer.error})
         return row | ({"error": "; ".join(errors)} if errors else {})
 
-    def _speedups(self, runs: Sequence[Run]) -> list[float]:
+    def _speedups(self, runs: Sequence[Trial]) -> list[float]:
         pairs = [(run.answer.tokens_per_s, self._plain[run.question.place].tokens_per_s) for run in runs]
         return [own / plain for own, plain in pairs if own is not None and plain is not None]
 
@@ -166,7 +166,7 @@ class Comparison:
                 ratios.setdefault(run.who.drafter, []).append(ours / rate)
         return min((statistics.median(values) for values in ratios.values()), default=None)
 
-    def _equal(self, run: Run) -> bool | None:
+    def _equal(self, run: Trial) -> bool | None:
         """None: nothing to be equal to."""
         if run.who.plain or run.answer.error or run.question.mode not in EXACT:
             return None

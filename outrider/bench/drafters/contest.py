@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outrider.bench.drafters import lanes
-from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Answer, Contestant, Question, Run
+from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Contestant, Question, TimedAnswer, Trial
 from outrider.bench.drafters.peers import Peer
 from outrider.client.sync import Client
 from outrider.protocol.errors import InvalidRequest
@@ -20,11 +20,11 @@ from outrider.protocol.errors import InvalidRequest
 _WARM_UP_TOKENS = 16
 _SEEDS_PER_ROUND = 1000
 
-Asking = Callable[[Question], Answer]
+Asking = Callable[[Question], TimedAnswer]
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ContestExtent:
     """How much is asked."""
 
     prompts_per_kind: int
@@ -33,12 +33,14 @@ class Extent:
     gamma: int
 
     @classmethod
-    def of(cls, quick: bool, prompts: int | None, rounds: int | None, tokens: int | None, gamma: int) -> Extent:
+    def of(cls, quick: bool, prompts: int | None, rounds: int | None, tokens: int | None, gamma: int) -> ContestExtent:
         usual = cls(1, 1, 64, gamma) if quick else cls(3, 2, 128, gamma)
         return cls(prompts or usual.prompts_per_kind, rounds or usual.rounds, tokens or usual.tokens, gamma)
 
 
-def questions(prompts: Sequence[tuple[str, Sequence[int]]], extent: Extent, context_length: int) -> list[Question]:
+def questions(
+    prompts: Sequence[tuple[str, Sequence[int]]], extent: ContestExtent, context_length: int
+) -> list[Question]:
     """`prompts`: kind and tokens. The first so many of each kind, in all modes, round after round."""
     taken: list[tuple[str, Sequence[int]]] = []
     for kind, tokens in prompts:
@@ -83,21 +85,21 @@ class Contest:
         for _, asking in self.field(short):
             asking(short)
 
-    def run(self, asked: Sequence[Question], progress: Turns) -> list[Run]:
+    def run(self, asked: Sequence[Question], progress: TurnOrder) -> list[Trial]:
         turns = [(question, who, asking) for question in asked for who, asking in self.field(question)]
         progress.say(f"{len(turns)} answers")
         runs = []
         for number, (question, who, asking) in enumerate(turns):
             progress.show(f"{question.mode} {question.kind}: {who.engine} {who.drafter}", number, len(turns))
-            runs.append(Run(who, question, asking(question)))
+            runs.append(Trial(who, question, asking(question)))
         return runs
 
 
-def _ask_lane(client: Client, gamma: int | None, question: Question) -> Answer:
+def _ask_lane(client: Client, gamma: int | None, question: Question) -> TimedAnswer:
     return lanes.ask(client, question, gamma)
 
 
-class Turns:
+class TurnOrder:
     """How far it is, on stderr: a bar in a terminal, a line per stage elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
@@ -116,7 +118,7 @@ class Turns:
 
 
 @contextlib.contextmanager
-def showing_turns() -> Iterator[Turns]:
+def showing_turns() -> Iterator[TurnOrder]:
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -126,4 +128,4 @@ def showing_turns() -> Iterator[Turns]:
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield Turns(progress)
+        yield TurnOrder(progress)

@@ -17,13 +17,13 @@ from pathlib import Path
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
-from outrider.bench.drafters.comparison import PLAIN, Answer, Question
+from outrider.bench.drafters.comparison import PLAIN, Question, TimedAnswer
 from outrider.client.sync import Client, Finished, Tokens
-from outrider.launch.stack import Plan, Stack
+from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.runtime.embedded_redis import embedded_redis
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
@@ -32,17 +32,17 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class DrafterLane:
     """`drafters`: kinds, and models where they need one. Several guess for the same session."""
 
     name: str
     drafters: tuple[tuple[str, str], ...] = ()
 
 
-PLAIN_LANE = Lane(PLAIN)
+PLAIN_LANE = DrafterLane(PLAIN)
 
 
-def parse(text: str) -> list[Lane]:
+def parse(text: str) -> list[DrafterLane]:
     """`ngram,model:path,suffix&model:path`: lanes by commas, those who share one by &."""
     names = [name.strip() for name in text.split(",")]
     lanes = []
@@ -50,13 +50,13 @@ def parse(text: str) -> list[Lane]:
         parts = [part.partition(":") for part in name.split("&")]
         if not all(kind for kind, _, _ in parts):
             raise InvalidRequest.of("--drafters", text, "KIND or KIND:MODEL, separated by commas or joined by &")
-        lanes.append(Lane(name, tuple((kind, model) for kind, _, model in parts)))
+        lanes.append(DrafterLane(name, tuple((kind, model) for kind, _, model in parts)))
     if len(set(names)) < len(names):
         raise InvalidRequest.of("--drafters", text, "each drafter once")
     return lanes
 
 
-def check_kinds(lanes: Sequence[Lane], known: Sequence[str]) -> None:
+def check_kinds(lanes: Sequence[DrafterLane], known: Sequence[str]) -> None:
     for lane in lanes:
         for kind, _ in lane.drafters:
             if not set(kind.split("+")) <= set(known):
@@ -66,7 +66,7 @@ def check_kinds(lanes: Sequence[Lane], known: Sequence[str]) -> None:
 class Lanes(Stack):
     """Like any stack, but for who reports to whom."""
 
-    def __init__(self, plan: Plan, lanes: Sequence[Lane], redis: Sequence[str], folder: Path) -> None:
+    def __init__(self, plan: LaunchPlan, lanes: Sequence[DrafterLane], redis: Sequence[str], folder: Path) -> None:
         # The drafters of each lane are started here.
         super().__init__(replace(plan, drafters=()), "", folder)
         self.lanes = lanes
@@ -97,7 +97,7 @@ class Lanes(Stack):
             with Client([at]) as client:
                 self._wait_workers(client, 1 + len(lane.drafters), tick)
 
-    def addressed(self) -> Iterator[tuple[str, Lane]]:
+    def addressed(self) -> Iterator[tuple[str, DrafterLane]]:
         return zip(self.endpoints, self.lanes, strict=True)
 
     def _wait_workers(
@@ -114,7 +114,7 @@ class Lanes(Stack):
 
 
 @contextlib.contextmanager
-def introduced(worker: pb.Worker, address: str, access: Access) -> Iterator[None]:
+def introduced(worker: pb.Worker, address: str, access: Channels) -> Iterator[None]:
     """Keep a worker registered with a coordinator that it does not report to itself: it reports to one at a time."""
     leaving = threading.Event()
 
@@ -141,7 +141,7 @@ def _accepted(replies: Iterator[pb.RegisterReply]) -> None:
 
 @contextlib.contextmanager
 def open_lanes(
-    plan: Plan, lanes: Sequence[Lane], tick: Callable[[Stack], None] = lambda _: None
+    plan: LaunchPlan, lanes: Sequence[DrafterLane], tick: Callable[[Stack], None] = lambda _: None
 ) -> Iterator[dict[str, Client]]:
     """Start everything, yield a client of each lane, stop everything."""
     with contextlib.ExitStack() as exits:
@@ -163,7 +163,7 @@ def open_lanes(
         }
 
 
-def ask(client: Client, question: Question, gamma: int | None) -> Answer:
+def ask(client: Client, question: Question, gamma: int | None) -> TimedAnswer:
     """One answer, and when its tokens came."""
     tokens: list[int] = []
     times: list[tuple[int, float]] = []
@@ -175,7 +175,7 @@ def ask(client: Client, question: Question, gamma: int | None) -> Answer:
             tokens += reply.token_ids
             times.append((len(tokens), time.perf_counter() - began))
         elif isinstance(reply, Finished):
-            return Answer(tuple(tokens), tuple(times), reply.stats)
+            return TimedAnswer(tuple(tokens), tuple(times), reply.stats)
     raise AssertionError("a stream ends with Finished or raises")
 
 

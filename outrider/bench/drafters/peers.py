@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.bench.drafters.comparison import Answer, Contestant, Question
+from outrider.bench.drafters.comparison import Contestant, Question, TimedAnswer
 from outrider.protocol.errors import Expired, PeerLost, StartupError
 
 _WORKER = Path(__file__).with_name("peer.py")
@@ -26,7 +26,7 @@ _SETTLE_S = 0.25  # OpenMP's threads spin for so long after their work: not on t
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class PeerRecipe:
     """What to start, and the ways to decode that it has."""
 
     engine: str
@@ -48,7 +48,7 @@ class Weights:
     eos: tuple[int, ...]
 
 
-def transformers_recipe(weights: Weights, early_exit: int | None) -> Recipe:
+def transformers_recipe(weights: Weights, early_exit: int | None) -> PeerRecipe:
     ways = {"generate": "plain", "prompt lookup": "lookup", "early exit": "early_exit"}
     spec = {
         "engine": "transformers",
@@ -58,15 +58,15 @@ def transformers_recipe(weights: Weights, early_exit: int | None) -> Recipe:
         "threads": weights.threads,
         "early_exit": early_exit,
     }
-    return Recipe("transformers", Path(sys.executable), ways, spec)
+    return PeerRecipe("transformers", Path(sys.executable), ways, spec)
 
 
-def vllm_recipes(weights: Weights, python: Path) -> list[Recipe]:
+def vllm_recipes(weights: Weights, python: Path) -> list[PeerRecipe]:
     """An engine for each way: vLLM settles it at its start."""
     spec = {"engine": "vllm", "model": weights.model, "dtype": weights.dtype, "context": weights.context}
     environment = vllm_environment(python, weights)
     return [
-        Recipe("vllm", python, {shown: way}, {**spec, "way": way}, environment)
+        PeerRecipe("vllm", python, {shown: way}, {**spec, "way": way}, environment)
         for shown, way in (("generate", "plain"), ("n-gram", "ngram"))
     ]
 
@@ -101,7 +101,7 @@ def _libraries(python: Path) -> list[Path]:
 class Peer:
     """One process. It ends when its pipe does."""
 
-    def __init__(self, recipe: Recipe, weights: Weights, log: IO[str]) -> None:
+    def __init__(self, recipe: PeerRecipe, weights: Weights, log: IO[str]) -> None:
         self.recipe = recipe
         self.about: dict[str, Any] = {}
         self._weights = weights
@@ -128,7 +128,7 @@ class Peer:
     def contestants(self) -> list[Contestant]:
         return [Contestant(self.recipe.engine, shown) for shown in self.recipe.ways]
 
-    def ask(self, shown: str, question: Question) -> Answer:
+    def ask(self, shown: str, question: Question) -> TimedAnswer:
         """Its answer, or in its place why it has none."""
         asked = {
             "way": self.recipe.ways[shown],
@@ -143,8 +143,8 @@ class Peer:
         reply = self._read(_ANSWER_S)
         time.sleep(_SETTLE_S)
         if "error" in reply:
-            return Answer(error=reply["error"])
-        return Answer(tuple(reply["tokens"]), tuple((count, seconds) for count, seconds in reply["times"]))
+            return TimedAnswer(error=reply["error"])
+        return TimedAnswer(tuple(reply["tokens"]), tuple((count, seconds) for count, seconds in reply["times"]))
 
     def stop(self) -> None:
         assert self._process.stdin is not None
@@ -177,7 +177,7 @@ class Peer:
 
 
 @contextlib.contextmanager
-def peers(recipes: Sequence[Recipe], weights: Weights) -> Iterator[list[Peer]]:
+def peers(recipes: Sequence[PeerRecipe], weights: Weights) -> Iterator[list[Peer]]:
     """Start them one by one: loading takes memory and all cores."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))

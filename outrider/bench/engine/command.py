@@ -13,14 +13,14 @@ from rich.table import Table
 
 from outrider.bench.common.report import Times, check_files, needs, write_json
 from outrider.bench.engine import results, streams
-from outrider.bench.engine.results import Alone, Extent, Served
+from outrider.bench.engine.results import Alone, EngineExtent, Served
 from outrider.cli import options
 from outrider.cli.up import Dtype, Target, Threads
-from outrider.launch.stack import Plan
+from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest
 
-_FULL = Extent(
+_FULL = EngineExtent(
     rounds=40,
     contexts=(256, 1024, 4096),
     new_tokens=(1, 2, 3, 5, 8, 9, 16, 17, 24, 32),
@@ -29,7 +29,7 @@ _FULL = Extent(
     prefills=10,
     prompts=10,
 )
-_QUICK = Extent(
+_QUICK = EngineExtent(
     rounds=12,
     contexts=(256, 1024),
     new_tokens=(1, 2, 5, 9, 17, 32),
@@ -65,7 +65,7 @@ def engine(
     _check_one_of("--quantization", quantization, ("none", "int8"))
     _check_one_of("--compile", compile_engine, ("auto", "on", "off"))
     check_files(json_file, plot_file)
-    plan = Plan(
+    plan = LaunchPlan(
         target=target,
         drafters=(),
         port=0,
@@ -94,7 +94,7 @@ def engine(
         needs("matplotlib", "bench", "outrider.bench.engine.plot").draw(alone, plot_file)
 
 
-def _extent(quick: bool, rounds: int | None) -> Extent:
+def _extent(quick: bool, rounds: int | None) -> EngineExtent:
     extent = _QUICK if quick else _FULL
     if rounds is None:
         return extent

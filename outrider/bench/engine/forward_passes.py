@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from outrider.bench.common.report import Times
-from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, Alone, Extent, some_tokens
-from outrider.engine.interface import Engine, Rows, prefill
+from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, Alone, EngineExtent, some_tokens
+from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.engine.loading.loader import EngineOptions, load_model, pick_device, pick_dtype
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
-from outrider.launch.stack import Plan
+from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 
@@ -38,7 +38,7 @@ _MEMORY_SHARE = 8  # but at most one part in this many of a small machine's memo
 _SIDE = {"cpu": 2048, "cuda": 8192}  # of square matrices, large enough for full speed
 
 
-def measure(plan: Plan, extent: Extent, say: Say) -> Alone:
+def measure(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Alone:
     """Load and run the curves, from the longest context to the shortest; beside the last one also transformers and
     the machine itself, so that what is divided by each other was measured in the same moments."""
     memory = {"before_loading": _resident_mb()}
@@ -86,7 +86,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _load(plan: Plan, extent: Extent, say: Say) -> Engine:
+def _load(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Engine:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     options = EngineOptions(
@@ -116,7 +116,7 @@ class _Passes:
     def prompt(self, index: int, length: int) -> list[int]:
         return some_tokens(f"session {index}", length, self._engine.info.vocab_size)
 
-    def steps(self, extent: Extent, context: int, say: Say) -> dict[Key, Step]:
+    def steps(self, extent: EngineExtent, context: int, say: Say) -> dict[Key, Step]:
         """Both curves at one context."""
         counts = extent.sessions_at(context)
         say(f"filling caches: {counts[-1]} sessions of {context} tokens")
@@ -138,15 +138,15 @@ class _Passes:
     def _verify(self, new_tokens: int) -> Step:
         """A chain of new tokens of one session."""
         tokens = some_tokens("guesses", new_tokens, self._engine.info.vocab_size)
-        return self._step([Rows(self._sessions[0], tokens)], draw=False)
+        return self._step([SessionTokens(self._sessions[0], tokens)], draw=False)
 
     def _decode(self, count: int) -> Step:
         """One new token of each of so many sessions, and a greedy draw for each."""
         tokens = some_tokens("next", count, self._engine.info.vocab_size)
         pairs = zip(self._sessions, tokens, strict=False)
-        return self._step([Rows(session, [token]) for session, token in pairs], draw=True)
+        return self._step([SessionTokens(session, [token]) for session, token in pairs], draw=True)
 
-    def _step(self, batch: list[Rows], *, draw: bool) -> Step:
+    def _step(self, batch: list[SessionTokens], *, draw: bool) -> Step:
         def run() -> None:
             logits = self._engine.extend(batch).logits
             if draw:
@@ -164,7 +164,7 @@ class _Passes:
 class _Eager:
     """The same weights as transformers runs them when nothing else is asked for."""
 
-    def __init__(self, plan: Plan, prompt: list[int], say: Say) -> None:
+    def __init__(self, plan: LaunchPlan, prompt: list[int], say: Say) -> None:
         self._device = pick_device(plan.device)
         self.dtype = pick_dtype(plan.dtype, self._device)
         model = AutoModelForCausalLM.from_pretrained(

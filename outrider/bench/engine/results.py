@@ -14,7 +14,7 @@ MOST_NEW_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class EngineExtent:
     """How much is measured."""
 
     rounds: int

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from outrider.bench.common.report import Times
-from outrider.bench.engine.results import Extent, Served, some_tokens
+from outrider.bench.engine.results import EngineExtent, Served, some_tokens
 from outrider.client.sync import Client, Started, Tokens
-from outrider.launch.stack import Plan, stack
+from outrider.launch.stack import LaunchPlan, stack
 from outrider.protocol.sampling_params import SamplingParams
 
 _STREAMS = 4
@@ -45,7 +45,7 @@ class _Stream:
         return [1000 * (b - a) for a, b in pairwise(self.times) if counts(a, b)]
 
 
-def measure(plan: Plan, extent: Extent, say: Callable[[str], None]) -> Served:
+def measure(plan: LaunchPlan, extent: EngineExtent, say: Callable[[str], None]) -> Served:
     say("starting the services")
     with stack(plan) as running, Client(running.endpoints, timeout_s=_TIMEOUT_S) as client:
         model = client.model()

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.bench.common.remote_pair import Answers, Far, Paces, Pair, far, make_pair
+from outrider.bench.common.remote_pair import Answers, Paces, RemoteSetup, ToyPair, far, make_pair
 from outrider.bench.common.report import Row, check_files, needs, write_json
 from outrider.cli import options
 from outrider.client.sync import Finished, Tokens
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.testing.link_emulator import Shape
+from outrider.testing.link_emulator import LinkShape
 from outrider.v1 import coordinator_pb2 as pb
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -42,7 +42,7 @@ _DRIFT = ((15.0, 0.0), (80.0, 0.6), (5.0, 0.0), (40.0, 0.6))  # round trips, and
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class NetworkMode:
     """What a request asks for; nothing is fixed where it is adaptive."""
 
     name: str
@@ -56,13 +56,13 @@ class Mode:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def modes(gammas: Sequence[int]) -> list[Mode]:
+def modes(gammas: Sequence[int]) -> list[NetworkMode]:
     return [
-        Mode(PLAIN, 0),
-        *(Mode(f"in turns, γ {gamma}", gamma, ahead=False, branches=1) for gamma in gammas),
-        Mode("chain ahead", GAMMA, ahead=True, branches=1),
-        Mode("tree ahead", GAMMA, ahead=True, branches=_BRANCHES),
-        Mode(ADAPTIVE),
+        NetworkMode(PLAIN, 0),
+        *(NetworkMode(f"in turns, γ {gamma}", gamma, ahead=False, branches=1) for gamma in gammas),
+        NetworkMode("chain ahead", GAMMA, ahead=True, branches=1),
+        NetworkMode("tree ahead", GAMMA, ahead=True, branches=_BRANCHES),
+        NetworkMode(ADAPTIVE),
     ]
 
 
@@ -76,8 +76,8 @@ class Cell:
     drafter: str = ""  # none but the first are named
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.rtt_ms / 2, self.jitter_ms, 1024 * self.kib_per_s)
+    def shape(self) -> LinkShape:
+        return LinkShape(self.rtt_ms / 2, self.jitter_ms, 1024 * self.kib_per_s)
 
     @property
     def probe_ms(self) -> float:
@@ -95,7 +95,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class RemoteDrafter:
     """A drafter to try: how often its first guess is to hold, and what a step takes."""
 
     acceptance: float
@@ -107,7 +107,7 @@ class Drafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class NetworkRun:
     """One answer."""
 
     tokens: tuple[int, ...]
@@ -116,10 +116,10 @@ class Run:
 
 
 @dataclass(slots=True)
-class Runs:
+class NetworkRuns:
     """The answers of one mode over one link."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[NetworkRun] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
@@ -242,13 +242,13 @@ def network(
         picture.draw(found.measured, first, first_paces, plot_file)
 
 
-def parse_drafters(text: str) -> list[Drafter]:
+def parse_drafters(text: str) -> list[RemoteDrafter]:
     """`0.8:4,0.5:16`: acceptance and milliseconds of each."""
     found = []
     for part in text.split(","):
         acceptance, _, draft_ms = part.partition(":")
         try:
-            found.append(Drafter(float(acceptance), float(draft_ms)))
+            found.append(RemoteDrafter(float(acceptance), float(draft_ms)))
         except ValueError as error:
             raise InvalidRequest.of("--drafters", text, "acceptance:ms, separated by commas") from error
         if not (0.05 <= found[-1].acceptance <= 0.99 and 0.0 <= found[-1].draft_ms <= 10_000.0):
@@ -296,7 +296,7 @@ def drift_blur(part: int) -> str:
     return ",".join(f"{start}:{amount:g}" for start, (_, amount) in zip(starts, _DRIFT, strict=True))
 
 
-Measured = dict[Cell, dict[Mode, Runs]]
+Measured = dict[Cell, dict[NetworkMode, NetworkRuns]]
 
 
 @dataclass(slots=True)
@@ -311,7 +311,7 @@ class Found:
     def heard(self, seed: int, tokens: tuple[int, ...]) -> None:
         self.texts_equal &= self.texts.setdefault(seed, tokens) == tokens
 
-    def cases(self) -> dict[tuple[Cell, Mode], dict[str, Any]]:
+    def cases(self) -> dict[tuple[Cell, NetworkMode], dict[str, Any]]:
         """What the simulator is to predict: all but narrow links. What the services add to a step and to a round is
         read off the shortest link."""
         overhead = self._overhead_ms()
@@ -352,19 +352,21 @@ class Found:
 class Bench:
     """One drafter over links, with what is found going into `found`."""
 
-    def __init__(self, running: Far, to_run: Sequence[Mode], tokens: int, rounds: int, found: Found) -> None:
+    def __init__(
+        self, running: RemoteSetup, to_run: Sequence[NetworkMode], tokens: int, rounds: int, found: Found
+    ) -> None:
         self._far = running
         self._modes = to_run
         self._tokens = tokens
         self._rounds = rounds
         self._found = found
 
-    def measure(self, cell: Cell, pair: Pair, paces: Paces, say: Callable[[str], None]) -> None:
+    def measure(self, cell: Cell, pair: ToyPair, paces: Paces, say: Callable[[str], None]) -> None:
         """All modes in turn, round by round."""
         self._far.network.become(cell.shape)
         self._far.settle(cell.probe_ms)
-        found = {mode: Runs() for mode in self._modes}
-        self._ask(Mode(ADAPTIVE), seed=1_000, tokens=_WARM_TOKENS)
+        found = {mode: NetworkRuns() for mode in self._modes}
+        self._ask(NetworkMode(ADAPTIVE), seed=1_000, tokens=_WARM_TOKENS)
         for number in range(self._rounds):
             for mode, runs in found.items():
                 say(f"{cell.label}: {mode.name}, answer {number + 1} of {self._rounds}")
@@ -385,7 +387,7 @@ class Bench:
         """Answers along which the link and the drafter's guesses change three times, in every mode: what each part
         took."""
         took: dict[str, list[list[float]]] = {mode.name: [] for mode in self._modes}
-        self._follow_drift(Mode(ADAPTIVE), seed=1_077)
+        self._follow_drift(NetworkMode(ADAPTIVE), seed=1_077)
         for number in range(self._rounds):
             for mode in self._modes:
                 say(f"what changes on the way: {mode.name}, answer {number + 1} of {self._rounds}")
@@ -404,7 +406,7 @@ class Bench:
             "vs_plain": fixed[PLAIN] / spent,
         }
 
-    def _follow_drift(self, mode: Mode, *, seed: int) -> list[float]:
+    def _follow_drift(self, mode: NetworkMode, *, seed: int) -> list[float]:
         self._far.network.become(Cell(_DRIFT[0][0]).shape)
         self._far.settle(_DRIFT[0][0])
         took: list[float] = []
@@ -424,7 +426,9 @@ class Bench:
         self._found.heard(seed, run.tokens)
         return took
 
-    def _ask(self, mode: Mode, *, seed: int, tokens: int, heard: Callable[[int], None] = lambda _: None) -> Run:
+    def _ask(
+        self, mode: NetworkMode, *, seed: int, tokens: int, heard: Callable[[int], None] = lambda _: None
+    ) -> NetworkRun:
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
         said: list[int] = []
         gaps: list[float] = []
@@ -438,11 +442,11 @@ class Bench:
                 said += reply.token_ids
                 heard(len(said))
             elif isinstance(reply, Finished):
-                return Run(tuple(said), tuple(gaps), reply.stats)
+                return NetworkRun(tuple(said), tuple(gaps), reply.stats)
         raise AssertionError("a stream ends with Finished or raises")
 
 
-def predict(cases: Mapping[tuple[Cell, Mode], dict[str, Any]]) -> dict[tuple[Cell, Mode], float]:
+def predict(cases: Mapping[tuple[Cell, NetworkMode], dict[str, Any]]) -> dict[tuple[Cell, NetworkMode], float]:
     return {key: found["tokens_per_s"] for key, found in zip(cases, simulate(list(cases.values())), strict=True)}
 
 
@@ -467,7 +471,7 @@ def _pace(text: str) -> CostCurve:
 
 def summarise(
     measured: Measured,
-    predicted: Mapping[tuple[Cell, Mode], float],
+    predicted: Mapping[tuple[Cell, NetworkMode], float],
     drift: Mapping[str, Any],
     *,
     texts_equal: bool,
@@ -497,13 +501,13 @@ def summarise(
     }
 
 
-def _first(found: Mapping[Mode, Runs]) -> float:
+def _first(found: Mapping[NetworkMode, NetworkRuns]) -> float:
     """The first tokens of adaptive answers, against plain ones."""
     by_name = {mode.name: runs.first_tokens_per_s for mode, runs in found.items()}
     return by_name[ADAPTIVE] / by_name[PLAIN]
 
 
-def rows_of(measured: Measured, predicted: Mapping[tuple[Cell, Mode], float]) -> list[Row]:
+def rows_of(measured: Measured, predicted: Mapping[tuple[Cell, NetworkMode], float]) -> list[Row]:
     return [
         {
             "rtt_ms": cell.rtt_ms,
@@ -522,7 +526,7 @@ def rows_of(measured: Measured, predicted: Mapping[tuple[Cell, Mode], float]) ->
 def show(
     console: Console,
     measured: Measured,
-    predicted: Mapping[tuple[Cell, Mode], float],
+    predicted: Mapping[tuple[Cell, NetworkMode], float],
     summary: Mapping[str, Any],
 ) -> None:
     table = Table("link", *(mode.name for mode in next(iter(measured.values()))), title="times plain (predicted)")

@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from outrider.bench.common.remote_pair import Paces, Pair
+from outrider.bench.common.remote_pair import Paces, ToyPair
 from outrider.bench.network.command import GAMMA, PLAIN, Cell, Measured, curve, simulate
 
 _STEPS = ((15.0, 0.8), (80.0, 0.8), (80.0, 0.4), (5.0, 0.8))  # round trips and first guesses as they change
@@ -28,7 +28,7 @@ _WAYS: tuple[tuple[str, str, list[dict[str, Any]]], ...] = (
 )
 
 
-def draw(measured: Measured, pair: Pair, paces: Paces, file: Path) -> None:
+def draw(measured: Measured, pair: ToyPair, paces: Paces, file: Path) -> None:
     # A figure of its own, without pyplot: no display is looked for.
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     halves: Any = figure.subfigures(2, 1)
@@ -65,7 +65,7 @@ def _speed(axes: Axes, measured: Measured) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _change(axes: Axes, pair: Pair, paces: Paces) -> None:
+def _change(axes: Axes, pair: ToyPair, paces: Paces) -> None:
     """What control takes, and how long a path steps then check, through changes of the link and of the guesses."""
     world = {"gain": pair.gain, "draft_ms": paces.draft_ms, "cost": curve(paces)}
     parts = [{**world, "rtt_ms": rtt, "acceptance": acceptance} for rtt, acceptance in _STEPS]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.bench.common.remote_pair import Answers, Pair
-from outrider.engine.interface import Rows, prefill
+from outrider.bench.common.remote_pair import Answers, ToyPair
+from outrider.engine.interface import SessionTokens, prefill
 from outrider.engine.loading.loader import EngineOptions, load_model
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation.exponential_race import shared_choices, shared_draw
@@ -21,18 +21,18 @@ _RUNNERS_UP = 2
 _OPTIONS = EngineOptions(device="cpu", kv_tokens=2 * _CONTEXT)
 
 
-def make_pair(folder: Path, acceptance: float, answers: Answers) -> Pair:
+def make_pair(folder: Path, acceptance: float, answers: Answers) -> ToyPair:
     """Blur a copy of the target until its first guesses hold about so often, in these answers."""
     target = make_model(folder / "target", seed=1, sharpness=_SHARPNESS, context=_CONTEXT)
     said = _say(target, answers)
     low, high = 0.0, 0.4
-    found = Pair(target, target, 1.0, 0.0)
+    found = ToyPair(target, target, 1.0, 0.0)
     for turn in range(7):
         blur = math.sqrt(max(low, 1e-4) * high) if low else high / 8
         draft = make_model(folder / f"draft-{turn}", seed=2, like=target, blur=blur, context=_CONTEXT)
         first, gain = _compare(draft, said, len(answers.prompt))
         if abs(first - acceptance) < abs(found.acceptance - acceptance):
-            found = Pair(target, draft, first, gain)
+            found = ToyPair(target, draft, first, gain)
         low, high = (blur, high) if first > acceptance else (low, blur)
     return found
 
@@ -46,7 +46,7 @@ def _say(target: Path, answers: Answers) -> dict[int, list[int]]:
         logits = prefill(engine, "say", tokens)
         for _ in range(answers.tokens):
             tokens += shared_draw(logits[None], _drawing(seed), [len(tokens)])
-            logits = engine.extend([Rows("say", tokens[-1:])]).logits[0][-1]
+            logits = engine.extend([SessionTokens("say", tokens[-1:])]).logits[0][-1]
         engine.free("say")
         said[seed] = tokens
     return said
@@ -57,8 +57,8 @@ def _compare(draft: Path, said: Mapping[int, list[int]], start: int) -> tuple[fl
     engine = load_model(str(draft), _OPTIONS).engine
     ranks: list[int | None] = []
     for seed, tokens in said.items():
-        engine.extend([Rows("see", tokens[: start - 1], logits_from=start - 1)])
-        seen = [engine.extend([Rows("see", [token])]).logits[0].clone() for token in tokens[start - 1 : -1]]
+        engine.extend([SessionTokens("see", tokens[: start - 1], logits_from=start - 1)])
+        seen = [engine.extend([SessionTokens("see", [token])]).logits[0].clone() for token in tokens[start - 1 : -1]]
         engine.free("see")
         choices = shared_choices(torch.cat(seen), _drawing(seed), range(start, len(tokens)), 1 + _RUNNERS_UP)
         for offered, truth in zip(choices, tokens[start:], strict=True):

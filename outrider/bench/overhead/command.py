@@ -12,7 +12,7 @@ from rich.table import Table
 from outrider.bench.common.report import Row, Times, write_json
 from outrider.cli import options
 from outrider.client.sync import Client, Finished, Tokens
-from outrider.launch.stack import Plan, stack
+from outrider.launch.stack import LaunchPlan, stack
 from outrider.protocol.sampling_params import SamplingParams
 
 _WARM_UP_ROUNDS = 50
@@ -27,7 +27,7 @@ def overhead(
 
     Real services, real sockets; the engines are stand-ins that answer at once, so all the time is overhead.
     """
-    plan = Plan(drafters=(("instant", ""),), engine="instant", port=0, threads=1)
+    plan = LaunchPlan(drafters=(("instant", ""),), engine="instant", port=0, threads=1)
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
         speculated, stats = _rounds(client, rounds, gamma)

@@ -19,8 +19,8 @@ from transformers.masking_utils import causal_mask_function
 from outrider.engine.attention import Rule, allowed
 from outrider.engine.block_manager import PAGE_TOKENS
 from outrider.engine.checks.reference import beside_a_far_row, truth, unknown_state, weights_read_as
-from outrider.engine.interface import Rows
-from outrider.engine.model_spec import Plan
+from outrider.engine.interface import SessionTokens
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.paged import PagedEngine
 
 _FLOP = 3e10  # of a pass over the longer text
@@ -50,18 +50,18 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Truths:
+class ReferenceLogits:
     """The model's own answers to a text and to a shorter one."""
 
     long: Text
     short: Text
 
     @classmethod
-    def of(cls, model: PreTrainedModel, length: int) -> Truths:
+    def of(cls, model: PreTrainedModel, length: int) -> ReferenceLogits:
         ids = _some_ids(model, length + _OTHER)
         return cls(*(Text(part, truth(model, part)) for part in (ids[:length], ids[length:])))
 
-    def distance(self, other: Truths) -> float:
+    def distance(self, other: ReferenceLogits) -> float:
         return max(_distance(self.long.truth, other.long.truth), _distance(self.short.truth, other.short.truth))
 
 
@@ -84,15 +84,15 @@ def hold_against(model: PreTrainedModel, engine: PagedEngine, weights: str | Non
     length = _affordable(model, engine)
     if weights is not None:
         with weights_read_as(model, weights):
-            truths = Truths.of(model, length)
+            truths = ReferenceLogits.of(model, length)
         tolerance = _tolerance(model, torch.float32)
     else:
-        truths = Truths.of(model, length)
+        truths = ReferenceLogits.of(model, length)
         tolerance = _tolerance(model) if model.dtype == torch.float32 else _rounding(model, truths)
     _check_answers(engine, truths, tolerance)
 
 
-def check_windows(plan: Plan, rules: Mapping[int, Rule], context: int) -> None:
+def check_windows(plan: ModelSpec, rules: Mapping[int, Rule], context: int) -> None:
     """Raises Differs where a layer's window is another than its model's, at any position up to the context's end."""
     keys = torch.arange(context)
     for index, layer in enumerate(plan.layers):
@@ -108,11 +108,11 @@ def check_windows(plan: Plan, rules: Mapping[int, Rule], context: int) -> None:
             raise Differs(f"layer {index} sees other positions than in the model")
 
 
-def _rounding(model: PreTrainedModel, truths: Truths) -> float:
+def _rounding(model: PreTrainedModel, truths: ReferenceLogits) -> float:
     """How far arithmetic in fewer bits may be from the model's own in the same."""
     try:
         with weights_read_as(model, "float32"):
-            exact = Truths.of(model, len(truths.long.tokens))
+            exact = ReferenceLogits.of(model, len(truths.long.tokens))
     except (RuntimeError, TypeError):  # its modules do not take float32, or there is no room for it
         return _UNKNOWN_ROUNDING
     return max(_tolerance(model), _TIMES_ROUNDING * truths.distance(exact))
@@ -142,7 +142,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _check_answers(engine: PagedEngine, truths: Truths, tolerance: float) -> None:
+def _check_answers(engine: PagedEngine, truths: ReferenceLogits, tolerance: float) -> None:
     try:
         for way, asked, wanted in _ways(truths):
             for found, (rows, true) in zip(engine.extend(asked).logits, wanted, strict=True):
@@ -158,14 +158,14 @@ def _check_answers(engine: PagedEngine, truths: Truths, tolerance: float) -> Non
 Wanted = tuple[list[int] | None, torch.Tensor]  # of which rows, None: all; their true logits
 
 
-def _ways(truths: Truths) -> Iterator[tuple[str, list[Rows], list[Wanted]]]:
+def _ways(truths: ReferenceLogits) -> Iterator[tuple[str, list[SessionTokens], list[Wanted]]]:
     """Every way in which an engine is asked."""
     long, short = truths.long, truths.short
 
-    def piece(session: str, text: Text, start: int, end: int) -> tuple[Rows, Wanted]:
-        return Rows(session, text.tokens[start:end]), (None, text.truth[start:end])
+    def piece(session: str, text: Text, start: int, end: int) -> tuple[SessionTokens, Wanted]:
+        return SessionTokens(session, text.tokens[start:end]), (None, text.truth[start:end])
 
-    def step(way: str, *pieces: tuple[Rows, Wanted]) -> tuple[str, list[Rows], list[Wanted]]:
+    def step(way: str, *pieces: tuple[SessionTokens, Wanted]) -> tuple[str, list[SessionTokens], list[Wanted]]:
         return way, [rows for rows, _ in pieces], [wanted for _, wanted in pieces]
 
     whole, half = len(long.tokens), len(short.tokens) // 2
@@ -178,7 +178,7 @@ def _ways(truths: Truths) -> Iterator[tuple[str, list[Rows], list[Wanted]]]:
         yield step("token by token", piece(_LONG, long, at, at + 1))
     wrong = long.tokens[0]
     first, *others = long.tokens[tree:]
-    guesses = Rows(_LONG, [wrong, first, wrong, *others], (-1, -1, 1, 1, 3))
+    guesses = SessionTokens(_LONG, [wrong, first, wrong, *others], (-1, -1, 1, 1, 3))
     branch: Wanted = [1, 3, 4], long.truth[tree:]
     yield step("as a tree", piece(_SHORT, short, half, len(short.tokens)), (guesses, branch))
 

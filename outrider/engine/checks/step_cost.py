@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from outrider.engine.interface import Engine, Rows, prefill
+from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -25,7 +25,7 @@ def measure_cost(engine: Engine) -> CostCurve:
     for _ in range(_ROUNDS):
         for index, rows in enumerate(ROWS):
             began = time.perf_counter()
-            result = engine.extend([Rows(session, [0] * rows)])
+            result = engine.extend([SessionTokens(session, [0] * rows)])
             result.together.argmax(dim=-1).tolist()  # on a GPU: until it is done
             best[index] = min(best[index], 1000 * (time.perf_counter() - began))
             engine.truncate(session, context)

@@ -24,14 +24,14 @@ from outrider.base.config import WorkerSettings
 from outrider.base.openmp import let_go
 from outrider.engine.checks.conformance import Differs, check_windows, examine, hold_against
 from outrider.engine.checks.step_cost import measure_cost
-from outrider.engine.cuda_graphs import GraphEngine
-from outrider.engine.interface import Engine, Rows
-from outrider.engine.model_spec import NoPlan, Plan, plan
+from outrider.engine.cuda_graphs import CudaGraphEngine
+from outrider.engine.interface import Engine, SessionTokens
+from outrider.engine.model_spec import ModelSpec, UnsupportedModel, plan
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.paged import PagedEngine
 from outrider.engine.rope import hold_rotations
-from outrider.engine.tensor_parallel import ParallelEngine, Team, whole
-from outrider.engine.throttled import PacedEngine, parse_blur, parse_pace
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, whole
+from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.models.hub import locate
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
@@ -94,7 +94,7 @@ def load_model(
     name: str,
     options: EngineOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    team: Team | None = None,
+    team: RankGroup | None = None,
     change: Callable[[PreTrainedModel], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a model, or a rank's share of it, and prove with real steps that it runs. `change` may give it other weights
@@ -148,7 +148,7 @@ def load_model(
     gc.collect()
     gc.freeze()
     if options.pace:
-        engine = PacedEngine(engine, parse_pace(options.pace), parse_blur(options.blur))
+        engine = ThrottledEngine(engine, parse_pace(options.pace), parse_blur(options.blur))
     progress("measuring what steps cost")
     cost = measure_cost(engine)
     let_go()  # another thread may run the model
@@ -196,7 +196,7 @@ def make_engine(
     info: ModelInfo,
     options: EngineOptions,
     progress: Callable[[str], None],
-    team: Team | None = None,
+    team: RankGroup | None = None,
 ) -> Engine:
     """The fastest engine that answers what the model answers. Raises StartupError where none does."""
     idle = options.prefix_tokens
@@ -212,12 +212,12 @@ def make_engine(
         info = replace(info, context_length=context)
     if team is not None:
         share = _transformers_engine(model, info, options, idle).signed(team.size)
-        return ParallelEngine(share, team) if team.leads else share
+        return TensorParallelEngine(share, team) if team.leads else share
     if options.compile != "off":
         make = _native_engine if model.device.type == "cpu" else _graph_engine
         try:
             return make(model, info, options, idle, progress).signed()
-        except (NoPlan, NoCompiler) as reason:
+        except (UnsupportedModel, NoCompiler) as reason:
             if options.compile == "on":
                 raise StartupError(
                     f"no fast engine: {reason}", field="compile", value="on", limit="auto or off here"
@@ -272,7 +272,7 @@ def _native_engine(
 ) -> NativeEngine:
     weights = options.quantization if options.quantization != "none" else str(model.dtype).removeprefix("torch.")
     if weights not in _NATIVE_WEIGHTS:
-        raise NoPlan(f"weights in {weights} on a CPU")
+        raise UnsupportedModel(f"weights in {weights} on a CPU")
     with torch.inference_mode():
         built = plan(model)
         progress("preparing kernels")
@@ -295,32 +295,32 @@ def _graph_engine(
     options: EngineOptions,
     idle_tokens: int | None,
     progress: Callable[[str], None],
-) -> GraphEngine:
+) -> CudaGraphEngine:
     weights = str(model.dtype).removeprefix("torch.")
     if model.device.type != "cuda" or options.quantization != "none" or weights not in DTYPES:
         named = options.quantization if options.quantization != "none" else weights
-        raise NoPlan(f"weights in {named} on {model.device.type}")
+        raise UnsupportedModel(f"weights in {named} on {model.device.type}")
     with torch.inference_mode():
         built = plan(model)
-        engine = GraphEngine(built, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
+        engine = CudaGraphEngine(built, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
         _hold_against(model, built, engine)
     _let_go(model, built)
     engine.warm_up(progress)
     return engine
 
 
-def _hold_against(model: PreTrainedModel, built: Plan, engine: PagedEngine, weights: str | None = None) -> None:
+def _hold_against(model: PreTrainedModel, built: ModelSpec, engine: PagedEngine, weights: str | None = None) -> None:
     """A family may change in a release of transformers: then its plan must not be trusted."""
     probe = TransformersEngine(model, engine.info, kv_tokens=_RULE_TOKENS)
-    probe.extend([Rows("rules", [0] * _RULE_TOKENS)])
+    probe.extend([SessionTokens("rules", [0] * _RULE_TOKENS)])
     try:
         check_windows(built, probe.rules, engine.info.context_length)
         hold_against(model, engine, weights)
     except Differs as reason:
-        raise NoPlan(f"its plan differs: {reason}") from reason
+        raise UnsupportedModel(f"its plan differs: {reason}") from reason
 
 
-def _let_go(model: PreTrainedModel, built: Plan) -> None:
+def _let_go(model: PreTrainedModel, built: ModelSpec) -> None:
     """The engine has its own copy of the weights; only the embeddings are still read."""
     kept = {parameter.data_ptr() for parameter in model.get_input_embeddings().parameters()}
     if built.rotations == ():  # positions are embedded too
@@ -357,8 +357,8 @@ def warm_up(engine: Engine) -> None:
     """Run a step, a guess block and a rollback: a worker serves only when this works."""
     session = "warm-up"
     length = min(_WARM_UP_TOKENS, engine.info.context_length - 2)
-    engine.extend([Rows(session, [0] * length)])
-    logits = engine.extend([Rows(session, [0, 0], (-1, -1))]).logits[0]
+    engine.extend([SessionTokens(session, [0] * length)])
+    logits = engine.extend([SessionTokens(session, [0, 0], (-1, -1))]).logits[0]
     engine.keep(session, length, [1])
     engine.free(session)
     if not bool(torch.isfinite(logits.float()).all()):

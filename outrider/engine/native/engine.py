@@ -14,9 +14,9 @@ import torch
 from outrider.engine import model_spec as plans
 from outrider.engine.block_manager import PAGE_TOKENS
 from outrider.engine.checks.arithmetic import of_kernels
-from outrider.engine.model_spec import Plan
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.native.build import library
-from outrider.engine.paged import PagedEngine, Step
+from outrider.engine.paged import ForwardStep, PagedEngine
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
@@ -39,7 +39,7 @@ class _Linear(ctypes.Structure):
     ]
 
 
-class _Norm(ctypes.Structure):
+class _NativeNorm(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -48,10 +48,10 @@ class _Norm(ctypes.Structure):
     ]
 
 
-class _Layer(ctypes.Structure):
+class _NativeLayer(ctypes.Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "out", "up", "down")),
-        *((name, _Norm) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")),
+        *((name, _NativeNorm) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("window", ctypes.c_int32),
@@ -63,8 +63,8 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        ("layers", ctypes.POINTER(_Layer)),
-        ("final", _Norm),
+        ("layers", ctypes.POINTER(_NativeLayer)),
+        ("final", _NativeNorm),
         ("head", _Linear),
         *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("inner", "rotated", "gated", "activation", "parallel")),
@@ -108,7 +108,7 @@ class NativeEngine(PagedEngine):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ModelSpec,
         info: ModelInfo,
         *,
         kv_tokens: int,
@@ -127,13 +127,13 @@ class NativeEngine(PagedEngine):
         pages = self.capacity_tokens // PAGE_TOKENS
         lanes = self._panel // 2
         dim_streams = 2 * -(-plan.head_dim // self._panel)
-        self._memory = _Memory(large_pages=True)  # weights are read as one stream
+        self._memory = _PagedMemory(large_pages=True)  # weights are read as one stream
         # Every layer would come to its next large page in the same step, which then has 60 of them to clear.
-        cache = _Memory(large_pages=False)
+        cache = _PagedMemory(large_pages=False)
         per_page = (len(plan.layers), pages, plan.kv_heads)
         self._keys = cache.take((*per_page, PAGE_TOKENS // lanes, plan.head_dim, lanes), torch.float32)
         self._values = cache.take((*per_page, dim_streams, PAGE_TOKENS, lanes), torch.float32)
-        self._layers = (_Layer * len(plan.layers))(
+        self._layers = (_NativeLayer * len(plan.layers))(
             *(self._layer(layer, i, weights) for i, layer in enumerate(plan.layers))
         )
         self._model = _Model(
@@ -160,7 +160,7 @@ class NativeEngine(PagedEngine):
         """Equal names, equal bits, on whatever machine."""
         return of_kernels(self._library.outrider_arithmetic())
 
-    def _run(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         plan, rows, wanted = self._plan, len(step.ids), len(step.wanted)
         positions = torch.tensor(step.positions)
         if step.inputs is None:
@@ -215,7 +215,7 @@ class NativeEngine(PagedEngine):
         ]
         self._values[:, to_page, :, :, to_at] = self._values[:, from_page, :, :, from_at]
 
-    def _segments(self, step: Step) -> tuple[Any, list[torch.Tensor]]:
+    def _segments(self, step: ForwardStep) -> tuple[Any, list[torch.Tensor]]:
         """For the kernels, and what must live as long as they look at it."""
         alive: list[torch.Tensor] = []
         made = (_Segment * len(step.segments))()
@@ -234,8 +234,8 @@ class NativeEngine(PagedEngine):
             held = self._buffers[name] = torch.empty(max(1, rows * width))
         return held[: rows * width].view(rows, width)
 
-    def _layer(self, layer: plans.Layer, index: int, weights: str) -> _Layer:
-        return _Layer(
+    def _layer(self, layer: plans.Layer, index: int, weights: str) -> _NativeLayer:
+        return _NativeLayer(
             **{name: self._linear(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
             **{
                 name: self._norm(getattr(layer, name))
@@ -270,10 +270,10 @@ class NativeEngine(PagedEngine):
             kind=_KINDS[weights],
         )
 
-    def _norm(self, norm: plans.Norm | None) -> _Norm:
+    def _norm(self, norm: plans.Norm | None) -> _NativeNorm:
         if norm is None:
-            return _Norm()
-        return _Norm(
+            return _NativeNorm()
+        return _NativeNorm(
             weight=_address(self._kept, norm.weight),
             bias=_address(self._kept, norm.bias),
             eps=norm.eps,
@@ -281,7 +281,7 @@ class NativeEngine(PagedEngine):
         )
 
 
-class _Memory:
+class _PagedMemory:
     """Zeros, in large pages where the system has them and they are wanted: a stream of small ones waits for address
     look-ups.
 

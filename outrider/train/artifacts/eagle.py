@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 METHOD = "eagle"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EagleShape:
     hidden: int
     inner: int
     heads: int
@@ -50,7 +50,7 @@ class Shape:
         )
 
     @classmethod
-    def like(cls, model: PreTrainedModel, layers: int = 1) -> Shape:
+    def like(cls, model: PreTrainedModel, layers: int = 1) -> EagleShape:
         """A layer as the target's own are."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
@@ -69,7 +69,7 @@ class Shape:
 class Eagle(nn.Module):
     """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
 
-    def __init__(self, shape: Shape, ids: torch.Tensor, ends: Ends) -> None:
+    def __init__(self, shape: EagleShape, ids: torch.Tensor, ends: EmbeddingsAndHead) -> None:
         super().__init__()
         self.shape = shape
         self.ids = ids
@@ -132,9 +132,11 @@ class Eagle(nn.Module):
         return {name: weight.to(torch.bfloat16) for name, weight in own.items()} | {"ids": self.ids.to(torch.int32)}
 
     @classmethod
-    def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Eagle:
+    def from_weights(
+        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: EmbeddingsAndHead
+    ) -> Eagle:
         ids = weights["ids"].long().to(ends.head.device)
-        made = cls(Shape(**shape), ids, ends)
+        made = cls(EagleShape(**shape), ids, ends)
         body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
         made.body.model.layers.load_state_dict(body)
         norm = {name.removeprefix("norm."): w.float() for name, w in weights.items() if name.startswith("norm.")}

@@ -26,20 +26,20 @@ _SAMPLED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbeddingsAndHead:
     embeddings: torch.Tensor  # [vocab, hidden]
     head: torch.Tensor  # [vocab, hidden]
     head_bias: torch.Tensor | None
     softcap: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Ends:
+    def of(cls, model: PreTrainedModel) -> EmbeddingsAndHead:
         out: Any = model.get_output_embeddings()
         return cls(model.get_input_embeddings().weight.detach(), out.weight.detach(), out.bias, _softcap(model.config))
 
-    def on(self, device: torch.device) -> Ends:
+    def on(self, device: torch.device) -> EmbeddingsAndHead:
         bias = None if self.head_bias is None else self.head_bias.to(device)
-        return Ends(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
+        return EmbeddingsAndHead(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
 
     @property
     def digest(self) -> str:
@@ -63,7 +63,7 @@ class Ends:
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def read_ends(target: str, progress: Callable[[str], None]) -> Ends:
+def read_ends(target: str, progress: Callable[[str], None]) -> EmbeddingsAndHead:
     """From a target's safetensors, without loading the rest."""
     path = locate(target, progress)
     progress("reading the target's embeddings")
@@ -77,7 +77,7 @@ def read_ends(target: str, progress: Callable[[str], None]) -> Ends:
         raise StartupError(
             f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"
         ) from error
-    return Ends(
+    return EmbeddingsAndHead(
         read[embeddings].float(), read[head].float(), read[bias].float() if bias in read else None, _softcap(config)
     )
 

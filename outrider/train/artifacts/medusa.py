@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 METHOD = "medusa"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class MedusaShape:
     hidden: int
     heads: int = 4
 
 
-class Head(nn.Module):
+class MedusaHead(nn.Module):
     """A linear map, and a layer that adds to it what is not linear."""
 
     def __init__(self, hidden: int) -> None:
@@ -42,11 +42,11 @@ class Head(nn.Module):
 class Medusa(nn.Module):
     """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
 
-    def __init__(self, shape: Shape, ids: torch.Tensor, ends: Ends) -> None:
+    def __init__(self, shape: MedusaShape, ids: torch.Tensor, ends: EmbeddingsAndHead) -> None:
         super().__init__()
         self.shape = shape
         self.ids = ids
-        self.heads = nn.ModuleList(Head(shape.hidden) for _ in range(shape.heads))
+        self.heads = nn.ModuleList(MedusaHead(shape.hidden) for _ in range(shape.heads))
         self.embeddings = ends.embeddings
         self.ends = ends
 
@@ -65,8 +65,10 @@ class Medusa(nn.Module):
         return own | {"ids": self.ids.to(torch.int32)}
 
     @classmethod
-    def from_weights(cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: Ends) -> Medusa:
-        made = cls(Shape(**shape), weights["ids"].long().to(ends.head.device), ends)
+    def from_weights(
+        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: EmbeddingsAndHead
+    ) -> Medusa:
+        made = cls(MedusaShape(**shape), weights["ids"].long().to(ends.head.device), ends)
         made.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
         return made
 

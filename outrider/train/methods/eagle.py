@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.train.artifacts.eagle import Eagle, Shape
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.artifacts.eagle import Eagle, EagleShape
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
@@ -28,14 +28,14 @@ class EagleMethod:
     def __init__(
         self,
         target: PreTrainedModel,
-        ends: Ends,
+        ends: EmbeddingsAndHead,
         ids: torch.Tensor,
         examples: Sequence[Example],
         *,
         layers: int,
         steps: int,
     ) -> None:
-        self._eagle = Eagle(Shape.like(target, layers), ids, ends)
+        self._eagle = Eagle(EagleShape.like(target, layers), ids, ends)
         self._ends = ends
         self._steps = steps
         _begin(self._eagle, target, examples)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 
 _WINDOWED = 0.5  # of the examples, learnt without the beginning of the prompt: others' caches may hold its states
@@ -101,7 +101,7 @@ def surprise(target: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return -(wanted * torch.log_softmax(found.float(), dim=-1)).sum(dim=-1).mean()
 
 
-def likeliest(ends: Ends, batch: Batch) -> torch.Tensor:
+def likeliest(ends: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:
     """What the target goes on with after each place, greedily.  # [batch, places]"""
     every = torch.arange(ends.head.shape[0], device=batch.tokens.device)
     return ends.logits(batch.wanted, every).argmax(dim=-1)

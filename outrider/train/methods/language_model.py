@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
 
 _JUDGED_SHARE = 0.35
@@ -21,7 +21,7 @@ class LanguageMethod:
     """`model` answers hidden states that `head` turns into logits for `ids`."""
 
     def __init__(
-        self, name: str, model: PreTrainedModel, ends: Ends, ids: torch.Tensor, shape: Mapping[str, Any]
+        self, name: str, model: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, shape: Mapping[str, Any]
     ) -> None:
         self.name = name
         self.shape = shape
@@ -66,7 +66,7 @@ class LanguageMethod:
 
 
 def early_exit(
-    target: PreTrainedModel, ends: Ends, ids: torch.Tensor, *, exit_layers: int, layers: int
+    target: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, *, exit_layers: int, layers: int
 ) -> LanguageMethod:
     """The target's first layers as they are, and behind them a few that are trained: at first copies of its last."""
     body: Any = target.base_model
@@ -88,7 +88,9 @@ def early_exit(
     return LanguageMethod("early-exit", target, ends, ids, {"exit_layers": exit_layers, "layers": layers})
 
 
-def distilled(target: PreTrainedModel, ends: Ends, ids: torch.Tensor, *, hidden: int, layers: int) -> LanguageMethod:
+def distilled(
+    target: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, *, hidden: int, layers: int
+) -> LanguageMethod:
     """A small Llama with the target's vocabulary; its embeddings begin as what of the target's fits into its width."""
     theirs = target.config.get_text_config()
     config = LlamaConfig(

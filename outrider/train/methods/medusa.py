@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.train.artifacts.embeddings_and_head import Ends
-from outrider.train.artifacts.medusa import Medusa, Shape
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from outrider.train.artifacts.medusa import Medusa, MedusaShape
 from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
@@ -21,9 +21,9 @@ _FURTHER = 0.8  # the weight of each further head
 class MedusaMethod:
     name = "medusa"
 
-    def __init__(self, ends: Ends, ids: torch.Tensor, examples: Sequence[Example], *, heads: int) -> None:
+    def __init__(self, ends: EmbeddingsAndHead, ids: torch.Tensor, examples: Sequence[Example], *, heads: int) -> None:
         self._ends = ends
-        self._medusa = Medusa(Shape(ends.hidden, heads), ids, ends)
+        self._medusa = Medusa(MedusaShape(ends.hidden, heads), ids, ends)
         with torch.no_grad():
             for ahead, head in enumerate(self._medusa.heads, 1):
                 assert isinstance(head.linear, nn.Linear)

@@ -18,11 +18,11 @@ import torch
 from drafter import draft_sampling
 from drafter.methods import blend as blending
 from drafter.methods.blend import BlendDrafter
-from drafter.methods.interface import Ask, Draft, Drafter
+from drafter.methods.interface import Drafter, DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter
 from drafter.methods.suffix import SuffixDrafter
-from drafter.session import Opening, Session
-from outrider.engine import Rows, StepResult
+from drafter.session import DraftOpening, DraftSession
+from outrider.engine import SessionTokens, StepResult
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Guess, Steering
@@ -111,10 +111,10 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
     end = len(committed) + setting.params.max_tokens
     single = setting.params.mode.needs_draft_probs
     tree = setting.tree(committed, single=single, max_nodes=64, max_ahead=64)
-    opening = Opening(
+    opening = DraftOpening(
         "s", 0, setting.prompt, len(setting.prompt), setting.params, setting.vocab, steering=setting.steering
     )
-    sessions = [Session(opening) for _ in drafters]
+    sessions = [DraftSession(opening) for _ in drafters]
     steps = 0
     while len(committed) < end:
         underway: list[Guess] = []
@@ -138,7 +138,7 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
     return tuple(committed[len(setting.prompt) :])
 
 
-def said(drafter: Drafter, session: Session, source: int) -> list[Guess]:
+def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
     while (ask := session.ask()) is not None:
         session.take(drafter.draft([ask])[0], 0)
     guesses = []
@@ -155,7 +155,7 @@ def said(drafter: Drafter, session: Session, source: int) -> list[Guess]:
 class Picky(BlendDrafter):
     """Lets the model draw, and sends the copy instead where the two differ."""
 
-    def _answer(self, plan: blending._Plan, drafted: Draft | None) -> Draft:
+    def _answer(self, plan: blending._Plan, drafted: DraftResult | None) -> DraftResult:
         copied = plan.proposal.draft
         if drafted is not None and copied.tokens and drafted.tokens[:1] != copied.tokens[:1]:
             return copied
@@ -189,16 +189,16 @@ class Enumerated:
     wants_features: bool = False
     info: ModelInfo = field(default_factory=lambda: ModelInfo("enumerated", "enumerated", vocab_size=3))
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         self.clock.now += self.cost_s
         return [self._draft(ask) for ask in asks]
 
     def forget(self, session: str) -> None:
         """Nothing is kept."""
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> DraftResult:
         drawn_from = self.pair.draft(tuple(ask.tokens[ask.prompt_length :]))
-        return Draft((self.branches.token(drawn_from),), (drawn_from,))
+        return DraftResult((self.branches.token(drawn_from),), (drawn_from,))
 
 
 class Luck:
@@ -266,7 +266,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     taken: Counter[str] = Counter()
     real = BlendDrafter._way
 
-    def noting(self: BlendDrafter, session: blending._Session, plan: blending._Plan) -> blending._Way:
+    def noting(self: BlendDrafter, session: blending._Session, plan: blending._Plan) -> blending._Member:
         way = real(self, session, plan)
         taken[way.name] += bool(plan.proposal.draft.tokens)
         return way
@@ -344,7 +344,7 @@ class TableEngine:
         self._clock = clock
         self._cost_s = cost_s
 
-    def extend(self, batch: Sequence[Rows]) -> StepResult:
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         self._clock.now += self._cost_s
         logits = [self._logits[list(rows.tokens[rows.logits_from :])] for rows in batch]
         return StepResult(torch.cat(logits), logits, [])

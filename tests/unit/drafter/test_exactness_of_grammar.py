@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from drafter import draft_sampling
-from drafter.grammar import Rails
+from drafter.grammar import GrammarCursor
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import Draft
-from drafter.session import Opening as Drafted
-from drafter.session import Session as Drafting
-from drafter.tree_builder import Growth
+from drafter.methods.interface import DraftResult
+from drafter.session import DraftOpening as Drafted
+from drafter.session import DraftSession as Drafting
+from drafter.tree_builder import TreeBuilder
 from outrider.models.tokenizer import as_json
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
@@ -42,7 +42,7 @@ from tests.unit.outrider.speculation.test_exactness import (
     distance,
     every_way,
 )
-from verifier.session import Opening, Session
+from verifier.session import VerifyOpening, VerifySession
 from verifier.verify import judge
 
 LETTERS = "abc"
@@ -110,8 +110,8 @@ class Both:
 
     def __init__(self, params: SamplingParams, *, blind: bool = False, gamma: int = 2, branches: int = 1) -> None:
         self.params = params
-        self.verifier = Session(Opening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.guide(params))
-        rails = None if blind else Rails(GRAMMARS.guide(params), START)
+        self.verifier = VerifySession(VerifyOpening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.guide(params))
+        rails = None if blind else GrammarCursor(GRAMMARS.guide(params), START)
         opening = Drafted("s", 1, PROMPT, START, params, VOCAB, Steering(gamma=gamma, branches=branches))
         self.drafter = Drafting(opening, rails=rails)
         self.accepted = 0
@@ -155,12 +155,14 @@ def drawn(both: Both, branches: Branches, *, cut: bool = False) -> None:
         path = tuple(ask.tokens[START:])
         ready, live = draft_sampling._restricted(ask, rows("draft", [path]), [ask.tokens[ask.committed :]])
         if not live:
-            drafter.take(Draft(done=True), 0)
+            drafter.take(DraftResult(done=True), 0)
             continue
         probs = sampling.candidates(ready, ask.params).probs[0]
         drawn_from = sampling.quantise(probs, torch.arange(VOCAB), VOCAB)
-        draft = Draft((branches.token(drawn_from),), (drawn_from,))
-        drafter.take(lawful(replace(ask, rails=Rails(GRAMMARS.guide(ask.params), START)), draft) if cut else draft, 0)
+        draft = DraftResult((branches.token(drawn_from),), (drawn_from,))
+        drafter.take(
+            lawful(replace(ask, rails=GrammarCursor(GRAMMARS.guide(ask.params), START)), draft) if cut else draft, 0
+        )
 
 
 def texts(mode: Verification, *, blind: bool = False, cut: bool = False, **more: Any) -> dict[Path, float]:
@@ -228,9 +230,9 @@ def shared(both: Both) -> None:
         if ask.branches == 1:
             path = tuple(ask.tokens[START:])
             found = draft_sampling.next_token(ask, rows("draft", [path]), ask.tokens, 4)
-            drafter.take(Draft(done=True) if found is None else Draft((found[0],)), 0)
+            drafter.take(DraftResult(done=True) if found is None else DraftResult((found[0],)), 0)
             continue
-        growth = Growth(ask)
+        growth = TreeBuilder(ask)
         places = growth.open_places()
         paths = [growth.path(place) for place in places]
         said = rows("draft", [(*ask.tokens[START : ask.committed], *path) for path in paths])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.ngram import NgramDrafter
-from drafter.session import Opening, Session
+from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering
@@ -18,8 +18,8 @@ PROMPT = (1, 2, 3)
 VOCAB = 50
 
 
-def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -> Session:
-    opening = Opening(
+def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -> DraftSession:
+    opening = DraftOpening(
         "s",
         0,
         PROMPT,
@@ -29,10 +29,10 @@ def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -
         Steering(gamma=gamma, branches=branches),
     )
     opening.check()
-    return Session(opening)
+    return DraftSession(opening)
 
 
-def sent(session: Session) -> list[Guess]:
+def sent(session: DraftSession) -> list[Guess]:
     guesses = []
     while not session.outbox.empty():
         guess = session.outbox.get_nowait()
@@ -41,9 +41,9 @@ def sent(session: Session) -> list[Guess]:
     return guesses
 
 
-def draft(session: Session, *tokens: int, done: bool = False, parents: tuple[int, ...] = ()) -> list[Guess]:
+def draft(session: DraftSession, *tokens: int, done: bool = False, parents: tuple[int, ...] = ()) -> list[Guess]:
     session.ask()
-    session.take(Draft(tokens, done=done, parents=parents), 100)
+    session.take(DraftResult(tokens, done=done, parents=parents), 100)
     return sent(session)
 
 
@@ -117,7 +117,7 @@ def test_an_eager_session_asks_for_little_at_a_time() -> None:
     for _ in range(20):
         ask = session.ask()
         assert ask is not None
-        session.take(Draft((7,) * ask.room), 2_000 * ask.room)
+        session.take(DraftResult((7,) * ask.room), 2_000 * ask.room)
         session.commit(len(session._committed), (9,))
     assert ask.room == 2
 
@@ -159,7 +159,7 @@ def test_what_was_drafted_while_a_bonus_came_follows_another_path_unless_it_was_
     draft(session, 7, 8)
     session.ask()
     session.commit(3, (7, 8, 9))
-    session.take(Draft((token, 4), done=True), 10)
+    session.take(DraftResult((token, 4), done=True), 10)
     ask = session.ask()
     assert ask is not None
     assert list(ask.tokens[ask.committed :]) == list(kept)
@@ -174,7 +174,7 @@ def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
     assert ask is not None
     assert (ask.open_tokens, ask.open_parents, ask.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
     assert list(ask.tokens) == [1, 2, 3, 7, 9]
-    session.take(Draft((5, 6), parents=(2, 3)), 0)
+    session.take(DraftResult((5, 6), parents=(2, 3)), 0)
     assert [(g.parent, g.tokens) for g in sent(session)] == [(3, (5,)), (4, (6,))]
 
 
@@ -193,7 +193,7 @@ def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
     session = opened(gamma=3, branches=2)
     session.ask()
     session.commit(3, (7,))
-    session.take(Draft((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
+    session.take(DraftResult((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
     assert sent(session) == [], "it was done for what was asked, not for what is asked now"
     guess, passed = draft(session, done=True)
     assert (guess.position, guess.tokens) == (4, (9, 6)), "8 and 5 are gone with what they hang from"
@@ -220,7 +220,7 @@ def test_a_drawn_token_has_no_sibling() -> None:
 
 def test_an_unsent_chain_that_was_committed_meanwhile_is_sent_without_its_head() -> None:
     session = opened(gamma=3)
-    session.take(Draft((7, 8)), 10)
+    session.take(DraftResult((7, 8)), 10)
     session.commit(3, (7,))
     assert draft(session, 9, 4) == [Guess(4, 1, 0, (8, 9, 4), draft_us=110)]
 
@@ -248,7 +248,7 @@ def test_a_commit_that_cannot_be_is_refused(position: int, tokens: tuple[int, ..
 def test_distributions_travel_with_their_tokens() -> None:
     session = opened(gamma=2, verification=Verification.BLOCK)
     probs = (Distribution((7,), (WHOLE,)), Distribution((8, 9), (WHOLE - 1, 1)))
-    session.take(Draft((7, 8), probs), 0)
+    session.take(DraftResult((7, 8), probs), 0)
     (guess,) = sent(session)
     assert guess.draft_probs == probs
 
@@ -278,7 +278,7 @@ def test_an_opening_that_cannot_be_is_refused(change: dict, name: str) -> None:
         "vocab_size": VOCAB,
     }
     with pytest.raises(InvalidRequest) as refused:
-        Opening(**(values | change)).check()
+        DraftOpening(**(values | change)).check()
     assert refused.value.field == name
 
 
@@ -305,7 +305,7 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
             places = range(len(ask.open_tokens), len(ask.open_tokens) + len(tokens))
             parents = tuple(data.draw(st.integers(-1, place - 1)) for place in places) if branching else ()
             probs = tuple(Distribution((t,), (WHOLE,)) for t in tokens) if single else ()
-            session.take(Draft(tokens, probs, data.draw(st.booleans()), parents), 5)
+            session.take(DraftResult(tokens, probs, data.draw(st.booleans()), parents), 5)
             underway += sent(session)
         elif action == "deliver" and underway:
             tree.add(underway.pop(0))
@@ -340,7 +340,7 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
     tree = GuessTree(committed, single=False, max_nodes=64, max_ahead=64)
     for _ in range(10):
         while (ask := session.ask()) is not None:
-            session.take(Draft((ask.tokens[-1] + 1,)), 0)
+            session.take(DraftResult((ask.tokens[-1] + 1,)), 0)
         for guess in sent(session):
             tree.add(guess)
         block = tree.block(9, 9)
@@ -354,12 +354,12 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
 # --- prompt lookup ---------------------------------------------------------------------------------------------------
 
 
-def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **params) -> Ask:
+def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **params) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
-    return Ask("s", tokens, committed, 1, room, SamplingParams(**params), VOCAB)
+    return DraftRequest("s", tokens, committed, 1, room, SamplingParams(**params), VOCAB)
 
 
-def looked_up(tokens: list[int], room: int = 4, shortest: int = 2, longest: int = 4) -> Draft:
+def looked_up(tokens: list[int], room: int = 4, shortest: int = 2, longest: int = 4) -> DraftResult:
     return NgramDrafter(shortest, longest).draft([ask_for(tokens, room)])[0]
 
 
@@ -382,7 +382,7 @@ def test_a_loop_is_continued_as_a_loop() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 9, 2, 9]])
 def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
-    assert looked_up(tokens) == Draft(done=True)
+    assert looked_up(tokens) == DraftResult(done=True)
 
 
 def test_a_run_shorter_than_the_shortest_is_no_match() -> None:
@@ -436,4 +436,4 @@ def test_lookup_matches_a_search_from_scratch(tokens: list[int], room: int, grow
                 text.append(text[ends[-1] + i])
             expected = text[len(tokens) :]
             break
-    assert found == (Draft(tuple(expected)) if expected else Draft(done=True))
+    assert found == (DraftResult(tuple(expected)) if expected else DraftResult(done=True))

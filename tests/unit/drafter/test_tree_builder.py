@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import Ask
-from drafter.tree_builder import ROOT, Growth
+from drafter.methods.interface import DraftRequest
+from drafter.tree_builder import ROOT, TreeBuilder
 from outrider.protocol.sampling_params import SamplingParams
 
 
@@ -20,8 +20,8 @@ def ask_for(
     branches: int = 2,
     budget: int = 8,
     depth: int = 4,
-) -> Ask:
-    return Ask(
+) -> DraftRequest:
+    return DraftRequest(
         "s",
         [1],
         1,
@@ -41,7 +41,7 @@ def choices(*shares: float) -> list[tuple[int, float]]:
     return [(token, math.log(share)) for token, share in enumerate(shares)]
 
 
-def grown(growth: Growth, shares: dict[int, tuple[float, ...]]) -> Growth:
+def grown(growth: TreeBuilder, shares: dict[int, tuple[float, ...]]) -> TreeBuilder:
     """To the end, each place offering what it is told."""
     for place in growth.open_places():
         growth.offer(place, choices(*shares.get(place, ())))
@@ -51,35 +51,35 @@ def grown(growth: Growth, shares: dict[int, tuple[float, ...]]) -> Growth:
 
 
 def test_the_likeliest_path_grows_first() -> None:
-    growth = grown(Growth(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
+    growth = grown(TreeBuilder(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
     assert (growth.tokens, growth.parents) == ([0, 1, 0], [ROOT, ROOT, 1]), "0.6, 0.4, then 0.36 before 0.3"
     assert growth.path(2) == [1, 0]
     assert math.isclose(growth.score(2), math.log(0.36))
 
 
 def test_no_place_has_more_children_than_branches_and_none_twice() -> None:
-    growth = grown(Growth(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
+    growth = grown(TreeBuilder(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
     draft = growth.draft()
     assert (draft.tokens, draft.parents) == ((1,), (ROOT,)), "the open guess 0 is one of the two"
 
 
 def test_an_open_guess_that_is_not_offered_counts_as_little_as_the_last_that_is() -> None:
-    growth = Growth(ask_for((9,), (ROOT,)))
+    growth = TreeBuilder(ask_for((9,), (ROOT,)))
     growth.offer(ROOT, choices(0.7, 0.2))
     assert math.isclose(growth.score(0), math.log(0.2))
 
 
 def test_nothing_is_deeper_than_depth() -> None:
-    growth = grown(Growth(ask_for(depth=2, branches=1)), dict.fromkeys(range(-1, 9), (1.0,)))
+    growth = grown(TreeBuilder(ask_for(depth=2, branches=1)), dict.fromkeys(range(-1, 9), (1.0,)))
     assert growth.tokens == [0, 0]
-    growth = Growth(ask_for((5, 6), (ROOT, 0), depth=2))
+    growth = TreeBuilder(ask_for((5, 6), (ROOT, 0), depth=2))
     assert growth.open_places() == [ROOT, 0]
     growth.offer(1, choices(1.0))
     assert growth.add() is None
 
 
 def test_a_score_may_be_asked_for() -> None:
-    growth = Growth(ask_for())
+    growth = TreeBuilder(ask_for())
     growth.offer(ROOT, choices(0.6, 0.1))
     assert growth.add(math.log(0.5)) == 0
     assert growth.add(math.log(0.5)) is None
@@ -87,10 +87,10 @@ def test_a_score_may_be_asked_for() -> None:
 
 
 def test_what_is_left_is_shared_among_the_levels_to_come() -> None:
-    assert Growth(ask_for(budget=8, depth=4)).share == 2
-    assert Growth(ask_for((5, 6), (ROOT, 0), budget=6, depth=4)).share == 3
-    assert Growth(ask_for((5, 6), (ROOT, 0), budget=1, depth=4)).share == 1
-    assert Growth(ask_for((5, 6), (ROOT, 0), budget=5, depth=2)).share == 5
+    assert TreeBuilder(ask_for(budget=8, depth=4)).share == 2
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=6, depth=4)).share == 3
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=1, depth=4)).share == 1
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=5, depth=2)).share == 5
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,7 +100,7 @@ def test_what_grows_is_the_best_tree_there_is(data: st.DataObject) -> None:
     branches, budget, depth = (data.draw(st.integers(1, high)) for high in (3, 10, 4))
     share = st.floats(0.01, 1.0)
     shares: dict[int, tuple[float, ...]] = {}
-    growth = Growth(ask_for(branches=branches, budget=budget, depth=depth))
+    growth = TreeBuilder(ask_for(branches=branches, budget=budget, depth=depth))
     left: list[float] = []
     taken: list[float] = []
 

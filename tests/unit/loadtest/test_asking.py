@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.asking import DONE, HttpRefusal, OverHttp, Piece, answer, named, refusal
-from loadtest.credentials import Credentials
+from loadtest.asking import DONE, HttpRefusal, OverHttp, ReplyPiece, answer, named, refusal
+from loadtest.credentials import ClientCredentials
 from loadtest.sse import events
 from loadtest.workload import Case, cases
 from outrider.protocol.errors import (
@@ -74,9 +74,9 @@ USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 3}})
 )
 def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
     assert list(answer(iter([*chunks, USAGE, DONE]))) == [
-        Piece("one ", None),
-        Piece("two", None),
-        Piece("", None, 3),
+        ReplyPiece("one ", None),
+        ReplyPiece("two", None),
+        ReplyPiece("", None, 3),
     ]
 
 
@@ -204,7 +204,7 @@ class Serving:
         self._thread.join()
         self.server.server_close()
 
-    def ask(self, case: Case) -> list[Piece]:
+    def ask(self, case: Case) -> list[ReplyPiece]:
         return list(self.asker.ask(case))
 
 
@@ -230,9 +230,9 @@ def test_pieces_come_as_they_are_sent() -> None:
 
     with Serving(slowly) as serving:
         pieces = serving.asker.ask(TEXT)
-        assert next(pieces) == Piece("one ", None)
+        assert next(pieces) == ReplyPiece("one ", None)
         heard.set()
-        assert list(pieces) == [Piece("two", None), Piece("", None, 3)]
+        assert list(pieces) == [ReplyPiece("two", None), ReplyPiece("", None, 3)]
 
 
 def test_a_connection_is_kept_until_an_answer_is_left() -> None:
@@ -269,7 +269,7 @@ def test_an_answer_that_is_left_is_hung_up_on() -> None:
 
 
 def test_a_request_is_openais_with_the_key() -> None:
-    with Serving(whole, shown=Credentials("secret"), model="m") as serving:
+    with Serving(whole, shown=ClientCredentials("secret"), model="m") as serving:
         serving.ask(TEXT)
         serving.ask(CHAT)
         list(serving.asker.ask(TEXT, gamma=0))

@@ -14,25 +14,27 @@ import msgpack
 import pytest
 
 from loadtest.__main__ import table
-from loadtest.asking import Piece
+from loadtest.asking import ReplyPiece
 from loadtest.attempt import TEXT_DIFFERS, Attempt
 from loadtest.page import ms, page
-from loadtest.record import Recorder, Sort, Spread, Tally, whole
-from loadtest.shapes import Part, Span
-from loadtest.summary import NO_REQUESTS, Run, Summary, summarise
+from loadtest.record import Recorder, RequestTally, Sort, Spread, whole
+from loadtest.shapes import ShapePart, ShapeSpan
+from loadtest.summary import NO_REQUESTS, LoadRun, Summary, summarise
 from loadtest.workload import Output, cases
 from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 
 CHAT, CODE = cases("chat", 8)[0], cases("code", 8)[0]
 EXPECTED = Output.of("one two three", (1, 2, 3))
-OVER_GRPC = [Piece("one ", (1,)), Piece("two ", (2,)), Piece("three", (3,)), Piece("", (), 3)]
-OVER_HTTP = [Piece("one ", None), Piece("two three", None), Piece("", None, 3)]
+OVER_GRPC = [ReplyPiece("one ", (1,)), ReplyPiece("two ", (2,)), ReplyPiece("three", (3,)), ReplyPiece("", (), 3)]
+OVER_HTTP = [ReplyPiece("one ", None), ReplyPiece("two three", None), ReplyPiece("", None, 3)]
 
 
 # One request.
 
 
-def ended(pieces: list[Piece], error: OutriderError | None = None, protocol: str = "grpc", case: Any = CHAT) -> Attempt:
+def ended(
+    pieces: list[ReplyPiece], error: OutriderError | None = None, protocol: str = "grpc", case: Any = CHAT
+) -> Attempt:
     def streamed() -> Any:
         yield from pieces
         if error is not None:
@@ -44,7 +46,7 @@ def ended(pieces: list[Piece], error: OutriderError | None = None, protocol: str
 
 
 @pytest.mark.parametrize("pieces", [OVER_GRPC, OVER_HTTP], ids=["grpc", "http"])
-def test_a_right_text_is_right_over_both_protocols(pieces: list[Piece]) -> None:
+def test_a_right_text_is_right_over_both_protocols(pieces: list[ReplyPiece]) -> None:
     attempt = ended(pieces)
     assert (attempt.error, attempt.shed, attempt.compared, attempt.tokens) == ("", False, True, 3)
     assert attempt.pause_s == 0
@@ -55,13 +57,13 @@ def test_a_right_text_is_right_over_both_protocols(pieces: list[Piece]) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        [Piece("one ", (1,)), Piece("too", (9,)), Piece("", (), 2)],
-        [Piece("one two three", (1, 2, 4)), Piece("", (), 3)],
-        [Piece("one two thre", None), Piece("", None, 3)],
-        [Piece("one two three", None), Piece("", None, 4)],
+        [ReplyPiece("one ", (1,)), ReplyPiece("too", (9,)), ReplyPiece("", (), 2)],
+        [ReplyPiece("one two three", (1, 2, 4)), ReplyPiece("", (), 3)],
+        [ReplyPiece("one two thre", None), ReplyPiece("", None, 3)],
+        [ReplyPiece("one two three", None), ReplyPiece("", None, 4)],
     ],
 )
-def test_a_wrong_text_is_a_failure(pieces: list[Piece]) -> None:
+def test_a_wrong_text_is_a_failure(pieces: list[ReplyPiece]) -> None:
     attempt = ended(pieces)
     assert (attempt.error, attempt.shed, attempt.compared) == (TEXT_DIFFERS, False, True)
     assert attempt.detail
@@ -84,13 +86,13 @@ def test_want_of_room_before_anything_came_is_shed(kind: type[OutriderError], pa
         (OVER_GRPC[:2], Expired("late"), "expired"),
     ],
 )
-def test_everything_else_is_a_failure(pieces: list[Piece], error: OutriderError, called: str) -> None:
+def test_everything_else_is_a_failure(pieces: list[ReplyPiece], error: OutriderError, called: str) -> None:
     attempt = ended(pieces, error)
     assert (attempt.error, attempt.shed, attempt.compared) == (called, False, False)
     assert attempt.pause_s >= 1.0
 
 
-def timed(*marks: tuple[float, Piece]) -> Attempt:
+def timed(*marks: tuple[float, ReplyPiece]) -> Attempt:
     """An attempt whose pieces came then."""
     attempt = Attempt("http", CHAT)
     attempt._pieces = list(marks)
@@ -101,7 +103,10 @@ def timed(*marks: tuple[float, Piece]) -> Attempt:
 
 def test_tokens_that_came_together_share_their_gap() -> None:
     attempt = timed(
-        (100, Piece("a", (1,))), (150, Piece("", (2,))), (190, Piece("bcd", (3, 4))), (191, Piece("", (), 4))
+        (100, ReplyPiece("a", (1,))),
+        (150, ReplyPiece("", (2,))),
+        (190, ReplyPiece("bcd", (3, 4))),
+        (191, ReplyPiece("", (), 4)),
     )
     assert [(arrival.at_ms, arrival.tokens) for arrival in attempt.arrivals] == [(100, 1), (150, 1), (190, 2)]
     assert [(arrival.tokens, gap) for arrival, gap in attempt.gaps] == [(1, 50), (2, 20)]
@@ -111,16 +116,19 @@ def test_tokens_that_came_together_share_their_gap() -> None:
 
 def test_tokens_that_are_not_told_are_shared_out_by_characters() -> None:
     attempt = timed(
-        (100, Piece("ab", None)), (150, Piece("c", None)), (190, Piece("defgh", None)), (195, Piece("", None, 4))
+        (100, ReplyPiece("ab", None)),
+        (150, ReplyPiece("c", None)),
+        (190, ReplyPiece("defgh", None)),
+        (195, ReplyPiece("", None, 4)),
     )
     assert [arrival.tokens for arrival in attempt.arrivals] == [1, 1, 2]
-    many = timed(*((i, Piece("x" * (1 + i % 7), None)) for i in range(100)), (100, Piece("", None, 37)))
+    many = timed(*((i, ReplyPiece("x" * (1 + i % 7), None)) for i in range(100)), (100, ReplyPiece("", None, 37)))
     assert sum(arrival.tokens for arrival in many.arrivals) == 37
     assert sum(arrival.tokens * gap for arrival, gap in many.gaps) <= 99
 
 
 def test_an_answer_without_text_has_no_first_token() -> None:
-    attempt = timed((50, Piece("", None, 1)))
+    attempt = timed((50, ReplyPiece("", None, 1)))
     assert (attempt.arrivals, attempt.first_token_ms, attempt.inter_token_ms) == ([], None, None)
     Recorder().add(attempt)
 
@@ -171,9 +179,9 @@ def attempts() -> list[Attempt]:
 
 
 SPANS = [
-    Span(Part("before", 3, 4), START, START + 4),
-    Span(Part("peak", 9, 3), START + 4.5, START + 7.5),
-    Span(Part("after", 3, 4), START + 8.0, START + 12.0),
+    ShapeSpan(ShapePart("before", 3, 4), START, START + 4),
+    ShapeSpan(ShapePart("peak", 9, 3), START + 4.5, START + 7.5),
+    ShapeSpan(ShapePart("after", 3, 4), START + 8.0, START + 12.0),
 ]
 
 
@@ -181,10 +189,10 @@ def load(**changed: Any) -> dict[str, Any]:
     return {"shape": "overload", "users": 3, "gamma": None, "kinds": ""} | changed
 
 
-def summary(recorder: Recorder | None = None, spans: list[Span] = SPANS, **more: Any) -> Summary:
+def summary(recorder: Recorder | None = None, spans: list[ShapeSpan] = SPANS, **more: Any) -> Summary:
     if recorder is None:
         recorder = recorded(attempts())
-    run = Run(float(START), **({"target": "tiny", "endpoints": ["127.0.0.1:1"], "load": load()} | more))
+    run = LoadRun(float(START), **({"target": "tiny", "endpoints": ["127.0.0.1:1"], "load": load()} | more))
     return summarise(recorder, spans, run)
 
 
@@ -242,7 +250,10 @@ def test_workers_records_add_up_to_the_same_summary() -> None:
 def test_a_tally_survives_the_way() -> None:
     tally = whole(tally for *_, tally in recorded(attempts()).tallies)
     tally.errors["expired"] += 2
-    assert Tally.unpacked(msgpack.loads(msgpack.dumps(tally.packed()), strict_map_key=False)).packed() == tally.packed()
+    assert (
+        RequestTally.unpacked(msgpack.loads(msgpack.dumps(tally.packed()), strict_map_key=False)).packed()
+        == tally.packed()
+    )
     assert tally.failures == 2
 
 
@@ -274,7 +285,7 @@ def test_a_slice_counts_for_a_part_as_far_as_it_lies_in_it() -> None:
     recorder.add(at(0, "grpc", CHAT, ms=900))  # tokens after 0.3, 0.6 and 0.9 seconds
     for second in (0.55, 0.8, 1.05):
         recorder.add(at(second, "grpc", CHAT, shed=True, ms=1))
-    found = summary(recorder, [Span(Part("steady", 1, 0.45), START + 0.625, START + 1.125)])
+    found = summary(recorder, [ShapeSpan(ShapePart("steady", 1, 0.45), START + 0.625, START + 1.125)])
     assert found.tokens_per_s == pytest.approx(1.5 / 0.5)
     assert found.parts[0].shed == 1
     assert found.all.shed == 3

@@ -23,7 +23,7 @@ import typer
 from loadtest.__main__ import main
 from loadtest.attempt import TEXT_DIFFERS
 from loadtest.prompts import KINDS, PROMPTS
-from loadtest.settings import Load, Where
+from loadtest.settings import Load, LoadTarget
 from loadtest.summary import Summary
 from loadtest.workload import Output, cases, difference, pick
 from outrider.base.endpoint import allowed, is_loopback, split
@@ -32,7 +32,7 @@ from outrider.protocol.sampling_params import Verification
 from outrider.protocol.speculation import FinishReason
 from outrider.security.error_interceptor import ErrorInterceptor
 from outrider.testing import link_emulator as link_module
-from outrider.testing.link_emulator import Link, Shape
+from outrider.testing.link_emulator import EmulatedLink, LinkShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -226,12 +226,12 @@ def test_options_become_a_load() -> None:
 
 
 def test_where_load_goes_survives_the_way_to_workers() -> None:
-    where = Where.of(typed(endpoint="127.0.0.1:1,127.0.0.1:3"))
+    where = LoadTarget.of(typed(endpoint="127.0.0.1:1,127.0.0.1:3"))
     assert where.grpc == ("127.0.0.1:1", "127.0.0.1:3")
-    assert Where.unpacked(msgpack.loads(msgpack.dumps(where.packed()))) == where
+    assert LoadTarget.unpacked(msgpack.loads(msgpack.dumps(where.packed()))) == where
     for name in ("endpoint", "http_endpoint"):
         with pytest.raises(InvalidRequest, match="--allow-remote"):
-            Where.of(typed(**{name: "10.0.0.1:1"}))
+            LoadTarget.of(typed(**{name: "10.0.0.1:1"}))
 
 
 # Whole runs, against a coordinator that is made up.
@@ -395,13 +395,13 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def linked(shape: Shape | None = None) -> AsyncIterator[tuple[Target, Link]]:
-    async with Target() as target, Link("127.0.0.1", target.port, shape) as link:
+async def linked(shape: LinkShape | None = None) -> AsyncIterator[tuple[Target, EmulatedLink]]:
+    async with Target() as target, EmulatedLink("127.0.0.1", target.port, shape) as link:
         yield target, link
 
 
 @contextlib.asynccontextmanager
-async def connected(link: Link) -> AsyncIterator[Streams]:
+async def connected(link: EmulatedLink) -> AsyncIterator[Streams]:
     reader, writer = await asyncio.open_connection(link.host, link.port)
     try:
         yield reader, writer
@@ -418,7 +418,7 @@ async def echo(streams: Streams, data: bytes = b"hello", *, within_s: float = SO
     return time.perf_counter() - begun
 
 
-async def echo_once(link: Link) -> None:
+async def echo_once(link: EmulatedLink) -> None:
     async with connected(link) as streams:
         await echo(streams)
 
@@ -439,16 +439,16 @@ async def test_a_link_without_a_shape_only_counts() -> None:
 
 
 async def test_delay_is_one_way_and_can_change() -> None:
-    async with linked(Shape(delay_ms=30)) as (_, link), connected(link) as streams:
+    async with linked(LinkShape(delay_ms=30)) as (_, link), connected(link) as streams:
         fastest = min([await echo(streams) for _ in range(5)])
         assert 0.060 <= fastest < 0.120
-        link.shape = Shape()
+        link.shape = LinkShape()
         assert min([await echo(streams) for _ in range(5)]) < 0.030
 
 
 async def test_delay_does_not_limit_throughput() -> None:
     data = b"z" * (64 * link_module.CHUNK)
-    async with linked(Shape(delay_ms=50)) as (_, link), connected(link) as streams:
+    async with linked(LinkShape(delay_ms=50)) as (_, link), connected(link) as streams:
         reader, writer = streams
         reading = asyncio.create_task(reader.readexactly(len(data)))
         begun = time.perf_counter()
@@ -458,7 +458,7 @@ async def test_delay_does_not_limit_throughput() -> None:
 
 
 async def test_jitter_keeps_the_order() -> None:
-    async with linked(Shape(jitter_ms=8)) as (_, link), connected(link) as (reader, writer):
+    async with linked(LinkShape(jitter_ms=8)) as (_, link), connected(link) as (reader, writer):
         sent = b""
         for number in range(100):
             writer.write(piece := f"{number},".encode())
@@ -468,7 +468,7 @@ async def test_jitter_keeps_the_order() -> None:
 
 
 async def test_jitter_spreads_the_delay() -> None:
-    async with linked(Shape(delay_ms=5, jitter_ms=40)) as (_, link), connected(link) as streams:
+    async with linked(LinkShape(delay_ms=5, jitter_ms=40)) as (_, link), connected(link) as streams:
         taken = [await echo(streams) for _ in range(12)]
         assert min(taken) >= 0.010
         assert max(taken) - min(taken) > 0.015
@@ -476,7 +476,7 @@ async def test_jitter_spreads_the_delay() -> None:
 
 async def test_bandwidth_is_shared_by_the_connections() -> None:
     async with (
-        linked(Shape(bytes_per_s=500_000)) as (_, link),
+        linked(LinkShape(bytes_per_s=500_000)) as (_, link),
         connected(link) as one,
         connected(link) as two,
     ):
@@ -486,14 +486,14 @@ async def test_bandwidth_is_shared_by_the_connections() -> None:
 
 
 async def test_a_window_holds_the_sender_back() -> None:
-    shape = Shape(delay_ms=200, window_bytes=2 * link_module.CHUNK)
+    shape = LinkShape(delay_ms=200, window_bytes=2 * link_module.CHUNK)
     data = b"w" * (6 * link_module.CHUNK)
     async with linked(shape) as (_, link), connected(link) as streams:
         assert await echo(streams, data) > 0.400 + 0.200
 
 
 async def test_a_cut_resets_both_ends_and_new_connections_work() -> None:
-    async with linked(Shape(delay_ms=1)) as (target, link), connected(link) as streams:
+    async with linked(LinkShape(delay_ms=1)) as (target, link), connected(link) as streams:
         await echo(streams)
         link.cut()
         with pytest.raises(ConnectionResetError):
@@ -553,7 +553,7 @@ async def test_a_stalled_link_can_be_cut() -> None:
 
 
 async def test_one_end_may_stop_sending_and_still_receive() -> None:
-    async with linked(Shape(delay_ms=10)) as (target, link), connected(link) as (reader, writer):
+    async with linked(LinkShape(delay_ms=10)) as (target, link), connected(link) as (reader, writer):
         writer.write(b"last words")
         writer.write_eof()
         assert await asyncio.wait_for(reader.read(), SOON_S) == b"last words"
@@ -563,7 +563,7 @@ async def test_one_end_may_stop_sending_and_still_receive() -> None:
 async def test_a_target_that_is_not_there_resets_the_client() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        async with Link("127.0.0.1", taken.getsockname()[1]) as link, connected(link) as (reader, _):
+        async with EmulatedLink("127.0.0.1", taken.getsockname()[1]) as link, connected(link) as (reader, _):
             with pytest.raises(ConnectionResetError):
                 await asyncio.wait_for(reader.read(1), SOON_S)
 
@@ -571,7 +571,7 @@ async def test_a_target_that_is_not_there_resets_the_client() -> None:
 async def test_leaving_a_link_ends_what_is_under_way() -> None:
     before = asyncio.all_tasks()
     async with Target() as target:
-        async with Link("127.0.0.1", target.port, Shape(delay_ms=60_000)) as link:
+        async with EmulatedLink("127.0.0.1", target.port, LinkShape(delay_ms=60_000)) as link:
             reader, writer = await asyncio.open_connection(link.host, link.port)
             writer.write(b"never")
             await asyncio.sleep(0.02)
@@ -588,7 +588,7 @@ async def test_leaving_a_link_ends_what_is_under_way() -> None:
 )
 def test_a_shape_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"{next(iter(given))} is .*, must be at least"):
-        Shape(**given)
+        LinkShape(**given)
 
 
 async def test_the_link_by_hand() -> None:

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.shapes import FASTEST, SHAPES, Course, Part, longest_s, parts
+from loadtest.shapes import FASTEST, SHAPES, Course, ShapePart, longest_s, parts
 from outrider.protocol.errors import InvalidRequest
 
 
-def made(shape: str, users: int = 10, seconds: float = 100, times: float = 3, capacity: int = 16) -> list[Part]:
+def made(shape: str, users: int = 10, seconds: float = 100, times: float = 3, capacity: int = 16) -> list[ShapePart]:
     return parts(shape, users, seconds, times, capacity, 1000)
 
 
@@ -85,7 +85,7 @@ def test_a_run_ends_though_its_users_do_not_leave(shape: str) -> None:
 
 
 def test_a_run_that_was_stopped_has_what_it_had() -> None:
-    course = Course([Part("before", 2, 10), Part("peak", 6, 10)], spawn_rate=2, patience_s=5)
+    course = Course([ShapePart("before", 2, 10), ShapePart("peak", 6, 10)], spawn_rate=2, patience_s=5)
     assert course.spans() == []
     course.tick(0, 0)
     course.tick(1, 2)
@@ -97,7 +97,7 @@ def test_a_run_that_was_stopped_has_what_it_had() -> None:
 
 
 def test_users_surge_between_parts() -> None:
-    course = Course([Part("before", 10, 5), Part("peak", 110, 5)], spawn_rate=2, patience_s=5)
+    course = Course([ShapePart("before", 10, 5), ShapePart("peak", 110, 5)], spawn_rate=2, patience_s=5)
     assert course.tick(0, 0) == (10, 2)
     course.tick(5, 10)
     assert course.tick(10, 10) == (110, 50)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.protocol.cost_curve import CostCurve
-from verifier.fair_shares import QUIET_S, Shares
+from verifier.fair_shares import QUIET_S, FairShares
 from verifier.step_budget import Pace
 
 COST = CostCurve((1, 8, 64, 128), (20.0, 22.0, 120.0, 240.0))
@@ -14,7 +14,7 @@ STRETCH = 1.05
 def served(seconds: float, *, pause_s: float = 0.0, few: int = 1) -> tuple[float, float]:
     """Steps a second of the tenant with few sessions, and tokens a second of the one with 48, in simulated time."""
     pace = Pace(COST)
-    shares = Shares(pace, SEATS, STRETCH)
+    shares = FairShares(pace, SEATS, STRETCH)
     tenants = ["modest"] * few + ["greedy"] * 48
     now, due, steps, tokens = 0.0, 0.0, 0, 0
     while now < seconds:
@@ -52,7 +52,7 @@ def test_time_that_few_sessions_leave_is_not_lost() -> None:
 
 
 def test_equals_are_not_kept_from_each_other() -> None:
-    shares = Shares(Pace(COST), SEATS, STRETCH)
+    shares = FairShares(Pace(COST), SEATS, STRETCH)
     assert shares.many(["a"] * 64) == frozenset(), "alone"
     assert shares.many(["a"] * 30 + ["b"] * 30) == frozenset(), "both have many"
     assert shares.many(["a"] * 4 + ["b"] * 4) == frozenset(), "both have few"
@@ -61,7 +61,7 @@ def test_equals_are_not_kept_from_each_other() -> None:
 
 
 def test_without_a_known_cost_they_share_by_tokens() -> None:
-    shares = Shares(Pace(CostCurve()), SEATS, STRETCH)
+    shares = FairShares(Pace(CostCurve()), SEATS, STRETCH)
     shares.many(["a"] * 40 + ["b"])
     assert shares.room(1.0, 3, 512) == 3
     shares.took([("b", 1), ("a", 3)], 10.0)
@@ -70,7 +70,7 @@ def test_without_a_known_cost_they_share_by_tokens() -> None:
 
 def test_a_debt_is_paid_before_more_is_taken() -> None:
     """A step that took longer than foreseen, for a prompt perhaps."""
-    shares = Shares(Pace(COST), SEATS, STRETCH)
+    shares = FairShares(Pace(COST), SEATS, STRETCH)
     shares.many(["a"] * 40 + ["b"])
     shares.unlimited(0.0)
     shares.many(["a"] * 40 + ["b"])

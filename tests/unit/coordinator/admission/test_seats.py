@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.admission.quotas import Bucket, Quotas
+from coordinator.admission.quotas import Quotas, TokenBucket
 from coordinator.admission.seats import Room, Seats
 from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import Overloaded
-from outrider.security.tenants import Limits, Tenant
+from outrider.security.tenants import Tenant, TenantLimits
 
 GREEDY, MODEST, THIRD = Tenant("greedy"), Tenant("modest"), Tenant("third")
 
@@ -165,7 +165,7 @@ def test_limits_of_a_key_and_of_all_keys() -> None:
     assert late is not None
     assert late.field == "key.requests_per_minute"
     assert 0 < (late.retry_after_ms or 0) <= 30_000
-    named = replace(GREEDY, limits=Limits(requests_per_minute=0, max_sessions=5, tokens_per_minute=10))
+    named = replace(GREEDY, limits=TenantLimits(requests_per_minute=0, max_sessions=5, tokens_per_minute=10))
     assert refusal(quotas, named, 4, 4) is None, "its own limits, not the default ones"
     assert refusal(quotas, named, 5, 5) is not None
     quotas.spend(named, 25)
@@ -179,7 +179,7 @@ def test_limits_of_a_key_and_of_all_keys() -> None:
 def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    bucket = Bucket(60)
+    bucket = TokenBucket(60)
     bucket.take(60)
     assert bucket.wait_s() == pytest.approx(1.0)
     now += 0.5
@@ -187,6 +187,6 @@ def test_a_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now += 3600
     bucket.take(60)
     assert bucket.wait_s() == pytest.approx(1.0), "no more than a minute's worth is kept"
-    unlimited = Bucket(0)
+    unlimited = TokenBucket(0)
     unlimited.take(10**9)
     assert unlimited.wait_s() == 0.0

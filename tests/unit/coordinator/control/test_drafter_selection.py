@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.control.drafter_selection import PROBE_AT_MOST, PROBE_EVERY, TRIAL, Budget
+from coordinator.control.drafter_selection import PROBE_AT_MOST, PROBE_EVERY, TRIAL, DrafterSelection
 from outrider.protocol.speculation import SourceTally
 
 GAMMA = 5
 
 
-def joined(*sources: int, length: float = 2.0) -> Budget:
-    budget = Budget()
+def joined(*sources: int, length: float = 2.0) -> DrafterSelection:
+    budget = DrafterSelection()
     for source in sources:
         budget.join(source, length, 1.0)
     return budget
 
 
-def play(budget: Budget, steps: int, accepted: dict[int, float], rates: dict[int, float] | None = None) -> list[set]:
+def play(
+    budget: DrafterSelection, steps: int, accepted: dict[int, float], rates: dict[int, float] | None = None
+) -> list[set]:
     """Per step who might guess; those who might did, as often as `rates` says and as well as `accepted` says."""
     luck = random.Random(1)
     played = []
@@ -92,7 +94,7 @@ def test_a_rare_long_guess_does_not_bench_the_steady_one() -> None:
 
 
 def test_what_is_expected_decides_who_is_the_best_at_first() -> None:
-    budget = Budget()
+    budget = DrafterSelection()
     budget.join(1, 3.0, 0.1)
     budget.join(2, 2.0, 0.9)
     assert budget.best == 2

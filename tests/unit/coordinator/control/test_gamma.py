@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control import gamma
-from coordinator.control.gamma import Controller, CostLine, Estimator, Pair, PairHistory, Share, Wishes
+from coordinator.control.gamma import Controller, CostLine, Estimator, FixedChoices, HitRate, PairEstimate, PairHistory
 from coordinator.control.simulation import Simulation, World
-from coordinator.control.throughput_model import PLAIN, Plan, Way, rate
+from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, rate
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -22,11 +22,11 @@ from outrider.protocol.speculation import MAX_GAMMA, Steering, TokenKind, Verdic
 
 GAMMA_MAX = 16
 PATIENCE_MS = 100.0
-FREE = Wishes()
+FREE = FixedChoices()
 FLAT = CostCurve.line(40.0, 0.0)
 STEEP = CostCurve.line(40.0, 10.0)
-TREE = Plan(4, 3)
-TREE_AHEAD = Plan(16, 3, ahead=True, rows=16)
+TREE = SpeculationPlan(4, 3)
+TREE_AHEAD = SpeculationPlan(16, 3, ahead=True, rows=16)
 
 
 def verdict(
@@ -115,14 +115,14 @@ def test_any_steps_give_a_sane_line(steps: list[tuple[int, float]]) -> None:
 def test_acceptance_is_learnt_per_position() -> None:
     estimator = Estimator(3)
     for _ in range(200):
-        estimator.judged(verdict(1, 3), plan=Plan(3), patience_ms=PATIENCE_MS)
+        estimator.judged(verdict(1, 3), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
     first, second, _ = estimator.pair.acceptance
     assert first > 0.95
     assert second < 0.05
 
 
 def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
-    pair = Pair(8)
+    pair = PairEstimate(8)
     for _ in range(200):
         pair.judged(2, 2, due=True)
     assert pair.acceptance[7] == pytest.approx(pair.acceptance[1])
@@ -130,7 +130,7 @@ def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
 
 
 def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
-    pair = Pair(2)
+    pair = PairEstimate(2)
     for _ in range(200):
         pair.judged(2, 2, due=True, beside=1)
     first, second = pair.acceptance
@@ -139,7 +139,7 @@ def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
 
 
 def test_a_share_is_what_held_lately() -> None:
-    share = Share(0.4)
+    share = HitRate(0.4)
     assert share.mean == pytest.approx(0.4)
     for _ in range(300):
         share.add(held=True)
@@ -151,7 +151,7 @@ def test_a_share_is_what_held_lately() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turns", "ahead"])
 def test_runners_up_that_hold_are_a_gain(ahead: bool) -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     for _ in range(200):
         pair.branched(verdict(2, 2, nodes=6, beside=1), ahead=ahead)
     gain, other = (pair.ahead_gain, pair.tree_gain) if ahead else (pair.tree_gain, pair.ahead_gain)
@@ -160,7 +160,7 @@ def test_runners_up_that_hold_are_a_gain(ahead: bool) -> None:
 
 
 def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     for _ in range(200):
         pair.branched(verdict(1, 2, nodes=6, left=3), ahead=False)
     assert pair.tree_gain < 0.05
@@ -168,14 +168,14 @@ def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
 
 @pytest.mark.parametrize("left", [0, 3])
 def test_ahead_a_miss_is_made_good_by_what_is_at_hand(left: int) -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     for _ in range(200):
         pair.branched(verdict(1, 2, nodes=6, left=left), ahead=True)
     assert pair.ahead_gain > 0.95 if left else pair.ahead_gain < 0.05
 
 
 def test_branches_say_how_many_rows_a_level_takes() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     for _ in range(100):
         pair.branched(verdict(2, 4, nodes=12), ahead=True)
     assert pair.tree_rows == pytest.approx(3.0, rel=0.01)
@@ -186,7 +186,7 @@ def test_branches_say_how_many_rows_a_level_takes() -> None:
 def test_chains_say_nothing_about_trees() -> None:
     estimator = Estimator(4)
     for _ in range(50):
-        estimator.judged(verdict(2, 4), plan=Plan(4), patience_ms=PATIENCE_MS)
+        estimator.judged(verdict(2, 4), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
     conditions = estimator.conditions(0.0)
     assert (conditions.tree_gain, conditions.ahead_gain, conditions.tree_rows) == (
         pytest.approx(gamma.PRIOR_GAIN),
@@ -206,7 +206,7 @@ def test_the_session_learns_from_trees_by_the_plan_in_force() -> None:
 
 
 def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     for _ in range(100):
         pair.drafted(4, 8_000)
         pair.drafted(2, 10_000, tree=True)
@@ -215,7 +215,7 @@ def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> No
 
 
 def test_what_goes_out_without_its_time_says_nothing_about_drafting() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     pair.drafted(4, 8_000)
     before = pair.draft_ms
     pair.drafted(4, 0)
@@ -234,7 +234,7 @@ REMEMBERED = PairHistory(
     ahead_gain=0.65,
     tree_rows=3.5,
     level_ms=4.5,
-    paces={Way.TURNS.value: 0.9, Way.TREE_AHEAD_WAITING.value: 1.2},
+    paces={Mode.TURNS.value: 0.9, Mode.TREE_AHEAD_WAITING.value: 1.2},
 )
 
 
@@ -242,7 +242,7 @@ def test_what_a_pair_has_shown_goes_through_the_store_and_back() -> None:
     """Every field, also one that is added some day."""
     for name, value in asdict(PairHistory()).items():
         assert getattr(REMEMBERED, name) != value, "an example says something about each"
-    pair = Pair(4)
+    pair = PairEstimate(4)
     pair.start_from(PairHistory(**json.loads(json.dumps(asdict(REMEMBERED)))))
     again = pair.history()
     assert again.acceptance == pytest.approx(REMEMBERED.acceptance)
@@ -262,21 +262,21 @@ def test_a_session_starts_from_the_pairs_history() -> None:
     assert (conditions.tree_gain, conditions.ahead_gain) == (pytest.approx(0.55), pytest.approx(0.65))
     assert conditions.tree_rows == 3.5
     assert conditions.link_ms == 11.0
-    assert conditions.paces == {Way.TURNS: 0.9, Way.TREE_AHEAD_WAITING: 1.2}
+    assert conditions.paces == {Mode.TURNS: 0.9, Mode.TREE_AHEAD_WAITING: 1.2}
 
 
 def test_a_pair_that_learns_leaves_what_was_remembered_alone() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     pair.start_from(REMEMBERED)
-    pair.paces[Way.TURNS] = 0.1
+    pair.paces[Mode.TURNS] = 0.1
     for _ in range(50):
         pair.judged(4, 4, due=True)
-    assert REMEMBERED.paces[Way.TURNS.value] == 0.9
+    assert REMEMBERED.paces[Mode.TURNS.value] == 0.9
     assert REMEMBERED.acceptance == [0.9, 0.3, 0.2, 0.1]
 
 
 def test_what_a_session_shows_outweighs_what_was_remembered() -> None:
-    pair = Pair(4)
+    pair = PairEstimate(4)
     pair.start_from(replace(REMEMBERED, acceptance=[0.1] * 4))
     for _ in range(50):
         pair.judged(4, 4, due=True)
@@ -290,7 +290,7 @@ def test_the_link_is_what_waiting_costs_beside_drafting() -> None:
     estimator = Estimator(4)
     for _ in range(100):
         estimator.pair.drafted(4, 8_000)
-        estimator.judged(verdict(4, 4, wait_ms=20.0), plan=Plan(4), patience_ms=PATIENCE_MS)
+        estimator.judged(verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
     conditions = estimator.conditions(999.0)
     assert conditions.draft_ms == pytest.approx(2.0, rel=0.05)
     assert conditions.link_ms == pytest.approx(12.0, rel=0.15)
@@ -307,13 +307,15 @@ def test_beside_a_tree_it_is_by_the_levels() -> None:
 def test_waits_ahead_say_nothing_about_the_link() -> None:
     """Most of it may have passed while the step before was under way."""
     estimator = Estimator(4)
-    estimator.judged(verdict(2, 2, wait_ms=1.0), plan=Plan(16, ahead=True, rows=8, want=2), patience_ms=PATIENCE_MS)
+    estimator.judged(
+        verdict(2, 2, wait_ms=1.0), plan=SpeculationPlan(16, ahead=True, rows=8, want=2), patience_ms=PATIENCE_MS
+    )
     assert estimator.conditions(70.0).link_ms == 70.0
 
 
 def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
     estimator = Estimator(4)
-    estimator.judged(verdict(0, 0), plan=Plan(3), patience_ms=0.0)
+    estimator.judged(verdict(0, 0), plan=SpeculationPlan(3), patience_ms=0.0)
     assert estimator.conditions(7.0).offer_rate == 1.0
     assert estimator.conditions(7.0).link_ms == 7.0
 
@@ -321,7 +323,7 @@ def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
 def test_a_step_that_waited_in_vain_does() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.judged(verdict(0, 0, wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
+        estimator.judged(verdict(0, 0, wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
     assert estimator.conditions(7.0).offer_rate < 0.05
     assert estimator.conditions(7.0).link_ms == pytest.approx(9.0)
 
@@ -330,17 +332,17 @@ def test_a_drafter_that_says_nothing_to_the_end_of_patience_is_silent() -> None:
     """One that has no guess says so, and costs a link's time only."""
     passing, silent = Estimator(4), Estimator(4)
     for _ in range(5):
-        assert not passing.judged(verdict(wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
-        assert silent.judged(verdict(wait_ms=PATIENCE_MS), plan=Plan(3), patience_ms=PATIENCE_MS)
+        assert not passing.judged(verdict(wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
+        assert silent.judged(verdict(wait_ms=PATIENCE_MS), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
     assert passing.conditions(7.0).silence == 0.0
     assert silent.conditions(7.0).silence > 0.9
     for _ in range(10):
-        assert not silent.judged(verdict(3, 3, wait_ms=9.0), plan=Plan(3), patience_ms=PATIENCE_MS)
+        assert not silent.judged(verdict(3, 3, wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
     assert silent.conditions(7.0).silence < 0.1
 
 
 def test_a_silent_drafter_is_not_waited_for_again() -> None:
-    made = controller(Wishes(ahead=False))
+    made = controller(FixedChoices(ahead=False))
     made.decide(4.0, attached=True)
     assert made.plan.gamma
     for _ in range(4):
@@ -372,7 +374,7 @@ def test_the_rows_of_others_are_part_of_our_steps() -> None:
     estimator = Estimator(4)
     estimator.priced(CostCurve.line(40.0, 1.0))
     for _ in range(100):
-        estimator.judged(verdict(2, 4, rows=15, step_ms=54.0), plan=Plan(4), patience_ms=PATIENCE_MS)
+        estimator.judged(verdict(2, 4, rows=15, step_ms=54.0), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
     assert estimator.conditions(0.0).other_rows == pytest.approx(10.0, rel=0.01)
     assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(54.0, rel=0.01)
 
@@ -391,7 +393,7 @@ def test_zeros_everywhere_do_not_raise() -> None:
 
 
 def controller(
-    wishes: Wishes = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
+    wishes: FixedChoices = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
 ) -> Controller:
     """With a drafter known to be quick and right so often."""
     made = Controller(gamma_max, Estimator(gamma_max), wishes)
@@ -400,7 +402,7 @@ def controller(
     return made
 
 
-def promised(made: Controller, round_trips_ms: float, plan: Plan) -> float:
+def promised(made: Controller, round_trips_ms: float, plan: SpeculationPlan) -> float:
     return rate(made.estimator.conditions(round_trips_ms), plan)
 
 
@@ -417,10 +419,10 @@ def test_the_best_of_every_way_is_shown() -> None:
     assert made.considered() == [], "nothing was chosen yet"
     made.decide(4.0, attached=True)
     shown = made.considered()
-    assert sorted(choice.plan.way for choice in shown) == sorted(Way)
+    assert sorted(choice.plan.way for choice in shown) == sorted(Mode)
     for choice in shown:
         assert choice.tokens_per_s == promised(made, 4.0, choice.plan)
-    assert controller(Wishes(gamma=4)).considered() == [], "there was nothing to choose"
+    assert controller(FixedChoices(gamma=4)).considered() == [], "there was nothing to choose"
 
 
 def test_tallies_tell_what_each_plan_brought() -> None:
@@ -447,13 +449,13 @@ def test_between_two_choices_some_verdicts_pass() -> None:
 
 
 def test_nothing_is_said_when_nothing_changes() -> None:
-    made = controller(Wishes(gamma=4))
+    made = controller(FixedChoices(gamma=4))
     assert made.decide(3.0, attached=True) is not None
     assert made.decide(3.0, attached=True) is None
 
 
 def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
-    for made in (controller(), controller(Wishes(gamma=5))):
+    for made in (controller(), controller(FixedChoices(gamma=5))):
         made.decide(3.0, attached=True)
         assert made.plan.gamma
         assert made.decide(3.0, attached=False) == Steering(gamma=0, patience_us=0, nodes=0)
@@ -467,7 +469,7 @@ def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
 
 
 def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
-    made = controller(Wishes(gamma=5), acceptance=0.0)
+    made = controller(FixedChoices(gamma=5), acceptance=0.0)
     steering = made.decide(3.0, attached=True)
     assert steering is not None
     assert steering.gamma == 5
@@ -476,25 +478,27 @@ def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
     for _ in range(50):
         made.judged(verdict(0, 5))
         made.decide(3.0, attached=True)
-    assert made.plan == Plan(5)
+    assert made.plan == SpeculationPlan(5)
 
 
 def test_a_fixed_patience_is_kept() -> None:
-    made = controller(Wishes(gamma=5, patience_us=1234))
+    made = controller(FixedChoices(gamma=5, patience_us=1234))
     assert made.decide(3.0, attached=True) == Steering(gamma=5, patience_us=1234, nodes=0)
-    free = controller(Wishes(patience_us=1234))
+    free = controller(FixedChoices(patience_us=1234))
     free.decide(3.0, attached=True)
     assert free.plan.gamma
     assert free.patience_ms == 1.234
 
 
 def test_a_patience_means_nothing_where_there_is_no_guess() -> None:
-    made = controller(Wishes(gamma=0, patience_us=1234))
+    made = controller(FixedChoices(gamma=0, patience_us=1234))
     made.decide(3.0, attached=True)
     assert (made.plan, made.patience_ms) == (PLAIN, 0.0)
 
 
-def decided(wishes: Wishes, *, gamma_max: int = GAMMA_MAX, single: bool = False) -> tuple[Controller, set[Plan]]:
+def decided(
+    wishes: FixedChoices, *, gamma_max: int = GAMMA_MAX, single: bool = False
+) -> tuple[Controller, set[SpeculationPlan]]:
     """The plans of a controller whose world turns over and over."""
     made = Controller(gamma_max, Estimator(gamma_max), wishes, single=single)
     made.estimator.priced(FLAT)
@@ -509,60 +513,60 @@ def decided(wishes: Wishes, *, gamma_max: int = GAMMA_MAX, single: bool = False)
     return made, found
 
 
-def looks(plan: Plan) -> bool:
+def looks(plan: SpeculationPlan) -> bool:
     """Whether guesses are only taken as they come, to see whether they would pay."""
     return plan.ahead and plan.rows == 0 and plan.branches == 1
 
 
 def test_left_alone_it_takes_many_a_plan() -> None:
-    _, found = decided(Wishes())
+    _, found = decided(FixedChoices())
     assert len({plan.way for plan in found}) >= 4
 
 
 @pytest.mark.parametrize(
     ("wishes", "single", "plan"),
     [
-        (Wishes(gamma=0), False, PLAIN),
-        (Wishes(gamma=0, branches=3, ahead=True), False, PLAIN),
-        (Wishes(gamma=5), False, Plan(5)),
-        (Wishes(gamma=5, branches=3), False, Plan(5, 3)),
-        (Wishes(gamma=5, branches=3), True, Plan(5)),
-        (Wishes(gamma=5, ahead=False), False, Plan(5)),
-        (Wishes(gamma=MAX_GAMMA), False, Plan(MAX_GAMMA)),
+        (FixedChoices(gamma=0), False, PLAIN),
+        (FixedChoices(gamma=0, branches=3, ahead=True), False, PLAIN),
+        (FixedChoices(gamma=5), False, SpeculationPlan(5)),
+        (FixedChoices(gamma=5, branches=3), False, SpeculationPlan(5, 3)),
+        (FixedChoices(gamma=5, branches=3), True, SpeculationPlan(5)),
+        (FixedChoices(gamma=5, ahead=False), False, SpeculationPlan(5)),
+        (FixedChoices(gamma=MAX_GAMMA), False, SpeculationPlan(MAX_GAMMA)),
     ],
 )
-def test_what_is_wished_for_in_full_is_all_there_is(wishes: Wishes, single: bool, plan: Plan) -> None:
+def test_what_is_wished_for_in_full_is_all_there_is(wishes: FixedChoices, single: bool, plan: SpeculationPlan) -> None:
     _, found = decided(wishes, single=single)
     assert found == {plan}
 
 
 def test_a_wished_width_is_kept() -> None:
-    _, found = decided(Wishes(branches=2))
+    _, found = decided(FixedChoices(branches=2))
     assert any(plan.branches == 2 for plan in found)
     assert all(plan == PLAIN or plan.branches == 2 or looks(plan) for plan in found)
 
 
 def test_what_is_drawn_has_no_branches() -> None:
-    _, found = decided(Wishes(branches=4), single=True)
+    _, found = decided(FixedChoices(branches=4), single=True)
     assert {plan.branches for plan in found} == {1}
     assert any(plan.gamma for plan in found)
 
 
 def test_ahead_is_kept() -> None:
-    _, found = decided(Wishes(ahead=True))
+    _, found = decided(FixedChoices(ahead=True))
     assert any(plan.ahead for plan in found)
     assert all(plan.ahead for plan in found if plan.gamma)
 
 
 def test_in_turns_is_kept_but_for_a_look_now_and_then() -> None:
-    _, found = decided(Wishes(ahead=False))
+    _, found = decided(FixedChoices(ahead=False))
     assert any(plan.gamma and not plan.ahead for plan in found)
     assert all(looks(plan) for plan in found if plan.ahead)
 
 
 @pytest.mark.parametrize("wished", [1, 2, 3, 8, 32, MAX_GAMMA])
 def test_ahead_with_a_gamma_leaves_the_rest_to_be_chosen(wished: int) -> None:
-    made, found = decided(Wishes(gamma=wished, ahead=True))
+    made, found = decided(FixedChoices(gamma=wished, ahead=True))
     assert all(plan.ahead and plan.gamma == wished and plan.branches == 1 for plan in found)
     assert made.wants_drafter
 
@@ -572,13 +576,13 @@ def test_ahead_with_a_gamma_leaves_the_rest_to_be_chosen(wished: int) -> None:
     [(16, None, True), (0, None, False), (16, 0, False), (0, 3, True)],
 )
 def test_a_drafter_is_wanted_only_where_guesses_are_allowed(gamma_max: int, wished: int | None, wants: bool) -> None:
-    assert Controller(gamma_max, Estimator(gamma_max), Wishes(wished)).wants_drafter is wants
+    assert Controller(gamma_max, Estimator(gamma_max), FixedChoices(wished)).wants_drafter is wants
 
 
 # --- what came of it -------------------------------------------------------------------------------------------------
 
 
-def drive(made: Controller, steps: int, slow: dict[Way, float]) -> None:
+def drive(made: Controller, steps: int, slow: dict[Mode, float]) -> None:
     """As promised, but for ways that take so many times as long."""
     luck = random.Random(0)
     owed = 0.0
@@ -597,10 +601,10 @@ def drive(made: Controller, steps: int, slow: dict[Way, float]) -> None:
 
 
 def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
-    made = controller(Wishes(branches=1))
+    made = controller(FixedChoices(branches=1))
     made.decide(4.0, attached=True)
     first = made.plan.way
-    assert first in (Way.AHEAD, Way.AHEAD_WAITING)
+    assert first in (Mode.AHEAD, Mode.AHEAD_WAITING)
     drive(made, 120, {first: 2.5})
     assert made.plan.way != first
     assert made.estimator.pair.paces[first] < 0.9
@@ -608,7 +612,7 @@ def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
 
 
 def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
-    made = controller(Wishes(branches=1))
+    made = controller(FixedChoices(branches=1))
     made.decide(4.0, attached=True)
     first = made.plan.way
     drive(made, 120, {})
@@ -618,7 +622,7 @@ def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
 
 
 def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
-    fresh, known = controller(Wishes(branches=1)), controller(Wishes(branches=1))
+    fresh, known = controller(FixedChoices(branches=1)), controller(FixedChoices(branches=1))
     fresh.decide(4.0, attached=True)
     way = fresh.plan.way
     known.estimator.pair.paces[way] = 1.0
@@ -664,7 +668,7 @@ def test_speculation_stops_when_guesses_turn_bad_and_comes_back_when_they_are_go
 def test_probing_sees_that_guesses_are_good_again_behind_a_long_link() -> None:
     """A guess that was not waited for comes some plain steps late: the look must reach beyond them."""
     far = replace(GOOD, acceptance=0.95, rtt_ms=160.0)
-    simulation = Simulation(replace(BAD, rtt_ms=160.0), wishes=Wishes(branches=1))
+    simulation = Simulation(replace(BAD, rtt_ms=160.0), wishes=FixedChoices(branches=1))
     simulation.run(200)
     simulation.world = far
     simulation.run(600)
@@ -679,18 +683,18 @@ def test_probing_costs_little_even_where_rows_are_dear() -> None:
 
 
 def test_a_fixed_gamma_is_what_happens() -> None:
-    simulation = Simulation(GOOD, wishes=Wishes(gamma=4))
+    simulation = Simulation(GOOD, wishes=FixedChoices(gamma=4))
     result = simulation.run(300)
-    assert simulation.controller.plan == Plan(4)
+    assert simulation.controller.plan == SpeculationPlan(4)
     assert result.checked >= result.steps - 2, "nearly every step had guesses"
-    assert set(simulation.controller.tallies) == {Plan(4)}
+    assert set(simulation.controller.tallies) == {SpeculationPlan(4)}
 
 
 # --- one machine ------------------------------------------------------------------------------------------------------
 
 
 def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None:
-    for wishes, ahead in ((Wishes(), False), (Wishes(ahead=True), True)):
+    for wishes, ahead in ((FixedChoices(), False), (FixedChoices(ahead=True), True)):
         made = controller(wishes)
         made.shared = True
         made.decide(0.5, attached=True)
@@ -720,7 +724,7 @@ def test_who_shares_cores(machine: str, device: str, shared: bool) -> None:
 FULL = CostCurve((1, 17, 33, 257), (40.0, 40.0, 80.0, 640.0))  # at 17 rows
 
 
-def beside(others: int, steps: int, controller: Controller) -> list[Plan]:
+def beside(others: int, steps: int, controller: Controller) -> list[SpeculationPlan]:
     """Plain verdicts of a verifier that has so many other sessions, all plain."""
     taken = []
     for _ in range(steps):
@@ -786,13 +790,13 @@ def waited_for(control: Controller, answers: Callable[[int], int], steps: int = 
 
 @pytest.mark.parametrize("offered", [0, 1])
 def test_a_fixed_gamma_does_not_crawl_behind_a_drafter_that_does_not_come(offered: int) -> None:
-    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    control = Controller(GAMMA_MAX, Estimator(4), FixedChoices(gamma=4))
     waited_for(control, lambda _: offered, steps=40)
     assert waited_for(control, lambda _: offered, steps=400) < 20.0, "a step takes 40 ms"
 
 
 def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
-    control = Controller(GAMMA_MAX, Estimator(4), Wishes(gamma=4))
+    control = Controller(GAMMA_MAX, Estimator(4), FixedChoices(gamma=4))
     waited_for(control, lambda _: 0)
     waited_for(control, lambda _: 4, steps=30)
     assert control.patience_ms >= gamma.FIXED_PATIENCE_MS

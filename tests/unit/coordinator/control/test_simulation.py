@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.gamma import Controller, Estimator, Wishes
-from coordinator.control.simulation import Result, Simulation, World
-from coordinator.control.throughput_model import PLAIN, Conditions, Plan, Way, patience_for, window
+from coordinator.control.gamma import Controller, Estimator, FixedChoices
+from coordinator.control.simulation import Simulation, SimulationResult, World
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, patience_for, window
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import Steering
 
@@ -22,14 +22,14 @@ HOUSE = World(acceptance=0.8, gain=0.6, draft_ms=4.0)
 FAST = CostCurve((1, 17, 33), (10.0, 10.0, 20.0))
 STEEP = CostCurve.line(40.0, 10.0)
 GAMMA_MAX = 16
-CHAIN_AHEAD = Plan(window(GAMMA_MAX), ahead=True, rows=16, want=0)
-TREE_AHEAD = Plan(GAMMA_MAX, 3, ahead=True, rows=16, want=0)  # what is not spent on depth goes beside
+CHAIN_AHEAD = SpeculationPlan(window(GAMMA_MAX), ahead=True, rows=16, want=0)
+TREE_AHEAD = SpeculationPlan(GAMMA_MAX, 3, ahead=True, rows=16, want=0)  # what is not spent on depth goes beside
 
 
 class Keeping(Controller):
     """Takes one plan and keeps it."""
 
-    def __init__(self, world: World, plan: Plan) -> None:
+    def __init__(self, world: World, plan: SpeculationPlan) -> None:
         super().__init__(GAMMA_MAX, Estimator(GAMMA_MAX))
         link_ms = world.rtt_ms + world.overhead_ms
         known = Conditions((world.acceptance,) * GAMMA_MAX, 1.0, world.draft_ms, link_ms, world.cost)
@@ -41,17 +41,17 @@ class Keeping(Controller):
         return None
 
 
-def kept(world: World, plan: Plan, seed: int = 0) -> Simulation:
-    simulation = Simulation(world, wishes=Wishes(gamma=0), seed=seed)
+def kept(world: World, plan: SpeculationPlan, seed: int = 0) -> Simulation:
+    simulation = Simulation(world, wishes=FixedChoices(gamma=0), seed=seed)
     simulation.controller = Keeping(world, plan)
     return simulation
 
 
-def times_plain(world: World, result: Result) -> float:
+def times_plain(world: World, result: SimulationResult) -> float:
     return result.tokens_per_s * world.cost.at(1) / 1000.0
 
 
-def brings(world: World, plan: Plan, tokens: int = 800, seeds: Sequence[int] = (0, 1)) -> float:
+def brings(world: World, plan: SpeculationPlan, tokens: int = 800, seeds: Sequence[int] = (0, 1)) -> float:
     return statistics.mean(times_plain(world, kept(world, plan, seed).run(tokens)) for seed in seeds)
 
 
@@ -65,7 +65,7 @@ def test_plain_is_plain() -> None:
 @pytest.mark.parametrize(("rtt_ms", "expected"), [(0, 2.47), (15, 2.01), (40, 1.55), (80, 1.14), (150, 0.80)])
 def test_in_turns_a_link_is_paid_for_in_every_step(rtt_ms: float, expected: float) -> None:
     world = replace(HOUSE, rtt_ms=rtt_ms)
-    best = max(brings(world, Plan(gamma)) for gamma in (6, 8, 12))
+    best = max(brings(world, SpeculationPlan(gamma)) for gamma in (6, 8, 12))
     assert best == pytest.approx(expected, rel=0.06)
 
 
@@ -92,13 +92,13 @@ def test_a_drafter_that_is_always_right_is_never_waited_for() -> None:
 def test_a_drafter_that_is_never_right_leaves_plain_steps() -> None:
     world = replace(HOUSE, acceptance=0.0, gain=0.0, rtt_ms=40.0)
     assert brings(world, CHAIN_AHEAD, 300) == pytest.approx(1.0, abs=0.01)
-    waiting = kept(world, Plan(4)).run(300)
+    waiting = kept(world, SpeculationPlan(4)).run(300)
     assert waiting.missed == waiting.checked > 290
     assert waiting.tokens == waiting.steps
 
 
 def test_a_run_is_what_its_seed_makes_it() -> None:
-    def once(seed: int) -> tuple[Result, list[tuple[float, int, str]]]:
+    def once(seed: int) -> tuple[SimulationResult, list[tuple[float, int, str]]]:
         simulation = Simulation(replace(HOUSE, rtt_ms=15.0, jitter_ms=3.0), seed=seed)
         return simulation.run(300), simulation.plans
 
@@ -109,7 +109,7 @@ def test_a_run_is_what_its_seed_makes_it() -> None:
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
-def chosen(world: World, tokens: Sequence[int], seed: int = 0) -> list[Result]:
+def chosen(world: World, tokens: Sequence[int], seed: int = 0) -> list[SimulationResult]:
     """Control left to itself, run for so many tokens and then so many."""
     simulation = Simulation(world, seed=seed)
     return [simulation.run(count) for count in tokens]
@@ -217,14 +217,14 @@ def test_a_verifier_that_pauses_changes_little() -> None:
 @pytest.mark.parametrize(
     ("wishes", "ways"),
     [
-        (Wishes(gamma=0), {Way.PLAIN}),
-        (Wishes(gamma=5), {Way.TURNS}),
-        (Wishes(gamma=5, branches=2), {Way.TREE_TURNS}),
-        (Wishes(gamma=8, ahead=True), {Way.AHEAD, Way.AHEAD_WAITING}),
-        (Wishes(gamma=8, ahead=True, branches=3), {Way.TREE_AHEAD, Way.TREE_AHEAD_WAITING}),
+        (FixedChoices(gamma=0), {Mode.PLAIN}),
+        (FixedChoices(gamma=5), {Mode.TURNS}),
+        (FixedChoices(gamma=5, branches=2), {Mode.TREE_TURNS}),
+        (FixedChoices(gamma=8, ahead=True), {Mode.AHEAD, Mode.AHEAD_WAITING}),
+        (FixedChoices(gamma=8, ahead=True, branches=3), {Mode.TREE_AHEAD, Mode.TREE_AHEAD_WAITING}),
     ],
 )
-def test_what_is_wished_for_is_what_runs(wishes: Wishes, ways: set[Way]) -> None:
+def test_what_is_wished_for_is_what_runs(wishes: FixedChoices, ways: set[Mode]) -> None:
     simulation = Simulation(replace(HOUSE, rtt_ms=15.0), wishes=wishes)
     simulation.run(150)
     assert {plan.way for plan in simulation.controller.tallies} <= ways

@@ -20,8 +20,8 @@ from coordinator.control.throughput_model import (
     MOST_NODES,
     PLAIN,
     Conditions,
-    Plan,
-    Way,
+    Mode,
+    SpeculationPlan,
     expected_tokens,
     mean_acceptance,
     patience_for,
@@ -54,7 +54,7 @@ any_conditions = st.builds(
     level_ms=st.none() | st.floats(0.0, 100.0),
     silence=chances,
 )
-any_paces = st.dictionaries(st.sampled_from([way for way in Way if way is not Way.PLAIN]), st.floats(0.3, 1.5))
+any_paces = st.dictionaries(st.sampled_from([way for way in Mode if way is not Mode.PLAIN]), st.floats(0.3, 1.5))
 any_plan = st.sampled_from(ALL)
 few = settings(max_examples=40, deadline=None)
 
@@ -107,32 +107,34 @@ def test_plain_is_a_token_per_step() -> None:
 
 
 def test_rate_counts_waiting_and_rows() -> None:
-    assert rate(replace(FAIR, acceptance=(0.5,)), Plan(2)) == pytest.approx(1000 * 1.75 / (4 + 2 * 2 + 40 + 2 * 1))
+    assert rate(replace(FAIR, acceptance=(0.5,)), SpeculationPlan(2)) == pytest.approx(
+        1000 * 1.75 / (4 + 2 * 2 + 40 + 2 * 1)
+    )
 
 
 def test_a_drafter_that_often_has_nothing_costs_a_link_each_time() -> None:
     half = replace(FAIR, acceptance=(1.0,), offer_rate=0.5)
-    assert rate(half, Plan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
+    assert rate(half, SpeculationPlan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
 
 
 def test_a_tree_holds_where_a_runner_up_does_and_costs_all_its_rows() -> None:
     tree = replace(FAIR, acceptance=(0.5,), tree_gain=0.4, level_ms=3.0)
     held = 0.5 + 0.4 * 0.5
-    assert rate(tree, Plan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1))
+    assert rate(tree, SpeculationPlan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1))
     without = replace(tree, level_ms=None)
-    assert rate(without, Plan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1))
+    assert rate(without, SpeculationPlan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1))
 
 
 def test_more_branches_hold_more_often() -> None:
-    held = [FAIR.accepted(Plan(4, branches))[0] for branches in (1, *BRANCHES)]
+    held = [FAIR.accepted(SpeculationPlan(4, branches))[0] for branches in (1, *BRANCHES)]
     assert held[0] == 0.8
     assert held == sorted(set(held))
     full = replace(FAIR, tree_gain=1.0, ahead_gain=1.0)
-    assert max(full.accepted(Plan(4, MAX_BRANCHES))) <= 1.0
+    assert max(full.accepted(SpeculationPlan(4, MAX_BRANCHES))) <= 1.0
 
 
 def test_a_silent_drafter_costs_all_patience_and_brings_a_plain_token() -> None:
-    plan = Plan(2)
+    plan = SpeculationPlan(2)
     patience = patience_for(FAIR, plan)
     late = 1000 / (40 + patience)
     assert rate(replace(FAIR, silence=1.0), plan) == pytest.approx(late)
@@ -148,41 +150,43 @@ def test_ahead_and_waiting_by_hand() -> None:
     later = 1 / (1 - 0.5**9)
     steps = 1 + 0.5**3 * later
     expected = 1000 * 2 / (steps * 40 + 2 * 2)
-    assert rate(chance(0.5), Plan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-3)
+    assert rate(chance(0.5), SpeculationPlan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-3)
     linked = replace(chance(0.5), link_ms=10.0)
     expected = 1000 * 2 / (steps * 40 + 10 + 2 * 2)
-    assert rate(linked, Plan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-2)
+    assert rate(linked, SpeculationPlan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-2)
 
 
 def test_ahead_without_waiting_by_hand() -> None:
     """After a miss one plain token passes before the drafter has caught up, if it guessed that one: two on average."""
     later = 1 / (1 - 0.5**9)
     expected = 1000 * (2 + 2) / (2 * 40 + 40 * (1 + 0.5**9 * later))
-    assert rate(chance(0.5), Plan(16, ahead=True, rows=8)) == pytest.approx(expected, rel=1e-3)
+    assert rate(chance(0.5), SpeculationPlan(16, ahead=True, rows=8)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_ahead_a_drafter_that_is_as_fast_as_the_verifier_at_least_is_no_help() -> None:
     for draft_ms in (40.0, 41.0, 500.0):
         slow = replace(FLAT, draft_ms=draft_ms)
-        assert rate(slow, Plan(16, ahead=True, rows=8)) == pytest.approx(PLAIN_RATE)
-    assert rate(replace(FLAT, draft_ms=500.0), Plan(16, ahead=True, rows=8, want=4)) < PLAIN_RATE
+        assert rate(slow, SpeculationPlan(16, ahead=True, rows=8)) == pytest.approx(PLAIN_RATE)
+    assert rate(replace(FLAT, draft_ms=500.0), SpeculationPlan(16, ahead=True, rows=8, want=4)) < PLAIN_RATE
 
 
 def test_a_long_link_is_hidden_by_drafting_ahead() -> None:
     far = replace(FLAT, link_ms=100.0)
-    in_turns = max(rate(far, Plan(g)) for g in range(1, 17))
-    assert rate(far, Plan(16, ahead=True, rows=8)) > 1.2 * in_turns
+    in_turns = max(rate(far, SpeculationPlan(g)) for g in range(1, 17))
+    assert rate(far, SpeculationPlan(16, ahead=True, rows=8)) > 1.2 * in_turns
     assert choose(far, ALL).plan.ahead
 
 
 def test_a_tree_ahead_adds_what_it_has_at_hand() -> None:
     for want in (0, 2):
-        chain, tree = (rate(replace(FLAT, ahead_gain=0.6), Plan(16, b, ahead=True, rows=16, want=want)) for b in (1, 3))
+        chain, tree = (
+            rate(replace(FLAT, ahead_gain=0.6), SpeculationPlan(16, b, ahead=True, rows=16, want=want)) for b in (1, 3)
+        )
         assert tree > 1.2 * chain
 
 
 def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
-    tree = Plan(16, 3, ahead=True, rows=4, want=2)
+    tree = SpeculationPlan(16, 3, ahead=True, rows=4, want=2)
     assert rate(replace(FLAT, tree_rows=4.0), tree) < rate(replace(FLAT, tree_rows=1.0), tree)
 
 
@@ -190,13 +194,13 @@ def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
 
 
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
-def test_guesses_that_never_hold_bring_nothing(plan: Plan) -> None:
+def test_guesses_that_never_hold_bring_nothing(plan: SpeculationPlan) -> None:
     nothing = replace(FLAT, acceptance=(0.0,) * 16, tree_gain=0.0, ahead_gain=0.0)
     assert rate(nothing, plan) <= PLAIN_RATE * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in ALL if plan.gamma and not plan.ahead], ids=lambda plan: plan.label)
-def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: Plan) -> None:
+def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: SpeculationPlan) -> None:
     wait = 4.0 + 2.0 * plan.gamma
     assert rate(replace(FLAT, acceptance=(1.0,) * 16), plan) == pytest.approx(1000 * (plan.gamma + 1) / (40 + wait))
 
@@ -204,11 +208,11 @@ def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: Plan) -> None
 def test_ahead_guesses_that_always_hold_come_as_fast_as_they_are_drafted() -> None:
     sure = replace(FLAT, acceptance=(1.0,) * 16, draft_ms=10.0)
     for want in (0, 1, 2, 4):
-        assert 0.9 * 1000 / 10 < rate(sure, Plan(16, ahead=True, rows=16, want=want)) <= 1000 / 10
+        assert 0.9 * 1000 / 10 < rate(sure, SpeculationPlan(16, ahead=True, rows=16, want=want)) <= 1000 / 10
 
 
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
-def test_at_the_end_of_the_world_what_waits_brings_nothing_and_what_does_not_is_plain(plan: Plan) -> None:
+def test_at_the_end_of_the_world_what_waits_brings_nothing_and_what_does_not_is_plain(plan: SpeculationPlan) -> None:
     far = rate(replace(FLAT, link_ms=1e7), plan)
     if plan.gamma == 0 or (plan.ahead and plan.want == 0):
         assert far == pytest.approx(PLAIN_RATE, rel=0.01)
@@ -224,7 +228,13 @@ def test_absurd_conditions_do_not_raise() -> None:
         Conditions((1.0,), 1.0, 1e9, 1e9, CostCurve.line(1e9, 1e9)),
         Conditions((0.0,), 1.0, 1e9, 0.0, CostCurve.line(1e-9, 0.0)),
     ):
-        for current in (None, PLAIN, Plan(3), Plan(64, 8), Plan(16, ahead=True, rows=8)):
+        for current in (
+            None,
+            PLAIN,
+            SpeculationPlan(3),
+            SpeculationPlan(64, 8),
+            SpeculationPlan(16, ahead=True, rows=8),
+        ):
             choice = choose(conditions, throughput_model.plans(MAX_GAMMA), current)
             assert math.isfinite(choice.tokens_per_s)
             choice.plan.for_verifier(choice.patience_ms).check()
@@ -232,7 +242,9 @@ def test_absurd_conditions_do_not_raise() -> None:
 
 @few
 @given(any_conditions, any_paces, any_plan)
-def test_a_rate_is_a_number_that_can_be(conditions: Conditions, paces: dict[Way, float], plan: Plan) -> None:
+def test_a_rate_is_a_number_that_can_be(
+    conditions: Conditions, paces: dict[Mode, float], plan: SpeculationPlan
+) -> None:
     found = rate(replace(conditions, paces=paces), plan)
     assert math.isfinite(found)
     assert found >= 0.0
@@ -250,28 +262,28 @@ def falls(rates: Sequence[float]) -> bool:
 
 
 @given(any_conditions, any_plan, st.lists(chances, min_size=3, max_size=3))
-def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: Plan, held: list[float]) -> None:
+def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: SpeculationPlan, held: list[float]) -> None:
     flat = replace(conditions, cost=CostCurve.line(conditions.cost.at(1), 0.0))
     rates = [rate(replace(flat, acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
     assert falls(rates)
 
 
 @given(any_conditions, any_plan, st.lists(st.floats(0.0, 500.0), min_size=3, max_size=3))
-def test_a_longer_link_is_never_faster(conditions: Conditions, plan: Plan, links: list[float]) -> None:
+def test_a_longer_link_is_never_faster(conditions: Conditions, plan: SpeculationPlan, links: list[float]) -> None:
     """Where guessing is better than plain: the further off the drafter is, the fewer are the steps with dear rows."""
     plain = rate(conditions, PLAIN)
     assert falls([max(plain, rate(replace(conditions, link_ms=each), plan)) for each in sorted(links)])
 
 
 @given(any_conditions, any_plan, st.lists(st.floats(0.0, 100.0), min_size=3, max_size=3))
-def test_a_slower_drafter_is_never_faster(conditions: Conditions, plan: Plan, drafts: list[float]) -> None:
+def test_a_slower_drafter_is_never_faster(conditions: Conditions, plan: SpeculationPlan, drafts: list[float]) -> None:
     """Where guessing is better than plain: a drafter too slow for it is counted as plain, whatever its rows cost."""
     same, plain = replace(conditions, level_ms=None), rate(conditions, PLAIN)
     assert falls([max(plain, rate(replace(same, draft_ms=each), plan)) for each in sorted(drafts)])
 
 
 @given(any_conditions, any_plan, st.floats(0.0, 50.0))
-def test_dearer_rows_are_never_faster(conditions: Conditions, plan: Plan, more: float) -> None:
+def test_dearer_rows_are_never_faster(conditions: Conditions, plan: SpeculationPlan, more: float) -> None:
     dearer = CostCurve.line(conditions.cost.at(1), conditions.cost.at(2) - conditions.cost.at(1) + more)
     assert falls([rate(conditions, plan), rate(replace(conditions, cost=dearer), plan)])
 
@@ -329,7 +341,7 @@ def test_a_way_that_brought_little_is_left_for_another() -> None:
 @few
 @given(any_conditions, any_paces, st.integers(0, 24))
 def test_the_choice_is_the_best_and_never_below_plain(
-    conditions: Conditions, paces: dict[Way, float], gamma_max: int
+    conditions: Conditions, paces: dict[Mode, float], gamma_max: int
 ) -> None:
     conditions = replace(conditions, paces=paces)
     candidates = list(throughput_model.plans(gamma_max))
@@ -342,7 +354,9 @@ def test_the_choice_is_the_best_and_never_below_plain(
 
 @few
 @given(any_conditions, any_plan)
-def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(conditions: Conditions, current: Plan) -> None:
+def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(
+    conditions: Conditions, current: SpeculationPlan
+) -> None:
     choice = choose(conditions, ALL, current)
     best = max(rate(conditions, plan) for plan in ALL)
     if rate(conditions, current) * gamma.HYSTERESIS > best and rate(conditions, current) >= rate(conditions, PLAIN):
@@ -356,7 +370,7 @@ def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(condition
 @few
 @given(any_conditions, st.integers(17, 99))
 def test_a_current_plan_that_is_no_longer_allowed_is_left(conditions: Conditions, current: int) -> None:
-    assert choose(conditions, ALL, Plan(current)).plan in ALL
+    assert choose(conditions, ALL, SpeculationPlan(current)).plan in ALL
 
 
 # --- all there is to choose from -------------------------------------------------------------------------------------
@@ -380,9 +394,9 @@ def test_the_plans_are_sane(gamma_max: int) -> None:
             assert (plan.rows, plan.want) == (0, 0)
     ways = {plan.way for plan in found}
     if gamma_max >= 4:
-        assert ways == set(Way)
+        assert ways == set(Mode)
     if gamma_max == 0:
-        assert ways == {Way.PLAIN}
+        assert ways == {Mode.PLAIN}
 
 
 def test_the_plans_can_be_narrowed() -> None:
@@ -396,26 +410,28 @@ def test_the_plans_can_be_narrowed() -> None:
 @pytest.mark.parametrize(
     ("plan", "way"),
     [
-        (PLAIN, Way.PLAIN),
-        (Plan(4), Way.TURNS),
-        (Plan(4, 2), Way.TREE_TURNS),
-        (Plan(16, ahead=True, rows=8), Way.AHEAD),
-        (Plan(16, ahead=True, rows=8, want=2), Way.AHEAD_WAITING),
-        (Plan(16, 3, ahead=True, rows=8), Way.TREE_AHEAD),
-        (Plan(16, 3, ahead=True, rows=8, want=2), Way.TREE_AHEAD_WAITING),
+        (PLAIN, Mode.PLAIN),
+        (SpeculationPlan(4), Mode.TURNS),
+        (SpeculationPlan(4, 2), Mode.TREE_TURNS),
+        (SpeculationPlan(16, ahead=True, rows=8), Mode.AHEAD),
+        (SpeculationPlan(16, ahead=True, rows=8, want=2), Mode.AHEAD_WAITING),
+        (SpeculationPlan(16, 3, ahead=True, rows=8), Mode.TREE_AHEAD),
+        (SpeculationPlan(16, 3, ahead=True, rows=8, want=2), Mode.TREE_AHEAD_WAITING),
     ],
-    ids=lambda value: value.label if isinstance(value, Plan) else "",
+    ids=lambda value: value.label if isinstance(value, SpeculationPlan) else "",
 )
-def test_a_plan_knows_its_way(plan: Plan, way: Way) -> None:
+def test_a_plan_knows_its_way(plan: SpeculationPlan, way: Mode) -> None:
     assert plan.way is way
 
 
 @few
 @given(
     any_conditions,
-    st.sampled_from([*throughput_model.plans(MAX_GAMMA), *(Plan(MAX_GAMMA, b) for b in range(1, MAX_BRANCHES + 1))]),
+    st.sampled_from(
+        [*throughput_model.plans(MAX_GAMMA), *(SpeculationPlan(MAX_GAMMA, b) for b in range(1, MAX_BRANCHES + 1))]
+    ),
 )
-def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: Plan) -> None:
+def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: SpeculationPlan) -> None:
     drafter, verifier = plan.for_drafter(), plan.for_verifier(patience_for(conditions, plan))
     drafter.check()
     verifier.check()
@@ -424,12 +440,12 @@ def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: P
 
 
 def test_the_verifier_waits_for_what_the_plan_wants() -> None:
-    assert Plan(5).for_verifier(3.5).gamma == 5
-    assert Plan(5).for_verifier(3.5).patience_us == 3500
-    assert Plan(5).for_verifier(3.5).nodes == 0, "it checks all there are"
-    waits = Plan(16, 3, ahead=True, rows=8, want=2).for_verifier(3.5)
+    assert SpeculationPlan(5).for_verifier(3.5).gamma == 5
+    assert SpeculationPlan(5).for_verifier(3.5).patience_us == 3500
+    assert SpeculationPlan(5).for_verifier(3.5).nodes == 0, "it checks all there are"
+    waits = SpeculationPlan(16, 3, ahead=True, rows=8, want=2).for_verifier(3.5)
     assert (waits.gamma, waits.nodes) == (2, 8)
-    goes_on = Plan(16, 3, ahead=True, rows=8).for_verifier(0.0)
+    goes_on = SpeculationPlan(16, 3, ahead=True, rows=8).for_verifier(0.0)
     assert (goes_on.gamma, goes_on.patience_us) == (0, 0)
 
 
@@ -438,7 +454,7 @@ def test_the_verifier_waits_for_what_the_plan_wants() -> None:
 
 @few
 @given(any_conditions, any_plan)
-def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: Plan) -> None:
+def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: SpeculationPlan) -> None:
     patience = patience_for(conditions, plan)
     awaited = plan.want if plan.ahead else plan.gamma
     if awaited == 0:
@@ -453,7 +469,7 @@ def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: P
 FULL = CostCurve((1, 17, 33, 65, 129, 257), (40.0, 40.0, 80.0, 160.0, 320.0, 640.0))  # full at 17 rows
 
 
-def crowd(taken: Sequence[Plan], number: int) -> Conditions:
+def crowd(taken: Sequence[SpeculationPlan], number: int) -> Conditions:
     """What one of several sessions sees that step together, all in turns."""
     lone = replace(FAIR, cost=FULL)
     others = [plan for i, plan in enumerate(taken) if i != number]
@@ -464,7 +480,7 @@ def crowd(taken: Sequence[Plan], number: int) -> Conditions:
     )
 
 
-def goodput(taken: Sequence[Plan]) -> float:
+def goodput(taken: Sequence[SpeculationPlan]) -> float:
     """Tokens of all sessions per millisecond."""
     rows = sum(1 + plan.gamma for plan in taken)
     wait = max(wait_ms(FAIR, plan.gamma) if plan.gamma else 0.0 for plan in taken)
@@ -472,21 +488,23 @@ def goodput(taken: Sequence[Plan]) -> float:
 
 
 @pytest.mark.parametrize("sessions", [1, 2, 4, 8, 16, 24])
-@pytest.mark.parametrize("begun", [Plan(), Plan(4), Plan(16)], ids=lambda plan: plan.label)
-def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, begun: Plan) -> None:
+@pytest.mark.parametrize(
+    "begun", [SpeculationPlan(), SpeculationPlan(4), SpeculationPlan(16)], ids=lambda plan: plan.label
+)
+def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, begun: SpeculationPlan) -> None:
     """Each decides for itself, one after the other; together they come to what is best for all."""
     taken = [begun] * sessions
     for _ in range(12):
         for number in range(sessions):
             conditions = crowd(taken, number)
             taken[number] = choose(conditions, CHAINS_IN_TURNS, taken[number]).plan
-    best = max(goodput([Plan(gamma)] * sessions) for gamma in range(17))
+    best = max(goodput([SpeculationPlan(gamma)] * sessions) for gamma in range(17))
     assert goodput(taken) >= 0.93 * best
     assert sum(1 + plan.gamma for plan in taken) <= max(20, 2 * sessions)
 
 
 def test_a_row_that_delays_nobody_is_free() -> None:
     beside = replace(FAIR, cost=FULL, other_rows=3.0, others=2.0, other_rate=0.2)
-    assert throughput_model.worth(beside, Plan(4)) == pytest.approx(rate(beside, Plan(4)))
+    assert throughput_model.worth(beside, SpeculationPlan(4)) == pytest.approx(rate(beside, SpeculationPlan(4)))
     crowded = replace(beside, other_rows=16.0, others=16.0, other_rate=0.4)
-    assert throughput_model.worth(crowded, Plan(4)) < throughput_model.worth(crowded, PLAIN)
+    assert throughput_model.worth(crowded, SpeculationPlan(4)) < throughput_model.worth(crowded, PLAIN)

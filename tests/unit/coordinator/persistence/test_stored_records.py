@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-from coordinator.control.gamma import Pair, PairHistory
+from coordinator.control.gamma import PairEstimate, PairHistory
 from coordinator.persistence import stored_records
-from coordinator.persistence.session_record import SessionRequest, Wish, pack
+from coordinator.persistence.session_record import SessionRequest, SpeculationOptions, pack
 from coordinator.persistence.stored_records import Unreadable
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import TokenKind as Kind
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
 
-KEYS = Keys(["fleet", "older"])
+KEYS = ApiKeys(["fleet", "older"])
 NOW = time.time()
 INFO = WorkerInfo("bigbox-1", Role.VERIFIER, "bigbox:50051", ModelInfo("target", "f1"), kind="target", capacity=8)
 REQUEST = SessionRequest(
     (1, 2, 3),
     SamplingParams(seed=7, stop=("x",), logit_bias={5: 1.0}, grammar=Grammar(regex="a+"), logprobs=2),
-    Wish(gamma=3, drafter="ngram"),
+    SpeculationOptions(gamma=3, drafter="ngram"),
     "salt",
 )
 TARGET = ModelInfo("target", "f1", vocab_size=100)
@@ -36,14 +36,16 @@ HISTORY = PairHistory([0.5, 0.4], 0.9, 1.5, 0.3, 0.2, 3.0, 2.0, {"plain": 1.0})
 FUZZED = 2000
 
 
-def sealed(info: WorkerInfo = INFO, keys: Keys = KEYS, at: float = NOW, **changed: bytes | None) -> list[bytes | None]:
+def sealed(
+    info: WorkerInfo = INFO, keys: ApiKeys = KEYS, at: float = NOW, **changed: bytes | None
+) -> list[bytes | None]:
     data = convert.worker_to_proto(info).SerializeToString()
     made = stored_records.seal_worker(data, info.worker_id, "coordinator-1", at, keys) | changed
     fields = [made.get(name) for name in ("data", "coordinator", "at", "mac")]
     return [field.encode() if isinstance(field, str) else field for field in fields]
 
 
-def read_worker(given: list[bytes | None], worker_id: str = INFO.worker_id, keys: Keys = KEYS) -> WorkerInfo:
+def read_worker(given: list[bytes | None], worker_id: str = INFO.worker_id, keys: ApiKeys = KEYS) -> WorkerInfo:
     return stored_records.read_worker(worker_id, given, keys, NOW, 5.0)
 
 
@@ -56,8 +58,10 @@ def reason(call: Callable[[], Any]) -> str:
 
 def test_a_worker_that_somebody_with_the_key_wrote_is_believed() -> None:
     assert read_worker(sealed()) == INFO
-    assert read_worker(sealed(keys=Keys(["older", "fleet"]))) == INFO, "while the key is changed"
-    assert read_worker(sealed(keys=Keys()), keys=Keys()) == INFO, "without keys nobody vouches, and nothing is shown"
+    assert read_worker(sealed(keys=ApiKeys(["older", "fleet"]))) == INFO, "while the key is changed"
+    assert read_worker(sealed(keys=ApiKeys()), keys=ApiKeys()) == INFO, (
+        "without keys nobody vouches, and nothing is shown"
+    )
 
 
 def test_what_nobody_with_the_key_wrote_is_not_believed() -> None:
@@ -65,8 +69,8 @@ def test_what_nobody_with_the_key_wrote_is_not_believed() -> None:
     evil.address = "evil:1"
     data = evil.SerializeToString()
     for given in (
-        sealed(keys=Keys()),
-        sealed(keys=Keys(["another"])),
+        sealed(keys=ApiKeys()),
+        sealed(keys=ApiKeys(["another"])),
         sealed(data=data),
         sealed(coordinator=b"coordinator-2"),
         sealed(at=NOW, mac=b"\xff"),
@@ -252,11 +256,11 @@ def test_no_reader_raises_anything_else() -> None:
     right = wrong = 0
 
     def pair(text: bytes) -> None:
-        Pair(8).start_from(stored_records.read_pair(text))
+        PairEstimate(8).start_from(stored_records.read_pair(text))
 
     for _ in range(FUZZED):
         for read in (
-            lambda: read_worker([mutations(worker, rng), b"c", b"1", b""], keys=Keys()),
+            lambda: read_worker([mutations(worker, rng), b"c", b"1", b""], keys=ApiKeys()),
             lambda: read_session(mutations(request, rng), tokens=rng.randbytes(rng.randrange(40))),
             lambda: pair(mutations(history, rng)),
             lambda: stored_records.read_reserved(mutations(b"session digest", rng)),

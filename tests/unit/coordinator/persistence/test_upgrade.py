@@ -22,7 +22,7 @@ from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.speculation import TokenKind as Kind
-from outrider.security.api_keys import Keys
+from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import drafter_pb2, verifier_pb2
 
@@ -62,12 +62,12 @@ def test_workers_of_a_fleet_without_keys_are_read_both_ways() -> None:
     """With a fleet key it signed nothing, so that its records are skipped: see docs/operating.md."""
     for name, data in REDIS["workers"].items():
         given = [bytes.fromhex(data), b"coordinator-1", None, None]
-        info = stored_records.read_worker(name, given, Keys(), 0.0, 5.0)
+        info = stored_records.read_worker(name, given, ApiKeys(), 0.0, 5.0)
         assert info.role in set(Role)
         with pytest.raises(stored_records.Unreadable):
-            stored_records.read_worker(name, given, Keys(["fleet"]), 0.0, 5.0)
+            stored_records.read_worker(name, given, ApiKeys(["fleet"]), 0.0, 5.0)
         sealed = stored_records.seal_worker(
-            convert.worker_to_proto(info).SerializeToString(), name, "c", 0.0, Keys(["fleet"])
+            convert.worker_to_proto(info).SerializeToString(), name, "c", 0.0, ApiKeys(["fleet"])
         )
         assert pb.Worker.FromString(bytes(sealed["data"])) == pb.Worker.FromString(bytes.fromhex(data))  # type: ignore[arg-type]
 

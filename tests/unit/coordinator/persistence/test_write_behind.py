@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store, StoreDown
-from coordinator.persistence.write_behind import BATCH_S, OPEN_S, Entry, Journal
+from coordinator.persistence.write_behind import BATCH_S, OPEN_S, Entry, WriteBehind
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.speculation import TokenKind as Kind
@@ -51,8 +51,8 @@ def grow(entry: Entry) -> None:
     entry.record.kinds.append(Kind.PLAIN)
 
 
-def journal_over(store: SlowStore) -> Journal:
-    return Journal(cast(Store, cast(Any, store)))
+def journal_over(store: SlowStore) -> WriteBehind:
+    return WriteBehind(cast(Store, cast(Any, store)))
 
 
 async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.sessions.detokenizer import Detokeniser, Piece, TextStream
+from coordinator.sessions.detokenizer import Detokeniser, TextPiece, TextStream
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -216,7 +216,7 @@ def test_stop_strings(text: str, stops: list[str], wanted: str, stop: str) -> No
 def test_of_two_stop_strings_in_one_token_the_earlier_ends_the_text(stops: list[str]) -> None:
     words = ["x", "abcd"]
     piece = TextStream(lambda tokens: "".join(words[token] for token in tokens), [0], stops).add(1)
-    assert piece == Piece("a", "bc")
+    assert piece == TextPiece("a", "bc")
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
@@ -238,7 +238,7 @@ def test_a_stop_string_inside_one_token_is_found() -> None:
         text += piece.text
         if piece.stop:
             break
-    assert (text, piece) == ("the en", Piece(piece.text, "d o"))
+    assert (text, piece) == ("the en", TextPiece(piece.text, "d o"))
 
 
 def test_the_prompt_is_not_searched() -> None:
@@ -250,7 +250,7 @@ def test_a_stop_string_that_only_the_rest_completes_is_found() -> None:
     stream = TextStream(decode, [], ["a" + BROKEN])
     for token in [*ids("ba"), ids("é")[0]]:
         assert stream.add(token).stop == ""
-    assert stream.end() == Piece("", "a" + BROKEN)
+    assert stream.end() == TextPiece("", "a" + BROKEN)
 
 
 stop_lists = st.lists(st.text("ab\n é", min_size=1, max_size=4), max_size=3)
@@ -277,7 +277,7 @@ def test_what_is_out_after_n_tokens_depends_on_these_tokens_alone(text: str, sto
     """A stream that is resumed at any token gives the same pieces from there on."""
     tokens = ids(text)
     stream = TextStream(decode, ids("p"), stops)
-    whole: list[Piece] = []
+    whole: list[TextPiece] = []
     for token in tokens:
         whole.append(stream.add(token))
         if whole[-1].stop:

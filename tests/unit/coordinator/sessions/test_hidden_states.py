@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.sessions.hidden_states import WINDOW, FeatureWindow
-from outrider.protocol.speculation import Features
+from coordinator.sessions.hidden_states import WINDOW, HiddenStateWindow
+from outrider.protocol.speculation import HiddenStates
 
 WIDTH = 3
 
 
-def rows(first: int, count: int, width: int = WIDTH) -> Features:
+def rows(first: int, count: int, width: int = WIDTH) -> HiddenStates:
     """Each row tells its position."""
-    return Features(
+    return HiddenStates(
         first, width, b"".join(position.to_bytes(2, "little") * width for position in range(first, first + count))
     )
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1)), max_size=12))
 def test_the_newest_are_kept_without_a_gap(pieces: list[tuple[int, int]]) -> None:
-    window = FeatureWindow()
+    window = HiddenStateWindow()
     start = end = 0
     for count, gap in pieces:
         if gap:
@@ -32,7 +32,7 @@ def test_the_newest_are_kept_without_a_gap(pieces: list[tuple[int, int]]) -> Non
 
 
 def test_what_does_not_follow_begins_anew() -> None:
-    window = FeatureWindow()
+    window = HiddenStateWindow()
     window.add(rows(0, 5))
     window.add(rows(3, 5))
     assert window.held() == rows(3, 5)

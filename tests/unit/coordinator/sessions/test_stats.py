@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 
 from coordinator.api.http.replies import metrics, usage
-from coordinator.control.gamma import Controller, Estimator, PairHistory, Wishes
-from coordinator.control.throughput_model import Way
+from coordinator.control.gamma import Controller, Estimator, FixedChoices, PairHistory
+from coordinator.control.throughput_model import Mode
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
@@ -22,8 +22,8 @@ GAMMA_MAX = 16
 
 def session_after(*accepted: int, offered: int = 4) -> Session:
     """One whose steps accepted so many of `offered` guesses, with γ control at work."""
-    stats = RequestStats(CoordinatorMetrics(Way).of("target"))
-    stats.control = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), Wishes())
+    stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
+    stats.control = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FixedChoices())
     stats.control.estimator.priced(CostCurve.line(40.0, 0.0))
     stats.control.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
     stats.control.decide(4.0, attached=True)

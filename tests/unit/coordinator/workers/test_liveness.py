@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.workers import liveness
 from coordinator.workers.liveness import SILENT_S, TICK_S, Debt, Silence
-from coordinator.workers.worker_pool import Link
+from coordinator.workers.worker_pool import WorkerConnection
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
@@ -92,7 +92,7 @@ class Worker:
 
     def silent_for(self, seconds: float, *, spare: bool) -> OutriderError | None:
         for _ in range(int(seconds / TICK_S)):
-            liveness._look(cast(Link, self), lambda _: spare, TIMEOUT_S)
+            liveness._look(cast(WorkerConnection, self), lambda _: spare, TIMEOUT_S)
         return next(iter(self.streams)).why
 
 
@@ -121,7 +121,7 @@ def test_one_stream_that_is_owed_a_verdict_ends_alone() -> None:
     owed = Stream()
     owed.owes = 11.0
     worker.streams.add(owed)
-    liveness._look(cast(Link, worker), lambda _: True, TIMEOUT_S)
+    liveness._look(cast(WorkerConnection, worker), lambda _: True, TIMEOUT_S)
     assert isinstance(owed.why, PeerLost)
     assert [stream.why for stream in worker.streams if stream is not owed] == [None]
     assert not worker.failures

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.workers.shunned import FIRST_S, FORGIVEN_AFTER, GROWTH, LONGEST_S, Shunning
+from coordinator.workers.shunned import FIRST_S, FORGIVEN_AFTER, GROWTH, LONGEST_S, ShunnedWorkers
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
 WORKER = WorkerInfo("w", Role.DRAFTER, "host:1", ModelInfo("m", "f"))
@@ -26,11 +26,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def shunning(clock: Clock) -> Shunning:
-    return Shunning(clock)
+def shunning(clock: Clock) -> ShunnedWorkers:
+    return ShunnedWorkers(clock)
 
 
-def shunned_for(shunning: Shunning, clock: Clock) -> float:
+def shunned_for(shunning: ShunnedWorkers, clock: Clock) -> float:
     """Break the protocol now, and wait until it is over."""
     began = clock.now
     shunning.report(WORKER, "nonsense")
@@ -39,24 +39,24 @@ def shunned_for(shunning: Shunning, clock: Clock) -> float:
     return clock.now - began
 
 
-def test_nobody_is_shunned_without_cause(shunning: Shunning) -> None:
+def test_nobody_is_shunned_without_cause(shunning: ShunnedWorkers) -> None:
     assert not shunning.shuns(WORKER)
 
 
-def test_it_takes_longer_every_time_up_to_a_limit(shunning: Shunning, clock: Clock) -> None:
+def test_it_takes_longer_every_time_up_to_a_limit(shunning: ShunnedWorkers, clock: Clock) -> None:
     times = [shunned_for(shunning, clock) for _ in range(6)]
     assert times[:3] == [FIRST_S, FIRST_S * GROWTH, FIRST_S * GROWTH**2]
     assert times[-1] == LONGEST_S
 
 
-def test_a_worker_that_behaves_for_long_starts_anew(shunning: Shunning, clock: Clock) -> None:
+def test_a_worker_that_behaves_for_long_starts_anew(shunning: ShunnedWorkers, clock: Clock) -> None:
     shunned_for(shunning, clock)
     clock.now += FORGIVEN_AFTER * FIRST_S
     assert shunned_for(shunning, clock) == FIRST_S
 
 
 def test_sessions_that_find_out_together_count_once_for_time_and_each_for_the_metric(
-    shunning: Shunning, clock: Clock
+    shunning: ShunnedWorkers, clock: Clock
 ) -> None:
     for _ in range(9):
         shunning.report(WORKER, "nonsense")
@@ -65,7 +65,7 @@ def test_sessions_that_find_out_together_count_once_for_time_and_each_for_the_me
     assert not shunning.shuns(WORKER)
 
 
-def test_another_name_at_the_same_address_is_the_same_worker_and_a_role_is_its_own(shunning: Shunning) -> None:
+def test_another_name_at_the_same_address_is_the_same_worker_and_a_role_is_its_own(shunning: ShunnedWorkers) -> None:
     shunning.report(WORKER, "nonsense")
     assert shunning.shuns(replace(WORKER, worker_id="other"))
     assert shunning.shuns(replace(WORKER, address="elsewhere:1"))
@@ -73,7 +73,7 @@ def test_another_name_at_the_same_address_is_the_same_worker_and_a_role_is_its_o
     assert not shunning.shuns(replace(WORKER, role=Role.VERIFIER))
 
 
-def test_it_is_said_once_each_time(shunning: Shunning, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_said_once_each_time(shunning: ShunnedWorkers, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(3):
         shunning.report(WORKER, "nonsense")
     told = capsys.readouterr()

@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 from coordinator.persistence.store import Store
-from coordinator.workers.fleet_keys import Fleet
-from coordinator.workers.worker_pool import Roster
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
@@ -38,7 +38,7 @@ class SlowStore:
 
 async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> None:
     store = SlowStore()
-    roster = Roster(cast(Store, store), 500, Fleet(), 10.0)
+    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
     await roster.admit(DRAFTER)
     looking = asyncio.create_task(roster.look())
     await store.asked.wait()

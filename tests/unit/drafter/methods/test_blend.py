@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from drafter.accuracy import Judge, Record
+from drafter.accuracy import AccuracyTracker, Record
 from drafter.methods.blend import BlendDrafter
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.methods.suffix import SuffixDrafter
-from drafter.session import Opening, Session
+from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution, Features, Guess, Steering
+from outrider.protocol.speculation import WHOLE, Distribution, Guess, HiddenStates, Steering
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.tree import GuessTree
 
@@ -52,7 +52,7 @@ class Model:
     vocabulary: Vocabulary | None = SPOKEN
     limit: int = 10**9
     made_for: str = ""
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[DraftRequest] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
     @property
@@ -66,7 +66,7 @@ class Model:
             made_for=self.made_for,
         )
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         self.asks += asks
         self.clock.now += self.cost_s
         return [self._draft(ask) for ask in asks]
@@ -74,19 +74,19 @@ class Model:
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> DraftResult:
         position = len(ask.tokens)
         if position >= self.limit:
-            return Draft(done=True)
+            return DraftResult(done=True)
         token = (self.truth[position] + self.wrong(position)) % VOCAB
         if ask.params.mode.needs_draft_probs:
             ids = sorted({token, (token + 1) % VOCAB})
-            return Draft((token,), (Distribution(tuple(ids), (WHOLE - 1, 1)),))
+            return DraftResult((token,), (Distribution(tuple(ids), (WHOLE - 1, 1)),))
         if ask.branches == 1:
-            return Draft((token,))
+            return DraftResult((token,))
         tip = max(range(-1, len(ask.open_tokens)), key=lambda node: _depth(ask.open_parents, node))
         rest = (token, (token + 1) % VOCAB)[: ask.budget]
-        return Draft(rest, parents=(tip,) * len(rest))
+        return DraftResult(rest, parents=(tip,) * len(rest))
 
 
 def _depth(parents: Sequence[int], node: int) -> int:
@@ -97,7 +97,7 @@ def _depth(parents: Sequence[int], node: int) -> int:
 class Run:
     rounds: int
     guesses: list[Guess]
-    session: Session
+    session: DraftSession
 
 
 def run(
@@ -107,8 +107,8 @@ def run(
     """Draft, verify, commit, one after the other."""
     params = {"temperature": 0.0} | params
     drafter.forget("s")
-    session = Session(
-        Opening(
+    session = DraftSession(
+        DraftOpening(
             "s",
             0,
             tuple(truth[:PROMPT]),
@@ -200,12 +200,12 @@ def test_a_chain_may_mix_members() -> None:
     phrase = [1, 2, 3, 4, 5, 6, 7, 8]
     text = [*phrase, 50, *phrase, 51, *phrase, 52, *phrase]
     model.truth = [*text, 53, 54, 55, 56, 57, 58]
-    ask = Ask("s", text[:-3], len(text) - 3, 1, 6, SamplingParams(temperature=0.0), VOCAB)
+    ask = DraftRequest("s", text[:-3], len(text) - 3, 1, 6, SamplingParams(temperature=0.0), VOCAB)
     drafter._members["suffix"]._certainty = 0.5  # the phrase is followed by something else each time
     first = drafter.draft([ask])[0]
     assert (first.tokens, first.done) == ((6, 7, 8), False)
     assert not model.asks
-    again = Ask("s", text, len(text) - 3, 1, 3, ask.params, VOCAB)
+    again = DraftRequest("s", text, len(text) - 3, 1, 3, ask.params, VOCAB)
     assert drafter.draft([again])[0].tokens == (53,)
 
 
@@ -214,7 +214,7 @@ def test_a_short_copy_is_sent_alone_where_the_model_is_slow() -> None:
     drafter._seconds["model"].add(10.0)
     run(drafter, LOOP, clock, 20, gamma=1)
     text = [*LOOP[:45]]
-    ask = Ask("t", text, len(text), 1, 60, SamplingParams(temperature=0.0), VOCAB)
+    ask = DraftRequest("t", text, len(text), 1, 60, SamplingParams(temperature=0.0), VOCAB)
     draft = drafter.draft([ask])[0]
     assert draft.tokens
     assert draft.done
@@ -223,10 +223,10 @@ def test_a_short_copy_is_sent_alone_where_the_model_is_slow() -> None:
 def test_without_a_model_the_best_proposal_is_taken() -> None:
     drafter = BlendDrafter({"ngram": NgramDrafter(2, 4), "suffix": SuffixDrafter(0, 4.0, 0.1)})
     text = [1, 2, 3, 40, 9, 1, 2, 3, 41, 9, 8, 7, 1, 2, 3, 41, 9, 1, 2, 3]
-    draft = drafter.draft([Ask("s", text, len(text), 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
+    draft = drafter.draft([DraftRequest("s", text, len(text), 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
     assert draft.tokens[:1] == (41,)
-    nothing = drafter.draft([Ask("t", [1, 2], 2, 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
-    assert nothing == Draft(done=True)
+    nothing = drafter.draft([DraftRequest("t", [1, 2], 2, 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
+    assert nothing == DraftResult(done=True)
     assert drafter.vocabulary is None
 
 
@@ -234,7 +234,7 @@ def test_when_the_model_has_nothing_the_proposal_is_used() -> None:
     drafter, model, _ = blend(NOVEL, limit=2)
     text = [1, 2, 3, 9, 1, 2]
     drafter._records["suffix"].judged(0.6, 0)
-    draft = drafter.draft([Ask("s", text, len(text), 1, 1, SamplingParams(temperature=0.0), VOCAB)])[0]
+    draft = drafter.draft([DraftRequest("s", text, len(text), 1, 1, SamplingParams(temperature=0.0), VOCAB)])[0]
     assert (draft.tokens, draft.done) == ((3,), True)
     assert model.asks, "it was asked first"
 
@@ -270,11 +270,11 @@ def test_a_proposal_joins_the_models_tree_as_a_branch() -> None:
     for _ in range(20):
         drafter._records["suffix"].judged(1.5, 0)
         drafter._records["suffix"].judged(0.8, 0)
-    first = Ask("s", text, len(text), 1, 2, params, VOCAB, branches=3, budget=6, depth=2)
+    first = DraftRequest("s", text, len(text), 1, 2, params, VOCAB, branches=3, budget=6, depth=2)
     draft = drafter.draft([first])[0]
     assert (len(draft.tokens), draft.done) == (2, False), "the model's first level"
     assert (model.asks[0].branches, model.asks[0].budget) == (2, 4), "room is kept for the branch"
-    more = Ask(
+    more = DraftRequest(
         "s",
         [*text, draft.tokens[0]],
         len(text),
@@ -314,7 +314,7 @@ def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int])
     drawn: dict[tuple[int, int], tuple[int, Distribution]] = {}
     draft_one = model._draft
 
-    def remembering(ask: Ask) -> Draft:
+    def remembering(ask: DraftRequest) -> DraftResult:
         draft = draft_one(ask)
         drawn[ask.committed, len(ask.tokens)] = (draft.tokens[0], draft.draft_probs[0])
         return draft
@@ -336,19 +336,19 @@ def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int])
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def ask_at(tokens: Sequence[int], committed: int | None = None, **more) -> Ask:
+def ask_at(tokens: Sequence[int], committed: int | None = None, **more) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
-    return Ask("s", list(tokens), committed, 1, 4, SamplingParams(temperature=0.0), VOCAB, **more)
+    return DraftRequest("s", list(tokens), committed, 1, 4, SamplingParams(temperature=0.0), VOCAB, **more)
 
 
-def heard(judge: Judge, tokens: Sequence[int]) -> Record:
+def heard(judge: AccuracyTracker, tokens: Sequence[int]) -> Record:
     record = {"m": Record()}
     judge.hear(ask_at(tokens), [record])
     return record["m"]
 
 
 def test_a_promise_is_judged_when_its_fate_is_known() -> None:
-    judge = Judge(2)
+    judge = AccuracyTracker(2)
     judge.promise("m", ask_at([1, 2]), (3, 4, 5), 2.5)
     assert heard(judge, [1, 2, 3, 4]).kept_promises[2].all == 0, "5 may still come"
     record = heard(judge, [1, 2, 3, 4, 9])
@@ -357,15 +357,15 @@ def test_a_promise_is_judged_when_its_fate_is_known() -> None:
 
 
 def test_a_promise_behind_guesses_that_failed_is_dropped() -> None:
-    judge = Judge(2)
+    judge = AccuracyTracker(2)
     judge.promise("m", ask_at([1, 2, 7], 2), (3,), 0.5)
     assert heard(judge, [1, 2, 8, 3]).kept_promises[0].all == 0
     assert not judge._promises
 
 
 def test_tokens_are_hits_if_those_before_them_came_true() -> None:
-    judge = Judge(2)
-    judge.drafted("m", ask_at([1, 2]), Draft((3, 4, 5)))
+    judge = AccuracyTracker(2)
+    judge.drafted("m", ask_at([1, 2]), DraftResult((3, 4, 5)))
     assert heard(judge, [1, 2, 3]).hits.good == 1
     record = heard(judge, [1, 2, 3, 8, 5])
     assert (record.hits.good, record.hits.all) == (0, 1), "5 was guessed behind 4"
@@ -373,18 +373,18 @@ def test_tokens_are_hits_if_those_before_them_came_true() -> None:
 
 
 def test_any_sibling_is_a_hit() -> None:
-    judge = Judge(2)
+    judge = AccuracyTracker(2)
     ask = ask_at([1, 2, 7], 2, open_tokens=(7,), open_parents=(-1,), branches=2)
-    judge.drafted("m", ask, Draft((8, 9, 6), parents=(-1, 0, 1)))
+    judge.drafted("m", ask, DraftResult((8, 9, 6), parents=(-1, 0, 1)))
     record = heard(judge, [1, 2, 8, 6])
     assert record.hits.good == pytest.approx(2, abs=0.2)
-    judge = Judge(2)
-    judge.drafted("m", ask, Draft((8, 9), parents=(-1, 0)))
-    assert heard(judge, [1, 2, 7, 6]).hits.good < heard(Judge(2), [1, 2]).hits.good + 0.1
+    judge = AccuracyTracker(2)
+    judge.drafted("m", ask, DraftResult((8, 9), parents=(-1, 0)))
+    assert heard(judge, [1, 2, 7, 6]).hits.good < heard(AccuracyTracker(2), [1, 2]).hits.good + 0.1
 
 
 def test_pending_promises_are_bounded() -> None:
-    judge = Judge(1)
+    judge = AccuracyTracker(1)
     for n in range(1, 1000):
         judge.promise("m", ask_at([0] * n, 1), (1,), 1.0)
     assert len(judge._promises) <= 128
@@ -393,8 +393,8 @@ def test_pending_promises_are_bounded() -> None:
 # --- features, names, ends -------------------------------------------------------------------------------------------
 
 
-def rows(position: int, count: int = 1) -> Features:
-    return Features(position, 4, bytes(2 * 4 * count))
+def rows(position: int, count: int = 1) -> HiddenStates:
+    return HiddenStates(position, 4, bytes(2 * 4 * count))
 
 
 def test_a_member_gets_every_hidden_state_with_its_next_ask() -> None:
@@ -403,14 +403,16 @@ def test_a_member_gets_every_hidden_state_with_its_next_ask() -> None:
     run(drafter, LOOP, clock, 130)
     seen = len(model.asks)
     text = LOOP[:130]
-    copied = Ask("x", text, len(text), 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(1),))
+    copied = DraftRequest("x", text, len(text), 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(1),))
     drafter.draft([copied])
     assert len(model.asks) == seen, "this one was copied"
-    novel = Ask("x", [*text, 99], len(text) + 1, 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(2),))
+    novel = DraftRequest(
+        "x", [*text, 99], len(text) + 1, 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(2),)
+    )
     drafter.draft([novel])
     assert model.asks[-1].features == (rows(1), rows(2))
     model.truth = [*text, 99, *range(200)]
-    drafter.draft([Ask("x", [*text, 99, 1], len(text) + 1, 1, 3, novel.params, VOCAB)])
+    drafter.draft([DraftRequest("x", [*text, 99, 1], len(text) + 1, 1, 3, novel.params, VOCAB)])
     assert model.asks[-1].features == (), "once"
 
 
@@ -419,7 +421,7 @@ def test_hidden_states_that_nobody_fetches_are_dropped() -> None:
     for n in range(100):
         text = LOOP[: 130 + n]
         params = SamplingParams(temperature=0.0)
-        drafter.draft([Ask("x", text, len(text), 1, 4, params, VOCAB, features=(rows(n, 100),))])
+        drafter.draft([DraftRequest("x", text, len(text), 1, 4, params, VOCAB, features=(rows(n, 100),))])
     kept = drafter._sessions["x"].kept["model"]
     assert kept._positions <= 4096
     assert kept.take()[-1] == rows(99, 100)

@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.methods.eagle import EagleDrafter, engine_for
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import Features
-from outrider.train.artifacts.eagle import Eagle, Shape
-from outrider.train.artifacts.embeddings_and_head import Ends
+from outrider.protocol.speculation import HiddenStates
+from outrider.train.artifacts.eagle import Eagle, EagleShape
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 VOCAB, HIDDEN, DRAFTED = 60, 32, 40
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
@@ -42,7 +42,7 @@ def target() -> LlamaForCausalLM:
 def eagle(target: LlamaForCausalLM) -> Eagle:
     torch.manual_seed(4)
     ids = torch.randperm(VOCAB)[:DRAFTED].sort().values
-    made = Eagle(Shape.like(target), ids, Ends.of(target)).eval()
+    made = Eagle(EagleShape.like(target), ids, EmbeddingsAndHead.of(target)).eval()
     with torch.no_grad():
         for weight in made.parameters():
             if weight.requires_grad:
@@ -68,14 +68,18 @@ def states_of(target: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
     return states.half().float()  # as they cross the wire
 
 
-def sent(states: torch.Tensor, first: int, last: int) -> Features:
+def sent(states: torch.Tensor, first: int, last: int) -> HiddenStates:
     rows = states[first:last].numpy().astype("<f2")
-    return Features(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
+    return HiddenStates(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
 
 
-def ask_for(tokens: list[int], room: int, *features: Features, guesses: list[int] | None = None, **more: object) -> Ask:
+def ask_for(
+    tokens: list[int], room: int, *features: HiddenStates, guesses: list[int] | None = None, **more: object
+) -> DraftRequest:
     params = more.pop("params", SamplingParams(temperature=0.0, seed=1))
-    return Ask("s", tokens + (guesses or []), len(tokens), len(PROMPT), room, params, VOCAB, features=features, **more)  # type: ignore[arg-type]
+    return DraftRequest(
+        "s", tokens + (guesses or []), len(tokens), len(PROMPT), room, params, VOCAB, features=features, **more
+    )  # type: ignore[arg-type]
 
 
 def foretold(eagle: Eagle, states: torch.Tensor, tokens: list[int], length: int) -> list[int]:
@@ -146,7 +150,7 @@ def test_a_gap_in_the_states_begins_anew(target: LlamaForCausalLM, eagle: Eagle,
 
 
 def test_nothing_without_states(drafter: EagleDrafter) -> None:
-    assert drafter.draft([ask_for(PROMPT, 3)]) == [Draft(done=True)]
+    assert drafter.draft([ask_for(PROMPT, 3)]) == [DraftResult(done=True)]
 
 
 def test_a_trees_nodes_are_the_likeliest_of_chains(
@@ -189,12 +193,14 @@ def test_a_full_cache_gives_up_the_idle(target: LlamaForCausalLM, eagle: Eagle) 
     wanted = foretold(eagle, states, PROMPT, 2)
     for i in range(5):
         ask = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
-        (draft,) = drafter.draft([Ask(**{name: getattr(ask, name) for name in ask.__slots__} | {"session": f"s{i}"})])
+        (draft,) = drafter.draft(
+            [DraftRequest(**{name: getattr(ask, name) for name in ask.__slots__} | {"session": f"s{i}"})]
+        )
         assert list(draft.tokens) == wanted
     drafter.forget("s4")
 
 
 def test_weights_survive_the_folder(eagle: Eagle, target: LlamaForCausalLM, tmp_path: Path) -> None:
-    again = Eagle.from_weights(eagle.described, eagle.weights(), Ends.of(target))
+    again = Eagle.from_weights(eagle.described, eagle.weights(), EmbeddingsAndHead.of(target))
     for (name, mine), (_, theirs) in zip(eagle.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(mine.to(torch.bfloat16), theirs.to(torch.bfloat16)), name

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from drafter.calibration import Calibration
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter, read_vocabulary
 from drafter.methods.registry import make
-from drafter.session import Opening, Session
+from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import Growth
+from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams, Verification
@@ -47,13 +47,13 @@ def drafter_of(loaded: LoadedModel) -> ModelDrafter:
     return ModelDrafter(loaded.engine, loaded.vocabulary, 24)
 
 
-def session_of(tokens: list[int], gamma: int, branches: int, **params) -> Session:
+def session_of(tokens: list[int], gamma: int, branches: int, **params) -> DraftSession:
     params = SamplingParams(max_tokens=500, **({"seed": 1} | params))
-    opening = Opening("s", 0, tuple(tokens), len(PROMPT), params, VOCAB, Steering(gamma=gamma, branches=branches))
-    return Session(opening)
+    opening = DraftOpening("s", 0, tuple(tokens), len(PROMPT), params, VOCAB, Steering(gamma=gamma, branches=branches))
+    return DraftSession(opening)
 
 
-def grown(drafter: ModelDrafter, session: Session) -> int:
+def grown(drafter: ModelDrafter, session: DraftSession) -> int:
     """Draft until it is sent; how many steps that took."""
     steps = 0
     while (ask := session.ask()) is not None:
@@ -64,13 +64,13 @@ def grown(drafter: ModelDrafter, session: Session) -> int:
     return steps
 
 
-def paths(session: Session) -> set[tuple[int, ...]]:
+def paths(session: DraftSession) -> set[tuple[int, ...]]:
     return {tuple(session._path(node)) for node in session._tree}
 
 
-def by_hand(plain: LlamaForCausalLM, ask: Ask) -> Draft:
+def by_hand(plain: LlamaForCausalLM, ask: DraftRequest) -> DraftResult:
     """The next level, from the model's own answer to every path of the tree."""
-    growth = Growth(ask)
+    growth = TreeBuilder(ask)
     for place in range(-1, len(ask.open_tokens)):
         tokens = [*ask.tokens[: ask.committed], *growth.path(place)]
         with torch.inference_mode():
@@ -153,10 +153,10 @@ def test_trees_and_chains_share_a_step(loaded: LoadedModel) -> None:
 def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
     tokens = [(7 * i) % 250 for i in range(1200)]
     params = SamplingParams(temperature=0.0)
-    ask = Ask("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
+    ask = DraftRequest("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
     drafter = drafter_of(loaded)
     drafts = [drafter.draft([ask])[0] for _ in range(3)]
-    assert drafts[:2] == [Draft(), Draft()]
+    assert drafts[:2] == [DraftResult(), DraftResult()]
     assert len(drafts[2].tokens) == 2
     drafter.forget("long")
 
@@ -164,11 +164,11 @@ def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
 def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
     drafter = drafter_of(loaded)
     params = SamplingParams(temperature=1.0, top_k=1, seed=1)
-    ask = Ask("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
+    ask = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
     draft = drafter.draft([ask])[0]
     assert len(draft.tokens) == 1, "top-k leaves one candidate"
-    again = Ask("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
-    assert drafter.draft([again])[0] == Draft(done=True)
+    again = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
+    assert drafter.draft([again])[0] == DraftResult(done=True)
     drafter.forget("s")
 
 
@@ -225,7 +225,7 @@ def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
     tokens = list(PROMPT)
     for _ in range(6):
         given = SamplingParams(**params)
-        (draft,) = drafter.draft([Ask("s", tokens, len(tokens), len(PROMPT), 4, given, VOCAB)])
+        (draft,) = drafter.draft([DraftRequest("s", tokens, len(tokens), len(PROMPT), 4, given, VOCAB)])
         logits = allowed(folder, tokens)
         logits = adjust(logits, given, History(tokens, len(PROMPT), VOCAB, logits.device), [()])
         assert draft.tokens[0] == shared_choices(logits, given, [len(tokens)], 1)[0][0][0]
@@ -237,7 +237,7 @@ def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
 def test_what_is_drawn_from_is_told_in_the_targets_ids(folder: Path, tmp_path: Path, compiled: str) -> None:
     drafter = reduced(folder, compiled, tmp_path, {"ids": SOME})
     params = SamplingParams(temperature=1.0, seed=5, verification=Verification.BLOCK)
-    (draft,) = drafter.draft([Ask("s", PROMPT, len(PROMPT), len(PROMPT), 4, params, VOCAB)])
+    (draft,) = drafter.draft([DraftRequest("s", PROMPT, len(PROMPT), len(PROMPT), 4, params, VOCAB)])
     (distribution,) = draft.draft_probs
     assert draft.tokens[0] in distribution.ids
     distribution.check("probs", VOCAB)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import Ask, Draft
-from drafter.methods.suffix import SuffixDrafter, _Text
+from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.methods.suffix import SuffixDrafter, _SessionText
 from drafter.methods.suffix_automaton import LONGEST, ROOT, Automaton
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution
@@ -140,7 +140,7 @@ def test_a_guess_costs_a_constant_number_of_steps(kind: str) -> None:
     text = TEXT_KINDS[kind]
     drafter = SuffixDrafter(0, 2.0, 0.1)
     for committed in range(500, len(text), 1_777):
-        while committed > drafter._texts.setdefault("s", _Text("")).automaton.size:
+        while committed > drafter._texts.setdefault("s", _SessionText("")).automaton.size:
             drafter.draft([ask_for(text[:committed], room=0)])
         made = drafter._texts["s"].automaton
         before = made.steps
@@ -151,14 +151,16 @@ def test_a_guess_costs_a_constant_number_of_steps(kind: str) -> None:
 # --- the drafter -----------------------------------------------------------------------------------------------------
 
 
-def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **more) -> Ask:
+def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **more) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
-    fields = {name: more.pop(name) for name in list(more) if name in Ask.__dataclass_fields__}
+    fields = {name: more.pop(name) for name in list(more) if name in DraftRequest.__dataclass_fields__}
     fields = {"session": "s", "prompt_length": 1} | fields
-    return Ask(tokens=tokens, committed=committed, room=room, params=SamplingParams(**more), vocab_size=VOCAB, **fields)
+    return DraftRequest(
+        tokens=tokens, committed=committed, room=room, params=SamplingParams(**more), vocab_size=VOCAB, **fields
+    )
 
 
-def drafted(tokens: list[int], room: int = 4, factor: float = 4.0, certainty: float = 0.05, **more) -> Draft:
+def drafted(tokens: list[int], room: int = 4, factor: float = 4.0, certainty: float = 0.05, **more) -> DraftResult:
     return SuffixDrafter(0, factor, certainty).draft([ask_for(tokens, room, **more)])[0]
 
 
@@ -182,7 +184,7 @@ def test_a_loop_is_continued_as_a_loop() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5]])
 def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
-    assert drafted(tokens) == Draft(done=True)
+    assert drafted(tokens) == DraftResult(done=True)
 
 
 def test_a_longer_match_is_trusted_further() -> None:
@@ -273,7 +275,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
     tokens = [*range(40)] * 60
     ask = ask_for(tokens, room=3)
     drafts = [drafter.draft([ask])[0] for _ in range(3)]
-    assert drafts[:2] == [Draft(), Draft()], "it wants to be asked again"
+    assert drafts[:2] == [DraftResult(), DraftResult()], "it wants to be asked again"
     assert drafts[2].tokens == (0, 1, 2)
 
 
@@ -300,14 +302,15 @@ def test_a_tree_keeps_to_its_limits() -> None:
 
 def test_a_tree_grows_from_what_is_open() -> None:
     ask = ask_for([*TORN, 3], committed=len(TORN), room=1, branches=2, budget=2, depth=2)
-    ask = Ask(
-        **{name: getattr(ask, name) for name in Ask.__dataclass_fields__} | {"open_tokens": (3,), "open_parents": (-1,)}
+    ask = DraftRequest(
+        **{name: getattr(ask, name) for name in DraftRequest.__dataclass_fields__}
+        | {"open_tokens": (3,), "open_parents": (-1,)}
     )
     draft = SuffixDrafter(0, 4.0, 0.05).draft([ask])[0]
     assert dict(zip(draft.tokens, draft.parents, strict=True)) == {5: 0, 4: -1}
 
 
-def path(draft: Draft, node: int) -> list[int]:
+def path(draft: DraftResult, node: int) -> list[int]:
     found: list[int] = []
     while node >= 0:
         found.append(draft.tokens[node])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.methods.interface import Ask, Draft
+from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter
 from drafter.methods.registry import make
 from drafter.methods.translate import TranslatingDrafter
@@ -55,7 +55,7 @@ class Says:
         self._tokenizer = tokenizer
         self._text = text
         self._slow = slow
-        self.asks: list[Ask] = []
+        self.asks: list[DraftRequest] = []
         self.forgotten: list[str] = []
         self.vocabulary: Vocabulary | None = Vocabulary.of(tokenizer)
         self.info = ModelInfo(
@@ -67,32 +67,32 @@ class Says:
             eos_token_ids=(tokenizer.eos_token_id,),
         )
 
-    def draft(self, asks: Sequence[Ask]) -> list[Draft]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
         return [self._draft(ask) for ask in asks]
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, ask: Ask) -> Draft:
+    def _draft(self, ask: DraftRequest) -> DraftResult:
         self.asks.append(ask)
         if self._slow:
             self._slow -= 1
-            return Draft()
+            return DraftResult()
         read = self._tokenizer.decode(ask.tokens)
         at = self._text.find(read.rstrip("\ufffd"))
         if at < 0 or len(ask.tokens) >= self.info.context_length:
-            return Draft(done=True)
+            return DraftResult(done=True)
         # In tokens of the whole: a character may be under way.
         tokens = self._tokenizer.encode(self._text[at : at + len(read) + 50], add_special_tokens=False)
         if ask.tokens != tokens[: len(ask.tokens)]:
             tokens = [*ask.tokens, *self._tokenizer.encode(self._text[at + len(read) :][:50], add_special_tokens=False)]
         tokens.append(self._tokenizer.eos_token_id)
-        return Draft((tokens[len(ask.tokens)],))
+        return DraftResult((tokens[len(ask.tokens)],))
 
 
-def ask_for(tokens: list[int], room: int = 4, **more) -> Ask:
+def ask_for(tokens: list[int], room: int = 4, **more) -> DraftRequest:
     vocab_size = more.pop("vocab_size", 10_000)
-    return Ask("s", tokens, len(tokens), 1, room, SamplingParams(**({"temperature": 0.0} | more)), vocab_size)
+    return DraftRequest("s", tokens, len(tokens), 1, room, SamplingParams(**({"temperature": 0.0} | more)), vocab_size)
 
 
 def drafter_for(own: str, target: str, text: str = TEXT, **more) -> TranslatingDrafter:
@@ -148,11 +148,11 @@ LETTER |= {
 
 def test_a_character_that_is_not_whole_is_not_guessed_at() -> None:
     tokens = BYTES.encode("counted 🙂")
-    assert drafter_for("long", "bytes").draft([ask_for(tokens[:-1])])[0] == Draft(done=True)
+    assert drafter_for("long", "bytes").draft([ask_for(tokens[:-1])])[0] == DraftResult(done=True)
     text = "smile 🙂🙂🙂 twice"
     half = drafter_for("bytes", "bytes", text, slow=0)
     half._inner._draft = lambda ask: (
-        Draft((BYTES.encode("🙂")[len(ask.tokens) - 6],)) if len(ask.tokens) < 9 else Draft(done=True)
+        DraftResult((BYTES.encode("🙂")[len(ask.tokens) - 6],)) if len(ask.tokens) < 9 else DraftResult(done=True)
     )  # type: ignore[method-assign]
     assert half.draft([ask_for(BYTES.encode("smile "))])[0].tokens == ()
 
@@ -192,14 +192,14 @@ def test_the_end_is_told_with_the_targets_own_token() -> None:
 
 def test_open_guesses_are_read_too() -> None:
     tokens = LONG.encode("The lighthouse keeper counted")
-    ask = Ask("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000)
+    ask = DraftRequest("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000)
     assert drafter_for("short", "long").draft([ask])[0].tokens == tuple(LONG.encode(" ships"))
 
 
 def test_under_block_and_rejection_a_guess_is_certain_of_itself() -> None:
     ask = ask_for(LONG.encode("The lighthouse"), 1, temperature=1.0, verification=Verification.BLOCK)
     (token,) = LONG.encode(" keeper")
-    assert drafter_for("short", "long").draft([ask])[0] == Draft((token,), (Distribution((token,), (WHOLE,)),))
+    assert drafter_for("short", "long").draft([ask])[0] == DraftResult((token,), (Distribution((token,), (WHOLE,)),))
 
 
 def test_ids_that_the_target_has_not_are_left_out() -> None:
@@ -212,7 +212,7 @@ def test_sessions_write_side_by_side_and_a_slow_start_is_waited_for() -> None:
     drafter = drafter_for("short", "long", slow=3)
     starts = ["The lighthouse", "The lighthouse keeper counted", "not in the text"]
     asks = [
-        Ask(start, LONG.encode(start), len(LONG.encode(start)), 1, 1, SamplingParams(temperature=0.0), 10_000)
+        DraftRequest(start, LONG.encode(start), len(LONG.encode(start)), 1, 1, SamplingParams(temperature=0.0), 10_000)
         for start in starts
     ]
     drafts = drafter.draft(asks)

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from outrider.base.log_limits import MOST_WARNINGS, WINDOW_S, Repeats
+from outrider.base.log_limits import MOST_WARNINGS, WINDOW_S, RepeatLimiter
 from outrider.protocol.printable import printable
 
 FLOOD = """
@@ -37,7 +37,7 @@ def test_a_flood_is_counted_and_not_written() -> None:
 
 def test_the_next_window_tells_what_is_missing() -> None:
     now = 0.0
-    repeats = Repeats(lambda: now)
+    repeats = RepeatLimiter(lambda: now)
     told = [repeats.missing("error", "x") for _ in range(MOST_WARNINGS + 7)]
     assert told == [0] * MOST_WARNINGS + [None] * 7
     assert repeats.missing("error", "y") == 0

@@ -11,16 +11,16 @@ from outrider.bench.drafters import lanes
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
     PLAIN,
-    Answer,
     Comparison,
     Contestant,
     Question,
-    Run,
+    TimedAnswer,
+    Trial,
     acceptance,
     best_drafter,
     pace,
 )
-from outrider.bench.drafters.contest import Extent, questions
+from outrider.bench.drafters.contest import ContestExtent, questions
 from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
@@ -29,13 +29,13 @@ from outrider.v1 import coordinator_pb2 as pb
 ASKED = Question("chat", 0, 0, "greedy", (1, 2), 8, 5)
 
 
-def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: pb.Stats | None = None) -> Answer:
+def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: pb.Stats | None = None) -> TimedAnswer:
     """The first token after half a second, the others at this rate."""
-    return Answer(tuple(tokens), ((1, 0.5), (len(tokens), 0.5 + (len(tokens) - 1) / rate)), stats)
+    return TimedAnswer(tuple(tokens), ((1, 0.5), (len(tokens), 0.5 + (len(tokens) - 1) / rate)), stats)
 
 
-def ran(drafter: str, rate: float, question: Question = ASKED, engine: str = OUTRIDER, **more: object) -> Run:
-    return Run(Contestant(engine, drafter), question, answer(rate, **more))  # type: ignore[arg-type]
+def ran(drafter: str, rate: float, question: Question = ASKED, engine: str = OUTRIDER, **more: object) -> Trial:
+    return Trial(Contestant(engine, drafter), question, answer(rate, **more))  # type: ignore[arg-type]
 
 
 def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more: float) -> pb.Stats:
@@ -55,7 +55,7 @@ def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more:
 def test_a_rate_is_that_of_the_tokens_after_the_first() -> None:
     assert answer(20.0).tokens_per_s == pytest.approx(20.0)
     assert answer(20.0).first_ms == pytest.approx(500.0)
-    together = Answer((4, 5), ((2, 0.5),))
+    together = TimedAnswer((4, 5), ((2, 0.5),))
     assert together.tokens_per_s is None, "all came at once: there is no rate"
 
 
@@ -120,7 +120,7 @@ def test_speedups_are_medians_of_ratios_within_a_turn() -> None:
 
 
 def comparison_with_acceptance(comparison: Comparison) -> Comparison:
-    fixed = Run(Contestant(OUTRIDER, "a", 4), ASKED, answer(50.0, stats=guessed([4], [2], steps=4)))
+    fixed = Trial(Contestant(OUTRIDER, "a", 4), ASKED, answer(50.0, stats=guessed([4], [2], steps=4)))
     return Comparison([*comparison.runs, fixed])
 
 
@@ -165,7 +165,7 @@ def test_texts_must_be_equal_where_guessing_changes_nothing() -> None:
 
 
 def test_a_peer_that_refuses_has_a_row_that_says_why() -> None:
-    refused = Run(Contestant("transformers", "early exit"), ASKED, Answer(error="ValueError: no"))
+    refused = Trial(Contestant("transformers", "early exit"), ASKED, TimedAnswer(error="ValueError: no"))
     comparison = Comparison([ran(PLAIN, 40.0), ran("a", 60.0), refused])
     (row,) = [row for row in comparison.rows() if row["drafter"] == "early exit"]
     assert row["error"] == "ValueError: no"
@@ -194,7 +194,7 @@ def test_drafters_that_make_no_sense_are_refused(text: str) -> None:
 
 
 def test_questions_go_round_by_round_prompt_by_prompt() -> None:
-    extent = Extent.of(True, 2, 2, 3, 4)
+    extent = ContestExtent.of(True, 2, 2, 3, 4)
     asked = questions([("a", [1]), ("b", [2]), ("a", [3]), ("a", [4])], extent, 100)
     greedy = [(question.turn, question.kind, question.prompt) for question in asked if question.mode == "greedy"]
     one_round = [("a", (1,)), ("b", (2,)), ("a", (3,))]
@@ -207,8 +207,8 @@ def test_questions_go_round_by_round_prompt_by_prompt() -> None:
 
 
 def test_quick_is_less_of_the_same() -> None:
-    assert Extent.of(True, None, None, None, 4) == Extent(1, 1, 64, 4)
-    assert Extent.of(False, None, 5, None, 4) == Extent(3, 5, 128, 4)
+    assert ContestExtent.of(True, None, None, None, 4) == ContestExtent(1, 1, 64, 4)
+    assert ContestExtent.of(False, None, 5, None, 4) == ContestExtent(3, 5, 128, 4)
 
 
 @pytest.mark.parametrize(

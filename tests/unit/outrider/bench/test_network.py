@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.network.command import Cell, Found, Run, Runs, modes
+from outrider.bench.network.command import Cell, Found, NetworkRun, NetworkRuns, modes
 from outrider.v1 import coordinator_pb2 as pb
 
 TOKENS = 60
 
 
-def runs(step_ms: float, per_step: float) -> Runs:
+def runs(step_ms: float, per_step: float) -> NetworkRuns:
     """An answer of so many tokens a step."""
     steps = round(TOKENS / per_step)
     stats = pb.Stats(steps=steps, tokens_per_second=1000.0 * TOKENS / (steps * step_ms))
-    return Runs([Run(tuple(range(TOKENS)), (), stats)])
+    return NetworkRuns([NetworkRun(tuple(range(TOKENS)), (), stats)])
 
 
 def found(plain_ms: float, in_turns_ms: float) -> Found:

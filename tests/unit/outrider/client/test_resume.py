@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.client.events import Finished, Started, Tokens, request_of, whole
-from outrider.client.resume import RESUME_FOR_S, Progress, Turns
+from outrider.client.resume import RESUME_FOR_S, EndpointRotation, StreamProgress
 from outrider.protocol.errors import Overloaded, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.v1 import common_pb2 as common
@@ -24,8 +24,8 @@ def complete(tokens: int) -> pb.GenerateReply:
     return pb.GenerateReply(complete=pb.Complete(finish_reason=1, text="!", prompt_tokens=3, output_tokens=tokens))
 
 
-def asked(endpoints: int = 1) -> Progress:
-    return Progress(request_of("Hello", {"params": SamplingParams(seed=7)}), endpoints)
+def asked(endpoints: int = 1) -> StreamProgress:
+    return StreamProgress(request_of("Hello", {"params": SamplingParams(seed=7)}), endpoints)
 
 
 def test_what_was_never_heard_of_is_sent_again_as_it_was() -> None:
@@ -50,7 +50,7 @@ def test_goes_on_from_the_tokens_at_hand() -> None:
 
 
 def test_a_resumed_output_is_resumed_as_well() -> None:
-    progress = Progress(pb.ResumeRequest(session_id="s", from_position=10, tail=[8, 9]), 1)
+    progress = StreamProgress(pb.ResumeRequest(session_id="s", from_position=10, tail=[8, 9]), 1)
     assert progress.request() == pb.ResumeRequest(session_id="s", from_position=10, tail=[8, 9])
     assert isinstance(progress.take(STARTED), Started), "its reader has not seen one"
     progress.take(chunk(10, 1))
@@ -98,7 +98,7 @@ def test_every_token_buys_new_time() -> None:
 
 def test_many_streams_that_break_at_once_leave_together() -> None:
     """Each moving on by itself would bring an even number back to where they broke."""
-    turns = Turns(2)
+    turns = EndpointRotation(2)
     for _ in range(4):
         turns.leave(0)
     assert turns.present == 1

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.block_manager import PAGE_TOKENS, PageBook, pages_for
+from outrider.engine.block_manager import PAGE_TOKENS, BlockManager, pages_for
 from outrider.protocol.errors import Overloaded
 
 PROMPT = list(range(3 * PAGE_TOKENS + 5))
@@ -18,7 +18,7 @@ PROMPT = list(range(3 * PAGE_TOKENS + 5))
 class Memory:
     """What a cache would hold: the whole path behind every slot."""
 
-    def __init__(self, book: PageBook) -> None:
+    def __init__(self, book: BlockManager) -> None:
         self.book = book
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -47,7 +47,7 @@ class Memory:
 
 
 def test_a_prompt_is_cached_once() -> None:
-    memory = Memory(PageBook(16))
+    memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.book.free("a")
     assert memory.book.pages_in_use == 0
@@ -58,7 +58,7 @@ def test_a_prompt_is_cached_once() -> None:
 
 
 def test_the_last_token_is_always_left_to_do() -> None:
-    memory = Memory(PageBook(16))
+    memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT[: 2 * PAGE_TOKENS])
     memory.book.free("a")
     assert memory.book.adopt("b", PROMPT[: 2 * PAGE_TOKENS]) == PAGE_TOKENS
@@ -66,7 +66,7 @@ def test_the_last_token_is_always_left_to_do() -> None:
 
 
 def test_a_live_session_shares_too_once_it_has_gone_on() -> None:
-    memory = Memory(PageBook(16))
+    memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.extend("a", [1])
     assert memory.book.adopt("b", PROMPT) == 3 * PAGE_TOKENS
@@ -74,7 +74,7 @@ def test_a_live_session_shares_too_once_it_has_gone_on() -> None:
 
 
 def test_salts_keep_tenants_apart() -> None:
-    memory = Memory(PageBook(16))
+    memory = Memory(BlockManager(16))
     assert memory.book.adopt("a", PROMPT, "one") == 0
     memory.extend("a", PROMPT)
     memory.book.free("a")
@@ -84,7 +84,7 @@ def test_salts_keep_tenants_apart() -> None:
 
 
 def test_a_full_cache_says_so_and_goes_on() -> None:
-    memory = Memory(PageBook(4))
+    memory = Memory(BlockManager(4))
     memory.extend("a", PROMPT[: 3 * PAGE_TOKENS])
     with pytest.raises(Overloaded) as caught:
         memory.extend("b", PROMPT[: PAGE_TOKENS + 1])
@@ -95,7 +95,7 @@ def test_a_full_cache_says_so_and_goes_on() -> None:
 
 
 def test_what_is_idle_is_bounded_and_the_end_of_a_text_goes_first() -> None:
-    book = PageBook(64, max_idle=2)
+    book = BlockManager(64, max_idle=2)
     memory = Memory(book)
     memory.extend("a", PROMPT)
     book.free("a")
@@ -105,7 +105,7 @@ def test_what_is_idle_is_bounded_and_the_end_of_a_text_goes_first() -> None:
 
 def test_used_pages_come_before_fresh_ones() -> None:
     """A process's memory grows to what is used at once, not to all there is."""
-    book = PageBook(1000, max_idle=2)
+    book = BlockManager(1000, max_idle=2)
     memory = Memory(book)
     for i in range(200):
         memory.extend(f"s{i}", [i] * (PAGE_TOKENS + 3))
@@ -114,7 +114,7 @@ def test_used_pages_come_before_fresh_ones() -> None:
 
 
 def test_rolling_back_into_an_offered_page_copies_it() -> None:
-    memory = Memory(PageBook(16))
+    memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.extend("a", [5])
     memory.book.truncate("a", PAGE_TOKENS + 7)
@@ -125,7 +125,7 @@ def test_rolling_back_into_an_offered_page_copies_it() -> None:
 
 
 def test_keeping_some_rows() -> None:
-    book = PageBook(8)
+    book = BlockManager(8)
     book.room("a", 6)
     book.add("a", [1, 2, 3, 4, 5, 6])
     book.keep("a", 2, [1, 3])
@@ -137,7 +137,7 @@ def test_keeping_some_rows() -> None:
 def test_a_tree_is_not_offered_before_it_is_a_path() -> None:
     """A session may end in the middle of a step that failed: what its branches hold is no continuation of its text."""
     for kept in (False, True):
-        book = PageBook(16)
+        book = BlockManager(16)
         book.room("a", PAGE_TOKENS)
         book.add("a", PROMPT[:PAGE_TOKENS])
         book.room("a", PAGE_TOKENS)
@@ -155,7 +155,7 @@ class Sessions(RuleBasedStateMachine):
 
     @initialize(max_idle=st.sampled_from([0, 3, 24]))
     def begin(self, max_idle: int) -> None:
-        self.book = PageBook(24, max_idle)
+        self.book = BlockManager(24, max_idle)
         self.memory = Memory(self.book)
 
     @rule(name=names, kind=st.integers(0, 2), length=st.integers(1, 120), salt=st.sampled_from(["", "x"]))

@@ -9,9 +9,9 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 from transformers import MistralForCausalLM as Mistral
 
-from outrider.engine import Rows
+from outrider.engine import SessionTokens
 from outrider.engine import cuda_graphs as engines
-from outrider.engine.cuda_graphs import GraphEngine, Shape
+from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
 from outrider.engine.model_spec import plan
 from outrider.protocol.fleet import ModelInfo
@@ -44,12 +44,12 @@ def seeded(make: Any) -> Any:
 
 
 @torch.inference_mode()
-def engine(model: Any, kv_tokens: int = 4096, context: int = 4096) -> GraphEngine:
+def engine(model: Any, kv_tokens: int = 4096, context: int = 4096) -> CudaGraphEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB, context_length=context)
-    return GraphEngine(plan(model), info, kv_tokens=kv_tokens)
+    return CudaGraphEngine(plan(model), info, kv_tokens=kv_tokens)
 
 
-def llama(**options: int) -> GraphEngine:
+def llama(**options: int) -> CudaGraphEngine:
     return engine(seeded(MODELS["llama"]), **options)
 
 
@@ -60,17 +60,17 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize(
     ("batch", "shape"),
     [
-        ([1], Shape(1, 1, 256)),
-        ([3], Shape(1, 4, 256)),
-        ([16], Shape(1, 16, 256)),
-        ([64], Shape(1, 64, 256)),
-        ([1, 5, 2], Shape(4, 8, 256)),
-        ([4] * 16, Shape(16, 4, 256)),
+        ([1], GraphShape(1, 1, 256)),
+        ([3], GraphShape(1, 4, 256)),
+        ([16], GraphShape(1, 16, 256)),
+        ([64], GraphShape(1, 64, 256)),
+        ([1, 5, 2], GraphShape(4, 8, 256)),
+        ([4] * 16, GraphShape(16, 4, 256)),
     ],
 )
-def test_a_step_runs_in_the_next_bucket(batch: list[int], shape: Shape) -> None:
+def test_a_step_runs_in_the_next_bucket(batch: list[int], shape: GraphShape) -> None:
     graphs = llama()
-    graphs.extend([Rows(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
+    graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
     assert graphs.shapes == [shape]
 
 
@@ -78,14 +78,14 @@ def test_a_step_runs_in_the_next_bucket(batch: list[int], shape: Shape) -> None:
 def test_contexts_have_buckets_too(cached: int, context: int) -> None:
     graphs = llama()
     prefill(graphs, "s", TOKENS[:cached])
-    graphs.extend([Rows("s", TOKENS[:1])])
-    assert graphs.shapes == [Shape(1, 1, context)]
+    graphs.extend([SessionTokens("s", TOKENS[:1])])
+    assert graphs.shapes == [GraphShape(1, 1, context)]
 
 
 @pytest.mark.parametrize("batch", [[65], [600], [100, 1, 2], [5] * 13])
 def test_steps_of_many_rows_run_without_a_bucket(batch: list[int]) -> None:
     graphs = llama()
-    graphs.extend([Rows(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
+    graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
     assert graphs.shapes == []
 
 
@@ -97,27 +97,27 @@ def test_long_contexts_answer_as_the_model_does(name: str) -> None:
         truth = model(torch.tensor([TOKENS])).logits[0]
     graphs = engine(model)
     assert near(prefill(graphs, "s", TOKENS[:1900]), truth[1899])
-    assert near(graphs.extend([Rows("s", TOKENS[1900:1908])]).logits[0], truth[1900:1908])
+    assert near(graphs.extend([SessionTokens("s", TOKENS[1900:1908])]).logits[0], truth[1900:1908])
     wrong = (TOKENS[1908] + 1) % VOCAB
-    tree = Rows("s", [wrong, *TOKENS[1908:1911]], (-1, -1, 1, 2))
+    tree = SessionTokens("s", [wrong, *TOKENS[1908:1911]], (-1, -1, 1, 2))
     assert near(graphs.extend([tree]).logits[0][1:], truth[1908:1911])
     graphs.keep("s", 1908, [1, 2, 3])
-    assert near(graphs.extend([Rows("s", TOKENS[1911:2011])]).logits[0], truth[1911:2011])
-    assert graphs.shapes == [Shape(1, 8, 2048), Shape(1, 4, 2048)]
+    assert near(graphs.extend([SessionTokens("s", TOKENS[1911:2011])]).logits[0], truth[1911:2011])
+    assert graphs.shapes == [GraphShape(1, 8, 2048), GraphShape(1, 4, 2048)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_others_and_padding_change_nothing(name: str) -> None:
     """The same rows alone, among short and long sessions, and beside a prompt."""
     model = seeded(MODELS[name])
-    rows = Rows("s", TOKENS[400:403], (-1, 0, 0))
+    rows = SessionTokens("s", TOKENS[400:403], (-1, 0, 0))
     alone = engine(model)
     prefill(alone, "s", TOKENS[:400])
     wanted = alone.extend([rows]).logits[0].clone()
     for others in ([[7]], [TOKENS[:9], [1], [2] * 5], [TOKENS[:300], [3]]):
         graphs = engine(model)
         prefill(graphs, "s", TOKENS[:400])
-        batch = [Rows(f"other {i}", tokens) for i, tokens in enumerate(others)]
+        batch = [SessionTokens(f"other {i}", tokens) for i, tokens in enumerate(others)]
         assert near(graphs.extend([*batch, rows]).logits[-1], wanted)
 
 
@@ -126,7 +126,7 @@ def test_sessions_that_do_not_fit_together_attend_in_turns(monkeypatch: pytest.M
         graphs = llama()
         for i in range(6):
             prefill(graphs, str(i), TOKENS[i : 50 * i + 1 + i])
-        return graphs.extend([Rows(str(i), TOKENS[:3], logits_from=i % 3) for i in (3, 0, 5, 1, 4, 2)]).logits
+        return graphs.extend([SessionTokens(str(i), TOKENS[:3], logits_from=i % 3) for i in (3, 0, 5, 1, 4, 2)]).logits
 
     wanted = [logits.clone() for logits in run()]
     monkeypatch.setattr(engines, "_MOST_COPIED", 200_000)
@@ -136,11 +136,11 @@ def test_sessions_that_do_not_fit_together_attend_in_turns(monkeypatch: pytest.M
 def test_what_a_step_left_does_not_reach_the_next() -> None:
     """A bucket's inputs are written again and again: a tree, many sessions, then one row."""
     graphs, fresh = llama(), llama()
-    graphs.extend([Rows("a", TOKENS[:4], (-1, 0, 0, 2)), Rows("b", TOKENS[:3])])
-    graphs.extend([Rows("b", TOKENS[3:7]), Rows("a", [1])])
-    found = graphs.extend([Rows("b", TOKENS[7:9]), Rows("c", TOKENS[:1], logits_from=1)]).logits
-    assert graphs.shapes == [Shape(2, 4, 256), Shape(2, 2, 256)]
-    assert near(found[0], fresh.extend([Rows("b", TOKENS[:9], logits_from=7)]).logits[0])
+    graphs.extend([SessionTokens("a", TOKENS[:4], (-1, 0, 0, 2)), SessionTokens("b", TOKENS[:3])])
+    graphs.extend([SessionTokens("b", TOKENS[3:7]), SessionTokens("a", [1])])
+    found = graphs.extend([SessionTokens("b", TOKENS[7:9]), SessionTokens("c", TOKENS[:1], logits_from=1)]).logits
+    assert graphs.shapes == [GraphShape(2, 4, 256), GraphShape(2, 2, 256)]
+    assert near(found[0], fresh.extend([SessionTokens("b", TOKENS[:9], logits_from=7)]).logits[0])
     assert found[1].shape == (0, VOCAB)
 
 
@@ -148,9 +148,9 @@ def test_shared_pages_are_copied_before_they_are_written() -> None:
     graphs, fresh = llama(), llama()
     prefill(graphs, "a", TOKENS[:40])
     graphs.fork("a", "b")
-    graphs.extend([Rows("a", [1]), Rows("b", [2])])
-    found = graphs.extend([Rows("a", [3])]).logits[0]
-    assert near(found, fresh.extend([Rows("s", [*TOKENS[:40], 1, 3], logits_from=41)]).logits[0])
+    graphs.extend([SessionTokens("a", [1]), SessionTokens("b", [2])])
+    found = graphs.extend([SessionTokens("a", [3])]).logits[0]
+    assert near(found, fresh.extend([SessionTokens("s", [*TOKENS[:40], 1, 3], logits_from=41)]).logits[0])
 
 
 def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "_stream", "a stream")
     monkeypatch.setattr(graphs, "_memory", (0, 0))
     for start in (0, 3):
-        rows = [Rows("s", TOKENS[start : start + 3])]
+        rows = [SessionTokens("s", TOKENS[start : start + 3])]
         assert near(graphs.extend(rows).logits[0], plain.extend(rows).logits[0])
     assert said == ["no graph for a shape: its steps are slower"]
 
@@ -174,7 +174,7 @@ def test_the_buckets_used_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engines, "_MOST_BUCKETS", 2)
     graphs = llama()
     for rows in (1, 2, 1, 8):
-        graphs.extend([Rows("s", TOKENS[:rows])])
+        graphs.extend([SessionTokens("s", TOKENS[:rows])])
     assert [shape.rows for shape in graphs.shapes] == [1, 8]
 
 

@@ -35,11 +35,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider.engine import Rows, attention
-from outrider.engine.cuda_graphs import GraphEngine
+from outrider.engine import SessionTokens, attention
+from outrider.engine.cuda_graphs import CudaGraphEngine
 from outrider.engine.interface import prefill
 from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import NoPlan, plan
+from outrider.engine.model_spec import UnsupportedModel, plan
 from outrider.engine.native import NativeEngine
 from outrider.engine.paged import PagedEngine
 from outrider.engine.transformers_engine import TransformersEngine
@@ -96,7 +96,7 @@ def engine_of(kind: str, model: Any) -> PagedEngine:
         return NativeEngine(plan(model), info, kv_tokens=KV_TOKENS)
     if kind == "graphs":
         with torch.inference_mode():
-            return GraphEngine(plan(model), info, kv_tokens=KV_TOKENS)
+            return CudaGraphEngine(plan(model), info, kv_tokens=KV_TOKENS)
     model.set_attn_implementation(attention.NAME)
     return TransformersEngine(model, info, kv_tokens=KV_TOKENS)
 
@@ -128,13 +128,13 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def test_sessions_trees_and_rollback(pair: Pair) -> None:
     engine, ids, truth = pair
-    first, second = engine.extend([Rows("a", ids[:13]), Rows("b", ids[:5])]).logits
+    first, second = engine.extend([SessionTokens("a", ids[:13]), SessionTokens("b", ids[:5])]).logits
     assert near(first, truth[:13])
     assert near(second, truth[:5])
     wrong = (ids[13] + 1) % VOCAB
     # Two guesses for one position; the right one has two children, of which one is right.
-    tree = Rows("a", [wrong, ids[13], ids[14], wrong], (-1, -1, 1, 1))
-    branches, chain = engine.extend([tree, Rows("b", ids[5:20])]).logits
+    tree = SessionTokens("a", [wrong, ids[13], ids[14], wrong], (-1, -1, 1, 1))
+    branches, chain = engine.extend([tree, SessionTokens("b", ids[5:20])]).logits
     assert near(branches[1], truth[13])
     assert near(branches[2], truth[14])
     assert near(chain, truth[5:20])
@@ -143,7 +143,7 @@ def test_sessions_trees_and_rollback(pair: Pair) -> None:
     engine.fork("b", "c")
     assert (engine.length("a"), engine.length("b"), engine.length("c")) == (15, 10, 10)
     a, b, c = engine.extend(
-        [Rows("a", ids[15:30], logits_from=14), Rows("b", ids[10:11]), Rows("c", ids[10:12])]
+        [SessionTokens("a", ids[15:30], logits_from=14), SessionTokens("b", ids[10:11]), SessionTokens("c", ids[10:12])]
     ).logits
     assert near(a[0], truth[29])
     assert near(b[0], truth[10])
@@ -165,13 +165,13 @@ def small(kind: str) -> PagedEngine:
 
 
 def test_a_piece_of_a_prompt_wants_no_logits(kind: str) -> None:
-    assert small(kind).extend([Rows("s", [1, 2, 3], logits_from=3)]).logits[0].shape == (0, VOCAB)
+    assert small(kind).extend([SessionTokens("s", [1, 2, 3], logits_from=3)]).logits[0].shape == (0, VOCAB)
 
 
 def test_features_are_what_the_head_sees(kind: str) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
-    done = engine_of(kind, model).extend([Rows("s", [1, 2, 3], features_from=0)])
+    done = engine_of(kind, model).extend([SessionTokens("s", [1, 2, 3], features_from=0)])
     with torch.no_grad():
         assert near(model.lm_head(done.features[0]), done.logits[0])
 
@@ -179,12 +179,12 @@ def test_features_are_what_the_head_sees(kind: str) -> None:
 def test_features_of_rows_without_logits(kind: str) -> None:
     """A piece of a prompt may want the hidden states of its end, beside others that want logits."""
     engine, rows = small(kind), [1, 2, 3, 4, 5]
-    whole = engine.extend([Rows("all", rows, features_from=0)]).features[0].clone()
+    whole = engine.extend([SessionTokens("all", rows, features_from=0)]).features[0].clone()
     batch = [
-        Rows("none", rows, logits_from=3),
-        Rows("piece", rows, logits_from=5, features_from=2),
-        Rows("end", rows, logits_from=4, features_from=1),
-        Rows("late", rows, logits_from=1, features_from=3),
+        SessionTokens("none", rows, logits_from=3),
+        SessionTokens("piece", rows, logits_from=5, features_from=2),
+        SessionTokens("end", rows, logits_from=4, features_from=1),
+        SessionTokens("late", rows, logits_from=1, features_from=3),
     ]
     done = engine.extend(batch)
     assert [len(part) for part in done.logits] == [2, 0, 1, 4]
@@ -198,10 +198,10 @@ def test_inputs_in_place_of_embeddings(kind: str) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
     engine = engine_of(kind, model)
-    told = engine.extend([Rows("ids", [1, 2, 3])]).logits[0].clone()
+    told = engine.extend([SessionTokens("ids", [1, 2, 3])]).logits[0].clone()
     inputs = model.get_input_embeddings().weight.detach()[[1, 2, 3]]
     before = inputs.clone()
-    given = engine.extend([Rows("inputs", [0, 0, 0], inputs=inputs)]).logits[0]
+    given = engine.extend([SessionTokens("inputs", [0, 0, 0], inputs=inputs)]).logits[0]
     assert near(given, told)
     assert torch.equal(inputs, before), "what was given is not written to"
 
@@ -212,7 +212,7 @@ def test_a_layer_that_goes_past_the_attention_interface_is_refused() -> None:
     engine = TransformersEngine(model, ModelInfo("m", "f"), kv_tokens=64)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ModelMismatch, match="2 of 3 layers"):
-        engine.extend([Rows("s", [1, 2, 3])])
+        engine.extend([SessionTokens("s", [1, 2, 3])])
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
@@ -272,11 +272,11 @@ def test_a_rotation_that_looks_at_the_longest_position_has_no_plan() -> None:
     config = Phi3Config(
         **GROUPED, max_position_embeddings=128, original_max_position_embeddings=32, rope_parameters=long
     )
-    with pytest.raises(NoPlan, match="length of the context"):
+    with pytest.raises(UnsupportedModel, match="length of the context"):
         plan(Phi3ForCausalLM(config))
 
 
 def test_an_unknown_family_has_no_plan() -> None:
     config = OPTConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
-    with pytest.raises(NoPlan, match="opt"):
+    with pytest.raises(UnsupportedModel, match="opt"):
         plan(OPTForCausalLM(config))

@@ -15,8 +15,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from outrider.engine import Rows
-from outrider.engine.cuda_graphs import GraphEngine
+from outrider.engine import SessionTokens
+from outrider.engine.cuda_graphs import CudaGraphEngine
 from outrider.engine.model_spec import plan
 from outrider.engine.paged import PagedEngine
 from outrider.engine.transformers_engine import TransformersEngine
@@ -55,7 +55,7 @@ def engine_of(kind: str, model: str, bad: float | None) -> PagedEngine:
         if bad is not None:
             made.get_input_embeddings().weight[BAD, 3] = bad
         if kind == "graphs":
-            return GraphEngine(plan(made), info, kv_tokens=256)
+            return CudaGraphEngine(plan(made), info, kv_tokens=256)
     return TransformersEngine(made, info, kv_tokens=256)
 
 
@@ -70,7 +70,7 @@ def test_a_guess_that_is_not_finite_changes_no_other_row(kind: str, model: str, 
     """The same steps with a model whose embeddings are all finite say what the bits must be."""
     spoilt, sound = engine_of(kind, model, bad), engine_of(kind, model, None)
 
-    def step(*rows: Rows, sees: tuple[int, ...]) -> None:
+    def step(*rows: SessionTokens, sees: tuple[int, ...]) -> None:
         found, wanted = (torch.cat(list(engine.extend(rows).logits)) for engine in (spoilt, sound))
         for row in range(len(found)):
             if row in sees:
@@ -79,24 +79,24 @@ def test_a_guess_that_is_not_finite_changes_no_other_row(kind: str, model: str, 
                 assert torch.equal(found[row], wanted[row])
 
     for base in (1, 31, 63):
-        step(Rows("tree", TOKENS[:base]), sees=())
+        step(SessionTokens("tree", TOKENS[:base]), sees=())
         right = TOKENS[base : base + 2]
-        tree = Rows("tree", [BAD, right[0], BAD, right[1], 5], (-1, -1, 1, 1, 0))
-        step(tree, Rows("beside", TOKENS[:3]), sees=(0, 2, 4))
+        tree = SessionTokens("tree", [BAD, right[0], BAD, right[1], 5], (-1, -1, 1, 1, 0))
+        step(tree, SessionTokens("beside", TOKENS[:3]), sees=(0, 2, 4))
         for engine in (spoilt, sound):
             engine.keep("tree", base, [1, 3])
-        step(Rows("tree", [TOKENS[base + 2], BAD, BAD, 3]), sees=(1, 2, 3))
+        step(SessionTokens("tree", [TOKENS[base + 2], BAD, BAD, 3]), sees=(1, 2, 3))
         for engine in (spoilt, sound):
             engine.truncate("tree", base + 3)
-        step(Rows("tree", [3]), Rows("beside", [4, 5]), sees=())
-        step(Rows("long", [*TOKENS[:79], BAD]), sees=(79,))
-        step(Rows("long", [6]), Rows("tree", [2, 3]), sees=(0,))  # of a session that went on with it
+        step(SessionTokens("tree", [3]), SessionTokens("beside", [4, 5]), sees=())
+        step(SessionTokens("long", [*TOKENS[:79], BAD]), sees=(79,))
+        step(SessionTokens("long", [6]), SessionTokens("tree", [2, 3]), sees=(0,))  # of a session that went on with it
         for session in ("tree", "beside", "long"):
             for engine in (spoilt, sound):
                 engine.free(session)
                 engine.forget_idle()
-    step(Rows("later", TOKENS[:190]), sees=())
-    step(Rows("later", TOKENS[:3]), sees=())
+    step(SessionTokens("later", TOKENS[:190]), sees=())
+    step(SessionTokens("later", TOKENS[:3]), sees=())
 
 
 @pytest.mark.parametrize("model", ["llama", "caps"])
@@ -105,8 +105,8 @@ def test_a_prompt_that_is_not_finite_leaves_its_sound_beginning_to_others(kind: 
     spoilt, sound = engine_of(kind, model, float("nan")), engine_of(kind, model, None)
     found = []
     for engine in (spoilt, sound):
-        engine.extend([Rows("first", [*TOKENS[:70], BAD], logits_from=71)])
+        engine.extend([SessionTokens("first", [*TOKENS[:70], BAD], logits_from=71)])
         engine.free("first")
         assert engine.adopt("second", TOKENS[:70]) == 64
-        found.append(engine.extend([Rows("second", TOKENS[64:70])]).logits[0])
+        found.append(engine.extend([SessionTokens("second", TOKENS[64:70])]).logits[0])
     assert torch.equal(*found)

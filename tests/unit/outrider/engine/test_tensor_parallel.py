@@ -17,9 +17,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from outrider.base.config import WorkerSettings
-from outrider.engine import Rows
+from outrider.engine import SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
-from outrider.engine.tensor_parallel import ParallelEngine, Team, _apply, ranks
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, _apply, ranks
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -71,7 +71,7 @@ def engine_over(model: LlamaForCausalLM) -> TransformersEngine:
 class Sessions:
     """What a scheduler does to an engine, at random: sessions come, share beginnings, roll back, fork and go."""
 
-    def __init__(self, engine: ParallelEngine, seed: int) -> None:
+    def __init__(self, engine: TensorParallelEngine, seed: int) -> None:
         self.live: list[str] = []
         self.steps = self.refused = 0
         self._engine = engine
@@ -92,17 +92,19 @@ class Sessions:
         prompt = [1] * self._rng.choice([40, 70, 100])
         cached = self._engine.adopt(session, prompt, self._rng.choice(["", "salt"]))
         self.live.append(session)
-        if self._extends([Rows(session, prompt[cached:], logits_from=len(prompt) - cached)]):
+        if self._extends([SessionTokens(session, prompt[cached:], logits_from=len(prompt) - cached)]):
             self._engine.truncate(session, self._rng.choice([30, 64, 100]))
 
     def _guess(self) -> None:
         chosen = self._rng.sample(self.live, min(len(self.live), 2))
         bases = [self._engine.length(session) for session in chosen]
-        if self._extends([Rows(session, self._rng.choices(range(VOCAB), k=3), (-1, 0, -1)) for session in chosen]):
+        if self._extends(
+            [SessionTokens(session, self._rng.choices(range(VOCAB), k=3), (-1, 0, -1)) for session in chosen]
+        ):
             for session, base in zip(chosen, bases, strict=True):
                 self._engine.keep(session, base, self._rng.choice([[0, 1], [2], [0]]))
 
-    def _extends(self, batch: list[Rows]) -> bool:
+    def _extends(self, batch: list[SessionTokens]) -> bool:
         self.steps += 1
         try:
             self._engine.extend(batch)
@@ -116,20 +118,20 @@ class Sessions:
 def test_all_ranks_hold_the_same(model: LlamaForCausalLM, seed: int) -> None:
     here, there = engine_over(model), engine_over(model)
     team = Hearing(there)
-    engine = ParallelEngine(here, team)  # type: ignore[arg-type]
+    engine = TensorParallelEngine(here, team)  # type: ignore[arg-type]
     sessions = Sessions(engine, seed)
     for number in range(150):
         sessions.turn(number)
     assert sessions.refused, "the cache was full now and then"
     for session in sessions.live[2:]:
         engine.free(session)
-    engine.extend([Rows("last", [1])])  # takes along what was not told yet
+    engine.extend([SessionTokens("last", [1])])  # takes along what was not told yet
     assert team.messages == sessions.steps + 1, "one message a step"
     assert here._book._held == there._book._held
     assert here._book._free == there._book._free
     assert list(here._book._idle) == list(there._book._idle)
     for session in sessions.live[:2]:
-        probe = [Rows(session, [1])]
+        probe = [SessionTokens(session, [1])]
         assert torch.equal(here.extend(probe).logits[0], there.extend(probe).logits[0])
 
 
@@ -174,7 +176,7 @@ def test_torchrun_must_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
-    team = Team(1, 4, torch.device("cpu"), "")
+    team = RankGroup(1, 4, torch.device("cpu"), "")
     heads = {"pretrained_model_name_or_path": str(make_model(tmp_path / "heads", seed=1))}
     with pytest.raises(StartupError, match="tensor_parallel is 4, must divide the 2 num_key_value_heads of heads"):
         team.check_model("heads", heads)

@@ -7,30 +7,32 @@ import time
 import pytest
 import torch
 
-from outrider.engine import Rows
-from outrider.engine.mock import InstantEngine
-from outrider.engine.throttled import PacedEngine, parse_blur, parse_pace
+from outrider.engine import SessionTokens
+from outrider.engine.mock import MockEngine
+from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 
 
 def test_a_step_takes_what_its_rows_cost() -> None:
-    plain = InstantEngine()
-    paced = PacedEngine(InstantEngine(), parse_pace("1:5,4:20"))
+    plain = MockEngine()
+    paced = ThrottledEngine(MockEngine(), parse_pace("1:5,4:20"))
     for tokens, least in (([1], 5.0), ([1, 2, 3, 4], 20.0)):
         began = time.perf_counter()
-        found = paced.extend([Rows("s", tokens)])
+        found = paced.extend([SessionTokens("s", tokens)])
         took = 1000 * (time.perf_counter() - began)
         assert took >= least
-        assert torch.equal(found.together, plain.extend([Rows("s", tokens)]).together), "the answer is the engine's own"
+        assert torch.equal(found.together, plain.extend([SessionTokens("s", tokens)]).together), (
+            "the answer is the engine's own"
+        )
 
 
 def test_everything_else_is_the_engines() -> None:
-    engine = InstantEngine()
-    paced = PacedEngine(engine, CostCurve((1,), (0.0,)))
+    engine = MockEngine()
+    paced = ThrottledEngine(engine, CostCurve((1,), (0.0,)))
     assert paced.info == engine.info
     assert (paced.device, paced.capacity_tokens) == (engine.device, engine.capacity_tokens)
-    paced.extend([Rows("s", [1, 2, 3])])
+    paced.extend([SessionTokens("s", [1, 2, 3])])
     paced.fork("s", "t")
     paced.truncate("s", 1)
     paced.free("s")
@@ -54,16 +56,16 @@ def test_a_pace_that_cannot_be_read_is_told(text: str) -> None:
 
 def test_from_a_position_on_it_says_something_else() -> None:
     """The same at the same position, however the step that asks is cut."""
-    plain = InstantEngine()
-    blurred = PacedEngine(InstantEngine(), CostCurve((1,), (0.0,)), parse_blur("2:1.5,4:0"))
-    right = plain.extend([Rows("s", [1, 2, 3, 4, 5])]).logits[0].clone()
-    wrong = blurred.extend([Rows("s", [1, 2, 3, 4, 5])])
+    plain = MockEngine()
+    blurred = ThrottledEngine(MockEngine(), CostCurve((1,), (0.0,)), parse_blur("2:1.5,4:0"))
+    right = plain.extend([SessionTokens("s", [1, 2, 3, 4, 5])]).logits[0].clone()
+    wrong = blurred.extend([SessionTokens("s", [1, 2, 3, 4, 5])])
     assert torch.equal(wrong.together, wrong.logits[0])
     assert [bool(torch.equal(a, b)) for a, b in zip(right, wrong.logits[0], strict=True)] == [True] * 2 + [
         False
     ] * 2 + [True]
-    blurred.extend([Rows("t", [1, 2])])
-    tree = blurred.extend([Rows("t", [3, 3, 4], parents=(-1, -1, 1), logits_from=1)]).logits[0]
+    blurred.extend([SessionTokens("t", [1, 2])])
+    tree = blurred.extend([SessionTokens("t", [3, 3, 4], parents=(-1, -1, 1), logits_from=1)]).logits[0]
     assert torch.equal(tree[0], wrong.logits[0][2])
     assert torch.equal(tree[1], wrong.logits[0][3])
 

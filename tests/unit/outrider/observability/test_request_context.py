@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 from structlog.contextvars import get_contextvars
 
-from outrider.observability.request_context import REQUEST_ID, Origin, current, take_up
+from outrider.observability.request_context import REQUEST_ID, RequestContext, current, take_up
 from outrider.observability.tracing import UNSEEN, Span
 
 T = TypeVar("T")
@@ -24,12 +24,12 @@ def apart(function: Callable[[], T]) -> T:
 def test_what_came_is_taken_up_bound_to_the_logs_and_sent_on() -> None:
     def call() -> None:
         origin = take_up([(REQUEST_ID, "r-1"), *TRACE.items(), ("user-agent", "x"), ("key-bin", b"\x00")])
-        assert origin == current() == Origin("r-1", TRACE)
+        assert origin == current() == RequestContext("r-1", TRACE)
         assert get_contextvars() == {"request_id": "r-1"}
         assert dict(origin.metadata(UNSEEN)) == {REQUEST_ID: "r-1", **TRACE}, "untraced here, it goes on all the same"
 
     apart(call)
-    assert current() == Origin()
+    assert current() == RequestContext()
     assert "request_id" not in get_contextvars()
 
 
@@ -38,7 +38,7 @@ def test_a_traced_hop_is_told_of_our_span() -> None:
         def carrier(self) -> dict[str, str]:
             return {"traceparent": "ours"}
 
-    assert dict(Origin("r-1", TRACE).metadata(Ours())) == {REQUEST_ID: "r-1", "traceparent": "ours"}
+    assert dict(RequestContext("r-1", TRACE).metadata(Ours())) == {REQUEST_ID: "r-1", "traceparent": "ours"}
 
 
 def test_the_first_edge_names_what_has_no_name() -> None:

@@ -32,9 +32,9 @@ from outrider.protocol.speculation import (
     MAX_PATIENCE_US,
     WHOLE,
     Distribution,
-    Features,
     FinishReason,
     Guess,
+    HiddenStates,
     SourceTally,
     Steering,
     TokenKind,
@@ -268,7 +268,7 @@ guesses = st.builds(
 logprob_entries = st.builds(
     TokenLogprobs, logprob=finite, top_ids=tokens, top_logprobs=st.lists(finite, max_size=4).map(tuple)
 )
-feature_blocks = st.builds(Features, position=uint32, width=uint32, rows=st.binary(max_size=20))
+feature_blocks = st.builds(HiddenStates, position=uint32, width=uint32, rows=st.binary(max_size=20))
 verdicts = st.builds(
     Verdict,
     position=uint32,

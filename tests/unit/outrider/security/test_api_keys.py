@@ -14,16 +14,16 @@ from drafter.settings import DrafterSettings
 from outrider.base import config
 from outrider.base.config import has_secrets
 from outrider.protocol.errors import KINDS, STATUS, StartupError, Unauthenticated
-from outrider.security.api_keys import Keys, bearer
-from outrider.security.channels import Access
+from outrider.security.api_keys import ApiKeys, bearer
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
-from outrider.security.tenants import ANYBODY, Limits, Tenant
+from outrider.security.tenants import ANYBODY, Tenant, TenantLimits
 
 NOWHERE = "redis://127.0.0.1:1"
 
 
 def test_a_key_opens_and_others_do_not() -> None:
-    keys = Keys.parse("alpha, beta", "api_keys")
+    keys = ApiKeys.parse("alpha, beta", "api_keys")
     for right in ("Bearer alpha", "Bearer beta", "bearer beta", b"Bearer alpha"):
         assert keys.allows(right), right
     for wrong in (
@@ -47,7 +47,7 @@ def test_a_key_opens_and_others_do_not() -> None:
 
 def test_without_keys_the_door_stands_open() -> None:
     for text in ("", "  "):
-        keys = Keys.parse(text, "api_keys")
+        keys = ApiKeys.parse(text, "api_keys")
         assert not keys
         assert keys.allows(None)
         assert keys.allows("Bearer whatever")
@@ -56,7 +56,7 @@ def test_without_keys_the_door_stands_open() -> None:
 def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the web page\nalpha\n\n  beta#2  \r\n# alpha's successor\n")
-    keys = Keys.parse(f"@{file}", "api_keys")
+    keys = ApiKeys.parse(f"@{file}", "api_keys")
     assert keys.first == "alpha"
     assert keys.allows("Bearer beta#2")
     assert not keys.allows("Bearer # of the web page")
@@ -70,7 +70,7 @@ def test_a_file_that_gives_no_keys_is_refused(tmp_path: Path, content: str | byt
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(StartupError) as caught:
-        Keys.parse(f"@{file}", "api_keys")
+        ApiKeys.parse(f"@{file}", "api_keys")
     assert "api_keys" in caught.value.message
     assert str(file) in caught.value.message
 
@@ -78,14 +78,14 @@ def test_a_file_that_gives_no_keys_is_refused(tmp_path: Path, content: str | byt
 @pytest.mark.parametrize("text", [",", "s3cret,,other", "s3cret,", "s3cret with spaces", "s3crét", "s3cret\tx"])
 def test_a_key_that_no_header_can_carry_is_refused_unseen(text: str) -> None:
     with pytest.raises(StartupError) as caught:
-        Keys.parse(text, "api_keys")
+        ApiKeys.parse(text, "api_keys")
     error = caught.value
     assert "api_keys: key " in error.message
     assert "s3cr" not in f"{error.message} {error.value} {error.limit}"
 
 
 def test_both_of_two_sets() -> None:
-    either = Keys(["a"]) | Keys(["b"]) | Keys()
+    either = ApiKeys(["a"]) | ApiKeys(["b"]) | ApiKeys()
     assert [either.allows(bearer(key)) for key in "abc"] == [True, True, False]
     assert either.first == "a"
 
@@ -100,7 +100,7 @@ def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -
         return compare(a, b)
 
     monkeypatch.setattr(hmac, "compare_digest", counting)
-    keys = Keys(["first", "second", "a third one that is longer"])
+    keys = ApiKeys(["first", "second", "a third one that is longer"])
     for header in ("Bearer first", "Bearer second", "Bearer no", None):
         compared.clear()
         keys.allows(header)
@@ -115,13 +115,13 @@ def test_settings_never_show_them() -> None:
         assert "s3cret" not in shown
         assert "f1eet" not in shown
     assert config.flags(settings) == ["--max-sessions", "3"], "a command line is read by everybody on the machine"
-    assert "f1eet" not in repr(Access.of(Credentials(settings)))
-    assert Access.of(Credentials(settings)).key == "f1eet"
+    assert "f1eet" not in repr(Channels.of(Credentials(settings)))
+    assert Channels.of(Credentials(settings)).key == "f1eet"
     assert not has_secrets(CoordinatorSettings(tls_client_auth=True))
 
 
 def test_of_several_fleet_keys_the_first_is_shown() -> None:
-    assert Access.of(Credentials(DrafterSettings(fleet_key="new,old"))).key == "new"
+    assert Channels.of(Credentials(DrafterSettings(fleet_key="new,old"))).key == "new"
 
 
 def test_api_keys_need_a_fleet_key() -> None:
@@ -145,10 +145,10 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
         "# named, with limits\nweb: s3cret requests_per_minute=60 max_sessions=8\nweb: n3wer requests_per_minute=60 "
         "max_sessions=8\nbare:with=signs==\nbatch: other tokens_per_minute=1000\n"
     )
-    keys = Keys.parse(f"@{file}", "api_keys")
+    keys = ApiKeys.parse(f"@{file}", "api_keys")
     web = keys.holder("Bearer s3cret")
     assert web is not None
-    assert (web.id, web.limits) == ("web", Limits(requests_per_minute=60, max_sessions=8))
+    assert (web.id, web.limits) == ("web", TenantLimits(requests_per_minute=60, max_sessions=8))
     assert keys.holder("Bearer n3wer") == web, "a key can be changed without becoming somebody else"
     bare = keys.holder("Bearer bare:with=signs==")
     assert bare is not None
@@ -156,7 +156,7 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
     assert keys.holder("Bearer web: s3cret") is None
     assert keys.holder("Bearer nobody's") is None
     assert keys.first == "s3cret"
-    assert Keys().holder(None) == ANYBODY
+    assert ApiKeys().holder(None) == ANYBODY
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
 )
 def test_an_entry_that_does_not_read_is_refused_unseen(entry: str) -> None:
     with pytest.raises(StartupError) as caught:
-        Keys.parse(entry, "api_keys")
+        ApiKeys.parse(entry, "api_keys")
     assert "s3cr" not in f"{caught.value.message} {caught.value.value} {caught.value.limit}"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
-from outrider.security.channels import Access
+from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tls import SYSTEM, Tls
 from tests.certificates import Authority
@@ -32,7 +32,7 @@ def refusal(**files: object) -> str:
 def test_nothing_given_is_plain_text() -> None:
     assert Tls.load() is None
     assert Tls.of(settings()) is None
-    assert Access.of(Credentials(settings())) == Access()
+    assert Channels.of(Credentials(settings())) == Channels()
 
 
 def test_a_whole_set(authority: Authority) -> None:

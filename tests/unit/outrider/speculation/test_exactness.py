@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from drafter.methods.interface import Draft
-from drafter.session import Opening, Session
+from drafter.methods.interface import DraftResult
+from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering, TokenKind
 from outrider.speculation import acceptance, noise, sampling
@@ -288,12 +288,14 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
     committed = list(prompt)
     params = SamplingParams(seed=1, max_tokens=length, verification=mode)
     tree = GuessTree(committed, single=True, max_nodes=64, max_ahead=8)
-    drafter = Session(Opening("s", 0, tuple(prompt), START, params, pair.vocab, Steering(gamma=schedule.gamma)))
+    drafter = DraftSession(
+        DraftOpening("s", 0, tuple(prompt), START, params, pair.vocab, Steering(gamma=schedule.gamma))
+    )
 
     def draft() -> None:
         while (ask := drafter.ask()) is not None:
             drawn_from = pair.draft(tuple(ask.tokens[START:]))
-            drafter.take(Draft((branches.token(drawn_from),), (drawn_from,)), 0)
+            drafter.take(DraftResult((branches.token(drawn_from),), (drawn_from,)), 0)
         while not drafter.outbox.empty():
             tree.add(drafter.outbox.get_nowait())
 

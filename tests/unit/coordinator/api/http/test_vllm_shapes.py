@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.api.http.replies import Json, speculative_decoding
-from coordinator.control.throughput_model import Plan, Way
+from coordinator.control.throughput_model import Mode, SpeculationPlan
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.speculation import MAX_GAMMA, TokenKind, Verdict
 from tests.bench_serve import Counts, read
 
-CHAIN, TREE, PLAIN = Plan(gamma=4), Plan(gamma=3, branches=3), Plan()
+CHAIN, TREE, PLAIN = SpeculationPlan(gamma=4), SpeculationPlan(gamma=3, branches=3), SpeculationPlan()
 
 
 def verdict(accepted: int, offered: int, nodes: int = 0, beside: int = 0) -> Verdict:
@@ -25,9 +25,9 @@ def verdict(accepted: int, offered: int, nodes: int = 0, beside: int = 0) -> Ver
     return Verdict(7, tokens, accepted, last, offered, nodes=nodes or offered, beside=beside)
 
 
-def told(*steps: tuple[Verdict, Plan], metrics: CoordinatorMetrics | None = None) -> Json:
+def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | None = None) -> Json:
     """What a request with these steps is told."""
-    stats = RequestStats((metrics or CoordinatorMetrics(Way)).of("target"))
+    stats = RequestStats((metrics or CoordinatorMetrics(Mode)).of("target"))
     for each, plan in steps:
         stats.judged(each, plan)
     return speculative_decoding(stats)
@@ -53,7 +53,11 @@ def test_a_chain_of_one_length() -> None:
 
 def test_gamma_changes_between_steps() -> None:
     """The histogram is as long as the longest guess asks for, also where nothing of that was accepted."""
-    steps = [(verdict(1, 1), Plan(gamma=1)), (verdict(2, 6), Plan(gamma=6)), (verdict(0, 3), Plan(gamma=3))]
+    steps = [
+        (verdict(1, 1), SpeculationPlan(gamma=1)),
+        (verdict(2, 6), SpeculationPlan(gamma=6)),
+        (verdict(0, 3), SpeculationPlan(gamma=3)),
+    ]
     found = told(*steps)
     assert found["acceptance_histogram"] == [1, 1, 1, 0, 0, 0, 0]
     assert found["num_spec_tokens"] == 6
@@ -89,7 +93,7 @@ PATHS = st.integers(0, MAX_GAMMA).flatmap(lambda offered: st.tuples(st.integers(
 @given(st.lists(PATHS, max_size=30))
 def test_requests_add_up_to_the_counters(paths: list[tuple[int, int]]) -> None:
     """And every request is such that a reader which checks its sums believes it."""
-    metrics = CoordinatorMetrics(Way)
+    metrics = CoordinatorMetrics(Mode)
     halves = paths[::2], paths[1::2]
     answers = [told(*((verdict(*path), CHAIN) for path in half), metrics=metrics) for half in halves]
     for answer in answers:
@@ -108,14 +112,14 @@ def test_requests_add_up_to_the_counters(paths: list[tuple[int, int]]) -> None:
 
 
 def test_the_page_before_the_first_request_has_them_at_zero() -> None:
-    metrics = CoordinatorMetrics(Way)
+    metrics = CoordinatorMetrics(Mode)
     assert read(metrics.render()[0].decode()) is None, "no target is known"
     metrics.of("target")
     assert scraped(metrics) == Counts(accepted_at={0: 0})
 
 
 def test_lines_are_vllm_s_to_the_letter() -> None:
-    metrics = CoordinatorMetrics(Way)
+    metrics = CoordinatorMetrics(Mode)
     told((verdict(2, 4), CHAIN), (verdict(0, 1), CHAIN), metrics=metrics)
     lines = [line for line in metrics.render()[0].decode().splitlines() if line.startswith("vllm:")]
     label = 'engine="0",model_name="target"'
@@ -130,7 +134,7 @@ def test_lines_are_vllm_s_to_the_letter() -> None:
 
 @pytest.mark.parametrize("length", [MAX_GAMMA, 2**40])
 def test_there_are_no_more_positions_than_a_guess_may_have(length: int) -> None:
-    metrics = CoordinatorMetrics(Way)
-    metrics.of("target").judged(Verdict(7, (1,), length, TokenKind.BONUS, length), 1, Way.PLAIN)
+    metrics = CoordinatorMetrics(Mode)
+    metrics.of("target").judged(Verdict(7, (1,), length, TokenKind.BONUS, length), 1, Mode.PLAIN)
     page = metrics.render()[0].decode()
     assert len(re.findall(r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{", page, re.M)) == MAX_GAMMA

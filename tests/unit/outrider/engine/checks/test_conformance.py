@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers.masking_utils import blockwise_overlay, causal_mask_function
 
-from outrider.engine import Rows
+from outrider.engine import SessionTokens
 from outrider.engine.attention import RaggedStep, allowed
 from outrider.engine.checks import conformance
 from outrider.engine.checks.reference import truth, weights_read_as
 from outrider.engine.loading import loader as loading
 from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import Plan, plan
+from outrider.engine.model_spec import ModelSpec, plan
 from outrider.engine.native import NativeEngine
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -38,21 +38,21 @@ def load(model: str, **options: Any) -> Any:
     return load_model(model, EngineOptions(**chosen), said.append).engine, said
 
 
-def without_windows(built: Plan) -> Plan:
+def without_windows(built: ModelSpec) -> ModelSpec:
     return dataclasses.replace(built, layers=tuple(dataclasses.replace(layer, window=None) for layer in built.layers))
 
 
-def without_scaling(built: Plan) -> Plan:
+def without_scaling(built: ModelSpec) -> ModelSpec:
     """The rotation that the same model has without a `rope_parameters` of its own."""
     plain = plan(tiny_model("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}))
     return dataclasses.replace(built, rotations=plain.rotations)
 
 
-def without_cap(built: Plan) -> Plan:
+def without_cap(built: ModelSpec) -> ModelSpec:
     return dataclasses.replace(built, softcap=0.0)
 
 
-def without_logit_cap(built: Plan) -> Plan:
+def without_logit_cap(built: ModelSpec) -> ModelSpec:
     return dataclasses.replace(built, logit_softcap=0.0)
 
 
@@ -123,9 +123,9 @@ def test_no_row_decides_how_others_turn(family: str, compile_: str, tmp_path: Pa
     assert engine.info.context_length == ORIGINAL
     assert family == "llama" or any(f"context limited to {ORIGINAL} of 96 tokens" in line for line in said)
     assert difference(engine, tmp_path) == ""
-    wanted = engine.extend([Rows("alone", [5, 6, 7, 8])]).logits[0].clone()
-    engine.extend([Rows("long", [9] * (ORIGINAL - 1))])
-    found = engine.extend([Rows("long", [9] * 8), Rows("beside", [5, 6, 7, 8])]).logits[1]
+    wanted = engine.extend([SessionTokens("alone", [5, 6, 7, 8])]).logits[0].clone()
+    engine.extend([SessionTokens("long", [9] * (ORIGINAL - 1))])
+    found = engine.extend([SessionTokens("long", [9] * 8), SessionTokens("beside", [5, 6, 7, 8])]).logits[1]
     assert torch.allclose(found, wanted, atol=1e-6, rtol=1e-5)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from outrider.base.config import home
-from outrider.engine import Rows
-from outrider.engine.model_spec import Cosines, Layer, Linear, Norm, Plan
+from outrider.engine import SessionTokens
+from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 from outrider.engine.native import NativeEngine, build
 from outrider.protocol.fleet import ModelInfo
 
@@ -54,7 +54,7 @@ def rotation(positions: torch.Tensor) -> Cosines:
     return torch.cat([parts, parts], dim=1), torch.cat([1 - parts, 1 - parts], dim=1)
 
 
-def model(activation: str) -> Plan:
+def model(activation: str) -> ModelSpec:
     """With `silu` as in Qwen with a window, with `gelu_tanh` as in Gemma 2, with `gelu` as in GPT-NeoX."""
     numbers = Numbers()
     layered, gated = activation == "gelu", activation != "gelu"
@@ -85,7 +85,7 @@ def model(activation: str) -> Plan:
         for window in (None, 40)
     )
     table = numbers(VOCAB, HIDDEN)
-    return Plan(
+    return ModelSpec(
         layers=layers,
         embed=lambda ids, _: table[ids],
         rotations=(rotation,),
@@ -110,7 +110,7 @@ def digests() -> dict[str, str]:
             info = ModelInfo("m", "f", vocab_size=VOCAB)
             runs = NativeEngine(model(activation), info, kv_tokens=256, weights=weights, threads=1)
             digest = hashlib.sha256()
-            for rows in (Rows("s", TOKENS), Rows("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1))):
+            for rows in (SessionTokens("s", TOKENS), SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1))):
                 logits = runs.extend([rows]).logits[0]
                 assert logits.isfinite().all()
                 assert logits.std() > 0.1

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from outrider.base.config import home
-from outrider.engine import Rows
+from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import EngineOptions, load_model
 from outrider.engine.model_spec import plan
 from outrider.engine.native import NativeEngine, NoCompiler, build
@@ -80,14 +80,14 @@ SHAPES = {
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(model: Any, weights: str) -> None:
     runs = engine(model, weights)
-    whole = runs.extend([Rows("whole", TOKENS)]).logits[0].clone()
+    whole = runs.extend([SessionTokens("whole", TOKENS)]).logits[0].clone()
     for size in (1, 2, 3, 5, 9, 12, 13, 17, 25, 49, 60, 97):
         runs.free("pieces")
         runs.forget_idle()
         at = 0
         while at < 200:
-            neighbours = [Rows(f"n{size}-{at}-{i}", TOKENS[i : i + 3 * i + 1]) for i in range(size % 4)]
-            piece = Rows("pieces", TOKENS[at : at + size])
+            neighbours = [SessionTokens(f"n{size}-{at}-{i}", TOKENS[i : i + 3 * i + 1]) for i in range(size % 4)]
+            piece = SessionTokens("pieces", TOKENS[at : at + size])
             found = runs.extend([*neighbours, piece]).logits[-1]
             assert torch.equal(found, whole[at : at + size])
             at += len(piece.tokens)
@@ -99,19 +99,19 @@ def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_o
 def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any) -> None:
     """Along any path of a tree, and after the path was kept and its rows moved together."""
     runs = engine(model)
-    whole = runs.extend([Rows("whole", TOKENS[:70])]).logits[0].clone()
+    whole = runs.extend([SessionTokens("whole", TOKENS[:70])]).logits[0].clone()
     for base in (1, 30, 31, 33, 63):  # paths within a page, and across one
         session = f"tree {base}"
-        runs.extend([Rows(session, TOKENS[:base])])
+        runs.extend([SessionTokens(session, TOKENS[:base])])
         right = TOKENS[base : base + 3]
         tree = [7, right[0], 9, right[1], 11, right[2], 13]
         parents = (-1, -1, 0, 1, 1, 3, 5)
-        found = runs.extend([Rows(session, tree, parents)]).logits[0]
+        found = runs.extend([SessionTokens(session, tree, parents)]).logits[0]
         for row, depth in ((1, 0), (3, 1), (5, 2)):
             assert torch.equal(found[row], whole[base + depth])
         runs.keep(session, base, [1, 3, 5])
         assert torch.equal(
-            runs.extend([Rows(session, TOKENS[base + 3 : base + 6])]).logits[0], whole[base + 3 : base + 6]
+            runs.extend([SessionTokens(session, TOKENS[base + 3 : base + 6])]).logits[0], whole[base + 3 : base + 6]
         )
 
 
@@ -128,7 +128,7 @@ def test_activations_far_out_are_what_torch_makes_of_them(activation: str) -> No
         assert reached.max() > 300
         assert reached.min() < -300
         truth = model(torch.tensor([TOKENS[:40]])).logits[0]
-    found = engine(model).extend([Rows("s", TOKENS[:40])]).logits[0]
+    found = engine(model).extend([SessionTokens("s", TOKENS[:40])]).logits[0]
     assert torch.allclose(found, truth, rtol=1e-3, atol=1e-3 * float(truth.abs().max()))
 
 
@@ -162,8 +162,8 @@ def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monk
         monkeypatch.setattr("outrider.engine.native.engine.library", lambda built=built: built)
         for weights in ("float32", "bfloat16", "int8"):
             runs = engine(model, weights)
-            whole = runs.extend([Rows("s", TOKENS[:150])])
-            tree = runs.extend([Rows("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), features_from=0)])
+            whole = runs.extend([SessionTokens("s", TOKENS[:150])])
+            tree = runs.extend([SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), features_from=0)])
             found.setdefault(weights, []).append(torch.cat([whole.logits[0], tree.logits[0]]).clone())
     assert len({build.load(build.compile_for(level, home() / "kernels")).outrider_lanes() for level in LEVELS}) > 1
     for narrow, wide in found.values():
@@ -176,45 +176,47 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callabl
     """Siblings, tokens before it, and whoever gets its page later. Who continues it sees it."""
     model = make()
     runs = engine(model)
-    whole = runs.extend([Rows("whole", TOKENS[:70])]).logits[0].clone()
+    whole = runs.extend([SessionTokens("whole", TOKENS[:70])]).logits[0].clone()
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = bad
     assert 7 not in TOKENS[:70]
     for base in (1, 30, 31, 63):
-        runs.extend([Rows("tree", TOKENS[:base])])
+        runs.extend([SessionTokens("tree", TOKENS[:base])])
         right = TOKENS[base : base + 2]
         tree, parents = [7, right[0], 7, right[1], 5], (-1, -1, 1, 1, 0)
-        found = runs.extend([Rows("tree", tree, parents)]).logits[0]
+        found = runs.extend([SessionTokens("tree", tree, parents)]).logits[0]
         assert torch.equal(found[[1, 3]], whole[base : base + 2])
         assert torch.isnan(found[[0, 2, 4]]).all()
         runs.keep("tree", base, [1, 3])
-        chain = runs.extend([Rows("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
+        chain = runs.extend([SessionTokens("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
         assert torch.equal(chain[0], whole[base + 2])
         runs.free("tree")
         runs.forget_idle()
     runs.free("whole")
     runs.forget_idle()
-    assert torch.equal(runs.extend([Rows("later", TOKENS[:70])]).logits[0], whole)
+    assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
 def test_threads_do_not_change_the_bits() -> None:
     model = llama()
     one, three = engine(model), engine(model, threads=3)
-    assert torch.equal(one.extend([Rows("s", TOKENS)]).logits[0], three.extend([Rows("s", TOKENS)]).logits[0])
+    assert torch.equal(
+        one.extend([SessionTokens("s", TOKENS)]).logits[0], three.extend([SessionTokens("s", TOKENS)]).logits[0]
+    )
 
 
 def test_a_prefix_from_the_cache_has_the_bits_of_one_made_anew() -> None:
     runs = engine(llama())
-    whole = runs.extend([Rows("first", TOKENS[:150])]).logits[0].clone()
+    whole = runs.extend([SessionTokens("first", TOKENS[:150])]).logits[0].clone()
     runs.free("first")
     found = runs.adopt("second", TOKENS[:150])
     assert found == 128
-    assert torch.equal(runs.extend([Rows("second", TOKENS[found:150])]).logits[0], whole[found:])
+    assert torch.equal(runs.extend([SessionTokens("second", TOKENS[found:150])]).logits[0], whole[found:])
 
 
 def test_int8_is_the_model_whose_weights_were_rounded_so() -> None:
     model = llama()
-    found = engine(model, "int8").extend([Rows("s", TOKENS[:50])]).logits[0].clone()
+    found = engine(model, "int8").extend([SessionTokens("s", TOKENS[:50])]).logits[0].clone()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name:
@@ -226,8 +228,8 @@ def test_int8_is_the_model_whose_weights_were_rounded_so() -> None:
 
 def test_a_step_larger_than_any_before_finds_room() -> None:
     runs = engine(llama())
-    small = runs.extend([Rows("a", TOKENS[:2])]).logits[0].clone()
-    large = runs.extend([Rows("b", TOKENS), Rows("c", TOKENS[:2])]).logits
+    small = runs.extend([SessionTokens("a", TOKENS[:2])]).logits[0].clone()
+    large = runs.extend([SessionTokens("b", TOKENS), SessionTokens("c", TOKENS[:2])]).logits
     assert torch.equal(large[1], small)
 
 
