@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from outrider.protocol.speculation import MAX_GAMMA
 
 _FADES = 0.95  # per thing judged: the last twenty or so count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from drafter.methods.interface import DraftRequest
+from drafter.interface import DraftRequest
 from drafter.tree_builder import Choice
 from outrider.protocol.speculation import Distribution
 from outrider.speculation import noise, sampling

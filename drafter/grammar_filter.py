@@ -5,7 +5,7 @@ For drafters that do not draw: what a draw has brought must not be withheld.
 
 from __future__ import annotations
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.tree_builder import ROOT
 
 

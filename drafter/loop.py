@@ -10,7 +10,7 @@ import structlog
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
-from drafter.methods.interface import Drafter, DraftRequest, DraftResult
+from drafter.interface import Drafter, DraftRequest, DraftResult
 from drafter.session import DraftOpening, DraftSession
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import Overloaded, Unavailable

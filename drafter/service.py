@@ -10,8 +10,8 @@ import grpc
 import structlog
 
 from drafter.grammar import GrammarCursor, TargetGrammars
+from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
-from drafter.methods.interface import Drafter
 from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
 from outrider.base.aio import background, first_message, vital

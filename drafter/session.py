@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 
 ROOT = -1  # the place after what is committed
 

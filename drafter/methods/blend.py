@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from drafter.accuracy import AccuracyTracker, Rate, Record, placed
 from drafter.confidence import Confident, Proposal
-from drafter.methods.interface import Drafter, DraftRequest, DraftResult
+from drafter.interface import Drafter, DraftRequest, DraftResult
 from drafter.tree_builder import ROOT
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo

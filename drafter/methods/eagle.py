@@ -15,7 +15,7 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, offers, spread
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import ROOT, TreeBuilder

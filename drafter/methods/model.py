@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from drafter.draft_sampling import next_token, offers, spread
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.translate import TranslatingDrafter, load_target_tokenizer
 from drafter.settings import DrafterSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from drafter.confidence import Proposal
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from drafter import methods
-from drafter.methods.interface import Drafter
+from drafter.interface import Drafter
 from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from drafter.confidence import Proposal
 from drafter.grammar_filter import fitting, lawful
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.suffix_automaton import END, Automaton, Place
 from drafter.settings import DrafterSettings

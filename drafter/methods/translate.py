@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import Drafter, DraftRequest, DraftResult
+from drafter.interface import Drafter, DraftRequest, DraftResult
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo

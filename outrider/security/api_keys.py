@@ -82,7 +82,7 @@ class ApiKeys:
         return either
 
     def __repr__(self) -> str:
-        return f"Keys({len(self._held)})"
+        return f"ApiKeys({len(self._held)})"
 
     def become(self, other: ApiKeys) -> None:
         """Hold the keys of another from now on, wherever this object is used."""

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.base.aio import until

@@ -23,7 +23,7 @@ from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(180)
 
-STREAMS = 4  # an even number: see outrider.client.resume.Turns
+STREAMS = 4  # an even number: see outrider.client.resume.EndpointRotation
 MIDDLE = 20
 LENGTH = 600
 FREED_S = 1.0

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from drafter import draft_sampling
+from drafter.interface import Drafter, DraftRequest, DraftResult
 from drafter.methods import blend as blending
 from drafter.methods.blend import BlendDrafter
-from drafter.methods.interface import Drafter, DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter
 from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession

@@ -20,7 +20,7 @@ import torch
 from drafter import draft_sampling
 from drafter.grammar import GrammarCursor
 from drafter.grammar_filter import lawful
-from drafter.methods.interface import DraftResult
+from drafter.interface import DraftResult
 from drafter.session import DraftOpening as Drafted
 from drafter.session import DraftSession as Drafting
 from drafter.tree_builder import TreeBuilder

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.ngram import NgramDrafter
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest

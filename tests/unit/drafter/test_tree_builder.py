@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import DraftRequest
+from drafter.interface import DraftRequest
 from drafter.tree_builder import ROOT, TreeBuilder
 from outrider.protocol.sampling_params import SamplingParams
 

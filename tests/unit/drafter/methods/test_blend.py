@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from drafter.accuracy import AccuracyTracker, Record
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.blend import BlendDrafter
-from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.methods.suffix import SuffixDrafter

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.eagle import EagleDrafter, engine_for
-from drafter.methods.interface import DraftRequest, DraftResult
 from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams

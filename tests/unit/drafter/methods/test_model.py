@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from drafter.calibration import Calibration
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter, read_vocabulary
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession

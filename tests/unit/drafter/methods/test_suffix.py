@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.methods.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.suffix import SuffixDrafter, _SessionText
 from drafter.methods.suffix_automaton import LONGEST, ROOT, Automaton
 from outrider.protocol.sampling_params import SamplingParams, Verification

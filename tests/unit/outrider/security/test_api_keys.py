@@ -60,7 +60,7 @@ def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:
     assert keys.first == "alpha"
     assert keys.allows("Bearer beta#2")
     assert not keys.allows("Bearer # of the web page")
-    assert repr(keys) == "Keys(2)"
+    assert repr(keys) == "ApiKeys(2)"
 
 
 @pytest.mark.parametrize("content", [None, "", "# nothing yet\n", b"\xff\xfe\x00"])

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from drafter.methods.interface import DraftResult
+from drafter.interface import DraftResult
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering, TokenKind
