@@ -121,7 +121,7 @@ def up(
         state_dir=state_dir,
     )
     console = Console()
-    _terminate_like_interrupt()
+    _end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()
@@ -150,7 +150,7 @@ def demo(
     """Start everything, answer two prompts plain and speculated, compare speed and text, stop everything."""
     console = Console(highlight=False)
     plan = LaunchPlan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
-    _terminate_like_interrupt()
+    _end_on_signals()
     with Starting(console) as view, stack(plan, view.tick) as running:
         view.done()
         with Client(running.endpoints) as client:
@@ -264,11 +264,21 @@ class Starting:
         return Group(table)
 
 
-def _terminate_like_interrupt() -> None:
-    """SIGTERM and a closed terminal stop everything as Ctrl-C does."""
+def _end_on_signals() -> None:
+    """SIGTERM and a closed terminal stop everything as Ctrl-C does.
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    A shell without job control starts what ends in & with SIGINT ignored, and Python then leaves it so: a script that
+    sends it means it. `nohup` ignores SIGHUP, and means that.
+    """
+    ending = False
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        if not ending or number == signal.SIGINT:  # a terminal that closes says so twice, a second Ctrl-C means: now
+            ending = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)

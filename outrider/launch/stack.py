@@ -92,7 +92,6 @@ class Stack:
         self.state = state
         self.children: list[Child] = []
         self._redis = redis
-        self._stopping = False
         self._api_key = ApiKeys.parse(plan.api_keys, "api_keys").first
         self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
         # Who gave only one key has drafters elsewhere that know no other.
@@ -167,17 +166,22 @@ class Stack:
         return dead
 
     def stop(self) -> None:
-        """SIGTERM to all, workers first seen off by a coordinator that still listens; SIGKILL to what stays."""
-        self._stopping = True
+        """SIGTERM to all, workers first seen off by a coordinator that still listens; SIGKILL to what stays.
+
+        A second Ctrl-C does not wait.
+        """
         running = [child.process for child in self.children if child.process and child.process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_S
-        for process in running:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        try:
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            for process in running:
                 process.kill()
+            for process in running:
                 process.wait()
 
     def _raise_for_dead(self, children: Sequence[Child]) -> None:

@@ -6,9 +6,11 @@ It has no port: only a Unix socket in a folder that no other user may enter.
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,74 +26,122 @@ log = structlog.get_logger(__name__)
 
 _START_S = 60.0  # it reads its whole file first
 _STOP_S = 5.0
+_RESTART_S = 1.0
+_MAX_RESTART_S = 30.0
 _POLL_S = 0.02
 _LAST_CHARACTERS = 400
 _APPEND_FOLDER = "appendonlydir"
+_UNREADABLE = ("append only file", "AOF", "loading DB")  # one of these is in what the server says of damaged data
 
 
 @contextlib.contextmanager
 def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> Iterator[str]:
-    """Start it, yield its URL, stop it.
+    """Start it, yield its URL, stop it. If it dies in between it is started again, with what was written.
 
     With `data` what is written stays there for the next server; without it everything ends with this one. `holding`:
     descriptors, such as a lock's, that the process keeps open for as long as it lives.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
-        server = _start(Path(scratch), data, holding)
+        server = _Server(Path(scratch), data, holding)
+        server.start()
+        watching = threading.Thread(target=server.watch, name="embedded-redis", daemon=True)
+        watching.start()
         try:
-            yield f"unix://{_socket(Path(scratch))}"
+            yield f"unix://{server.socket}"
         finally:
-            _stop(server)
+            server.stop()
+            watching.join()
 
 
-def _start(scratch: Path, data: Path | None, holding: Sequence[int]) -> subprocess.Popen[bytes]:
-    try:
-        return _launch(scratch, data, holding)
-    except StartupError as error:
-        written = (data or scratch) / _APPEND_FOLDER
-        if data is None or not written.exists():
+class _DamagedData(StartupError):
+    """The server has ended because it cannot read its file."""
+
+
+class _Server:
+    """One server after the other, at the same socket and with the same data."""
+
+    def __init__(self, scratch: Path, data: Path | None, holding: Sequence[int]) -> None:
+        self.socket = scratch / "redis.sock"
+        self._told = scratch / "log"
+        self._kept = data is not None
+        self._data = data or scratch
+        self._holding = holding
+        self._leaving = threading.Event()
+        self._process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        try:
+            self._launch()
+        except _DamagedData as error:
+            # A file that a crash of the machine left half written must not keep everything down.
+            written = self._data / _APPEND_FOLDER
+            aside = written.with_name(f"{_APPEND_FOLDER}.unreadable-{int(time.time())}")
+            written.rename(aside)
+            log.warning("embedded redis: unreadable data, starting empty", kept=str(aside), error=error.message)
+            self._launch()
+
+    def watch(self) -> None:
+        """Start the server again whenever it ends, until `stop`.
+
+        The thread that runs this must live until then: Linux ends a server with the thread that started it.
+        """
+        pause = _RESTART_S
+        while True:
+            status = self._process.wait()
+            if self._leaving.is_set():
+                return
+            log.warning("embedded redis died, starting it again", status=_named(status))
+            try:
+                self.start()
+            except (StartupError, OSError) as error:
+                pause = min(2 * pause, _MAX_RESTART_S)
+                log.error("embedded redis does not start, trying again", seconds=pause, error=str(error))
+            else:
+                pause = _RESTART_S
+                log.info("embedded redis serves again")
+            if self._leaving.wait(pause):
+                _end(self._process)  # `stop` may have come before this one was there
+                return
+
+    def stop(self) -> None:
+        self._leaving.set()
+        _end(self._process)
+
+    def _launch(self) -> None:
+        try:
+            binary = str(get_binary_path())
+        except ValkeyServerError as error:
+            raise _failed(str(error)) from error
+        where = ("--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700", "--dir", str(self._data))
+        # Written at every change, so that a crash of the server loses nothing; on the disk where the machine may crash.
+        keep = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec" if self._kept else "no")
+        with self._told.open("wb") as output:
+            self._process = subprocess.Popen(
+                [binary, *where, *keep],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=self._holding,
+                start_new_session=True,  # Ctrl-C is for who started it, who still has something to write
+                preexec_fn=end_with_parent,
+            )
+        try:
+            self._wait_answering()
+        except BaseException:
+            _end(self._process)
             raise
-        # A file that a crash of the machine left half written must not keep everything down.
-        aside = written.with_name(f"{_APPEND_FOLDER}.unreadable-{int(time.time())}")
-        written.rename(aside)
-        log.warning("embedded redis: unreadable data, starting empty", kept=str(aside), error=error.message)
-        return _launch(scratch, data, holding)
 
-
-def _launch(scratch: Path, data: Path | None, holding: Sequence[int]) -> subprocess.Popen[bytes]:
-    try:
-        binary = str(get_binary_path())
-    except ValkeyServerError as error:
-        raise _failed(str(error)) from error
-    keep = ("--appendonly", "yes", "--appendfsync", "everysec") if data is not None else ("--appendonly", "no")
-    where = ("--port", "0", "--unixsocket", str(_socket(scratch)), "--unixsocketperm", "700")
-    told = scratch / "log"
-    with told.open("ab") as output:
-        server = subprocess.Popen(
-            [binary, *where, "--dir", str(data or scratch), "--save", "", *keep],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=holding,
-            start_new_session=True,  # Ctrl-C is for who started it, who still has something to write
-            preexec_fn=end_with_parent,
-        )
-    try:
-        _wait_answering(server, _socket(scratch), told)
-    except BaseException:
-        _stop(server)
-        raise
-    return server
-
-
-def _wait_answering(server: subprocess.Popen[bytes], path: Path, told: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while not _answers(path):
-        if server.poll() is not None:
-            raise _failed(f"it ended with status {server.returncode}: {told.read_text()[-_LAST_CHARACTERS:].strip()}")
-        if time.monotonic() > deadline:
-            raise _failed(f"it does not answer within {_START_S:g} s")
-        time.sleep(_POLL_S)
+    def _wait_answering(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not _answers(self.socket):
+            if (status := self._process.poll()) is not None:
+                said = self._told.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+                damaged = status > 0 and any(word in said for word in _UNREADABLE)
+                raise _failed(f"it ended with {_named(status)}: {said}", _DamagedData if damaged else StartupError)
+            if time.monotonic() > deadline:
+                raise _failed(f"it does not answer within {_START_S:g} s")
+            if self._leaving.wait(_POLL_S):
+                raise _failed("it is to be stopped")
 
 
 def _answers(path: Path) -> bool:
@@ -105,18 +155,21 @@ def _answers(path: Path) -> bool:
         return False
 
 
-def _stop(server: subprocess.Popen[bytes]) -> None:
+def _end(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
         server.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # a second Ctrl-C among them
         server.kill()
         server.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
-def _socket(scratch: Path) -> Path:
-    return scratch / "redis.sock"
+def _named(status: int) -> str:
+    """Return what a process ended with, a signal by its name."""
+    return signal.Signals(-status).name if status < 0 else f"status {status}"
 
 
-def _failed(why: str) -> StartupError:
-    return StartupError(f"cannot start the embedded Redis: {why}; set REDIS_URL to one of your own", field="redis_url")
+def _failed(why: str, kind: type[StartupError] = StartupError) -> StartupError:
+    return kind(f"cannot start the embedded Redis: {why}; set REDIS_URL to one of your own", field="redis_url")

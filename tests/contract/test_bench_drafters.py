@@ -24,7 +24,7 @@ MODES = ("greedy", "coupled", "block")
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from outrider.cli import main; main()", "bench", "drafters", *flags],
+        [sys.executable, "-c", "from outrider.cli.app import main; main()", "bench", "drafters", *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -30,7 +30,7 @@ RATIOS = {
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from outrider.cli import main; main()", "bench", "engine", *flags],
+        [sys.executable, "-c", "from outrider.cli.app import main; main()", "bench", "engine", *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,

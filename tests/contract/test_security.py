@@ -61,7 +61,7 @@ FLEET_KEY = "secret-of-the-fleet"
 DRAFTER_KEY = "secret-of-the-drafters"
 REDIS_PASSWORD = "secret-of-redis"
 NO_REDIS = "redis://127.0.0.1:1"  # where it would tell of other tests' workers
-OUTRIDER = (sys.executable, "-c", "from outrider.cli import main; main()")
+OUTRIDER = (sys.executable, "-c", "from outrider.cli.app import main; main()")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 REPEATING = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 # As generated, so that a new RPC is asked for a key here without anybody thinking of it.

@@ -96,7 +96,7 @@ def test_the_command_line_knows_every_kind_of_drafter() -> None:
 
 def test_the_command_line_starts_without_torch() -> None:
     """It is run beside a coordinator too, where there is none."""
-    script = "import sys; sys.modules['torch'] = None; from outrider.cli import main; main()"
+    script = "import sys; sys.modules['torch'] = None; from outrider.cli.app import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", script, "--help"], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
     )

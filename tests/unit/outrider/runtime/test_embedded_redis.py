@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
 
 from outrider.launch.state import state_folder
 from outrider.protocol.errors import StartupError
@@ -47,6 +48,42 @@ def test_what_is_written_outlives_a_crash(tmp_path: Path) -> None:
     with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
         assert client.hget("session", "epoch") == b"3"
         assert 0 < int(client.ttl("session")) <= 3600
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_server_that_dies_is_started_again_with_its_data(tmp_path: Path, kept: bool) -> None:
+    with embedded_redis(tmp_path if kept else None) as url, redis.Redis.from_url(url) as client:
+        client.set("a", "b")
+        first = pid_of(url)
+        assert os.getsid(first) == first, "a signal to the group of who started it does not reach it"
+        os.kill(first, signal.SIGKILL)
+
+        def again() -> bool:
+            try:
+                return pid_of(url) != first
+            except redis.ConnectionError:
+                return False
+
+        until(again, 20, "another server")
+        assert client.get("a") == b"b"
+        second = pid_of(url)
+    assert not (Path("/proc") / str(second)).exists()
+
+
+def test_a_server_that_cannot_be_started_again_is_no_obstacle_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with embedded_redis(tmp_path) as url:
+        refusing = tmp_path / "refusing"
+        refusing.write_text("#!/bin/sh\necho no room for this >&2\nexit 1\n")
+        refusing.chmod(0o700)
+        monkeypatch.setattr("outrider.runtime.embedded_redis.get_binary_path", lambda: refusing)
+        os.kill(pid_of(url), signal.SIGKILL)
+        with structlog.testing.capture_logs() as logs:
+            until(lambda: any("trying again" in line["event"] for line in logs), 20, "second attempt")
+        assert "no room for this" in logs[-1]["error"]
+    assert (tmp_path / "appendonlydir").exists(), "the data are not at fault"
+    assert not list(tmp_path.glob("*unreadable*"))
 
 
 def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:

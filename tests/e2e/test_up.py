@@ -1,0 +1,84 @@
+"""`outrider up` as it is used: from a script, with a Redis that dies, ended by Ctrl-C, started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+from pathlib import Path
+
+import pytest
+import redis
+
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.cluster import Output, ask, client, generate, until, until_async
+from tests.conftest import Models
+from tests.e2e.up import Up, command_line, up
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc"),
+]
+
+
+def sessions_in(server: int) -> dict[bytes, object]:
+    """Return what Redis holds of sessions. Its title says where it listens."""
+    path = command_line(server).rpartition("unixsocket:")[2]
+    with redis.Redis(unix_socket_path=path) as asking:
+        return {key: asking.dump(key) for key in asking.scan_iter("outrider:*:{*}")}
+
+
+def wait_for_ends(running: Up) -> None:
+    """Wait until all its processes have ended. Redis must be the last but for `up` itself."""
+    server = running.redis()
+    handles = {pid: os.pidfd_open(pid) for pid in running.family()}
+    try:
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert select.select([handles[server]], [], [], 40)[0], "Redis did not end"
+        others = [pid for pid in handles if pid not in (server, running.pid)]
+        assert len(others) >= 3
+        for pid in others:
+            assert select.select([handles[pid]], [], [], 0)[0], f"Redis ended before {command_line(pid)}"
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+async def test_redis_is_started_again_ends_last_and_its_sessions_stay(models: Models, tmp_path: Path) -> None:
+    """All of it in one life: to start takes seconds."""
+    flags = ["--target", str(models.target), "--drafter", "ngram", "--state-dir", str(tmp_path / "state")]
+    with up(tmp_path, *flags, in_background=True) as running:
+        address = running.ready()
+        first = running.redis()
+        assert os.getsid(first) == first, "Ctrl-C reaches it"
+        async with client(address) as stub:
+            finished = await generate(stub, ask("Hello", max_tokens=8))
+            before = await until_async(lambda: _kept(finished, first), 10, "record in Redis")
+
+            os.kill(first, signal.SIGKILL)
+            second = until(lambda: running.redis() not in (0, first) and running.redis(), 20, "another Redis")
+            running.said(r"(embedded redis serves again)")
+            assert re.search(r"embedded redis died, starting it again\s+status=SIGKILL", running.log.read_text())
+            assert sessions_in(second).items() >= before.items(), "the new one has what the old one had"
+            await until_async(lambda: _durable(stub), 20, "the coordinator uses it")
+            after = await generate(stub, ask("Hello again", max_tokens=8))
+            end = await until_async(lambda: _kept(after, second), 10, "record in the new one")
+
+        wait_for_ends(running)
+        assert running.process.wait(20) == 0, running.log.read_text()
+        assert "stopped" in running.log.read_text()
+    with up(tmp_path, *flags) as running:
+        # That they can be resumed takes a verifier: test_up_restart.py.
+        running.said(r"(coordinator-1: starting)")  # Redis answers before
+        assert sessions_in(running.redis()).items() >= {**before, **end}.items()
+
+
+async def _kept(output: Output, server: int) -> dict[bytes, object]:
+    found = sessions_in(server)
+    return found if any(output.session_id.encode() in key for key in found) else {}
+
+
+async def _durable(stub: rpc.OutriderStub) -> bool:
+    return bool((await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)).durable)
