@@ -32,6 +32,6 @@ class MockDrafter:
         """Nothing is kept."""
 
 
-@drafter("instant")
+@drafter("mock")
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MockDrafter:
     return MockDrafter()

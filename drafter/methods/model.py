@@ -17,7 +17,6 @@ import torch
 from drafter.draft_sampling import next_token, offers, spread
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
-from drafter.methods.translate import TranslatingDrafter, load_target_tokenizer
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import ROOT, Choice, TreeBuilder
 from outrider.engine import Engine, SessionTokens
@@ -189,20 +188,11 @@ def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
 
 @drafter("model")
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter:
-    return _load(settings, progress)[0]
+    return load(settings, progress)[0]
 
 
-@drafter("translate")
-def make_translating(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter | TranslatingDrafter:
-    """A model with another vocabulary than the target's."""
-    drafter, loaded = _load(settings, progress)
-    target = load_target_tokenizer(settings.target, progress)
-    if Vocabulary.of(target) == loaded.vocabulary:
-        return drafter
-    return TranslatingDrafter(drafter, loaded.tokenizer, target)
-
-
-def _load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
+def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
+    """Load the model that the settings name, and make a drafter of it."""
     if not settings.model:
         raise StartupError(
             f"kind {settings.kind} needs --model", field="model", value="", limit="a directory, file or hub id"

@@ -17,6 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.grammar_filter import lawful
 from drafter.interface import Drafter, DraftRequest, DraftResult
+from drafter.methods.model import ModelDrafter, load
+from drafter.methods.registry import drafter
+from drafter.settings import DrafterSettings
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -200,3 +203,13 @@ def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrai
             limit="a directory, a hub id or 'default'",
         ) from error
     return tokenizer
+
+
+@drafter("translate")
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDrafter | TranslatingDrafter:
+    """Make a drafter of a model with another vocabulary than the target's."""
+    drafter, loaded = load(settings, progress)
+    target = load_target_tokenizer(settings.target, progress)
+    if Vocabulary.of(target) == loaded.vocabulary:
+        return drafter
+    return TranslatingDrafter(drafter, loaded.tokenizer, target)

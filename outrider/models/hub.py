@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,14 +30,24 @@ _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# The ways to draft. With a colon behind it the name of a model may follow; several are joined by +.
-KINDS = ("early-exit", "eagle", "instant", "medusa", "model", "ngram", "suffix", "translate")
+_REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that only copy: their process loads no torch
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
 _SERVED_AS = {"distill": "model"}
 
 Progress = Callable[[str], None]
+
+
+def drafter_kinds() -> frozenset[str]:
+    """Return the kinds of drafters: the modules of `drafter.methods` that register one.
+
+    The modules are read, not imported: some of them load torch.
+    """
+    spec = importlib.util.find_spec("drafter.methods")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    modules = (path for folder in folders for path in Path(folder).glob("*.py"))
+    return frozenset(path.stem.replace("_", "-") for path in modules if _REGISTERS.search(path.read_text("utf-8")))
 
 
 def best_drafter(target: str) -> str:
@@ -48,11 +59,11 @@ def best_drafter(target: str) -> str:
 
 
 def choose_drafter(text: str, target: str) -> tuple[str, str]:
-    """A drafter's kind and model, from KIND, KIND:MODEL or just a model."""
+    """Return a drafter's kind and model, from KIND, KIND:MODEL, A+B or just a model."""
     if text == AUTO:
         return best_drafter(target), ""
     kind, _, model = text.partition(":")
-    if set(kind.split("+")) <= set(KINDS):
+    if set(kind.split("+")) <= drafter_kinds():
         return kind, model
     try:
         method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,11 +21,10 @@ from outrider.bench.drafters.peers import Peer, Weights
 from outrider.cli import options
 from outrider.cli.up import Dtype, Target, Threads
 from outrider.launch.stack import LaunchPlan, Stack
-from outrider.models.hub import DEFAULT, best_drafter, locate
-from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
+from outrider.models.hub import DEFAULT, best_drafter, drafter_kinds, locate
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 
-_KINDS = "from drafter.methods import kinds; print(*kinds())"
 _GUESS_ROOM = 16  # tokens of context that vLLM's guesses may take beyond the answer
 
 
@@ -85,7 +82,7 @@ def drafters(
     check_files(json_file, plot_file)
     data = needs("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
-    lanes.check_kinds(chosen, _kinds())
+    lanes.check_kinds(chosen, sorted(drafter_kinds()))
     extent = ContestExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads)
     with showing_turns() as turns:
@@ -97,14 +94,6 @@ def _coming_along(target: str) -> str:
     """Drafters that need nothing but the target: the best, and what it is blended of."""
     best = best_drafter(target)
     return ",".join(dict.fromkeys(("ngram", *best.split("+"), best)))
-
-
-def _kinds() -> list[str]:
-    """The drafters there are, as their own package says: the core imports no service."""
-    done = subprocess.run([sys.executable, "-c", _KINDS], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise StartupError(f"the drafters cannot be listed: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout.split()
 
 
 def _measure(

@@ -15,12 +15,10 @@ from setuptools import find_packages
 import coordinator.settings
 import drafter.settings
 import verifier.settings
-from drafter.methods.registry import kinds
 from loadtest.__main__ import app as loadtest
 from loadtest.arguments import add_arguments
 from outrider.base.config import PREFIX, VARIABLES, Settings
 from outrider.cli.app import app
-from outrider.models import hub
 
 ROOT = Path(__file__).parents[3]
 TOP_LEVEL = {"outrider", "drafter", "verifier", "coordinator", "loadtest"}
@@ -87,11 +85,6 @@ def _variables(command: Any) -> Iterator[str]:
         yield from [named] if isinstance(named, str) else named
     for inner in getattr(command, "commands", {}).values():
         yield from _variables(inner)
-
-
-def test_the_command_line_knows_every_kind_of_drafter() -> None:
-    """It imports no service, so it has a list of its own."""
-    assert sorted(hub.KINDS) == kinds()
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -1,0 +1,55 @@
+"""A drafting method is one module of `drafter.methods`, and nothing else has to know of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drafter import methods
+from drafter.methods import registry
+from drafter.settings import DrafterSettings
+from outrider.models.hub import choose_drafter, drafter_kinds
+
+METHOD = """
+from drafter.methods.registry import drafter
+
+
+class CopycatDrafter:
+    pass
+
+
+@drafter("copy-cat")
+def make(settings, progress):
+    return CopycatDrafter()
+"""
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "copy_cat.py").write_text(METHOD)
+    methods.__path__.append(str(tmp_path))
+    yield
+    methods.__path__.remove(str(tmp_path))
+    sys.modules.pop("drafter.methods.copy_cat", None)
+    registry._factories.pop("copy-cat", None)
+
+
+def test_every_kind_is_a_module_of_its_name() -> None:
+    """Kinds are found by reading the modules' names; a drafter process imports only the one that it needs."""
+    assert sorted(drafter_kinds()) == registry.kinds()
+    for kind, make in registry._factories.items():
+        assert make.__module__ == f"drafter.methods.{kind.replace('-', '_')}"
+
+
+def test_a_new_module_is_a_new_kind(another: None) -> None:
+    assert choose_drafter("copy-cat", "default") == ("copy-cat", "")
+    assert choose_drafter("suffix+copy-cat:folder", "default") == ("suffix+copy-cat", "folder")
+    made = registry.make(DrafterSettings(kind="copy-cat"), print)
+    assert type(made).__name__ == "CopycatDrafter"
+
+
+def test_without_the_module_it_is_the_name_of_a_model() -> None:
+    assert choose_drafter("copy-cat", "default") == ("model", "copy-cat")
