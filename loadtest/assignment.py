@@ -16,7 +16,7 @@ from loadtest.credentials import ClientCredentials
 from loadtest.settings import Load, LoadTarget
 from loadtest.workload import Output, cases
 from outrider.protocol.errors import OutriderError, Unavailable
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.fleet import Role
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def look(where: LoadTarget, shown: ClientCredentials, load: Load) -> ServedTarge
     if not load.grpc_share:
         return ServedTarget(model, model, where.capacity or capacity)
     with _over_grpc(where, shown).client as client:
-        verifiers = [worker for worker in client.server().workers if worker.role == pb.ROLE_VERIFIER]
+        verifiers = [worker for worker in client.server().workers if worker.role is Role.VERIFIER]
         if not verifiers:
             raise Unavailable("the fleet has no verifier yet")
         return ServedTarget(client.model().name, model, where.capacity or sum(worker.capacity for worker in verifiers))

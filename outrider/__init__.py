@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
     from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
+    from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats, ServerInfo
     from outrider.security.tls import Tls
 
 # Loaded on first use: `import outrider.protocol` must load neither gRPC nor torch.
@@ -48,6 +49,7 @@ _HOMES = {
     ),
     "outrider.protocol.sampling_params": ("Grammar", "SamplingParams", "Verification"),
     "outrider.protocol.speculation": ("FinishReason", "TokenKind", "TokenLogprobs"),
+    "outrider.protocol.statistics": ("DrafterStats", "GenerationStats", "PlanStats", "ServerInfo"),
     "outrider.security.tls": ("Tls",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -57,11 +59,13 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Conflict",
+    "DrafterStats",
     "Expired",
     "Fenced",
     "FinishReason",
     "Finished",
     "Generation",
+    "GenerationStats",
     "Grammar",
     "InvalidRequest",
     "ModelMismatch",
@@ -70,8 +74,10 @@ __all__ = [
     "OutriderError",
     "Overloaded",
     "PeerLost",
+    "PlanStats",
     "Reply",
     "SamplingParams",
+    "ServerInfo",
     "Started",
     "StartupError",
     "Tls",

@@ -210,5 +210,5 @@ def _complete(session: Session) -> pb.Complete:
         stop=session.rest.stop,
         prompt_tokens=len(record.request.prompt),
         output_tokens=len(record.tokens),
-        stats=session.stats.to_proto(),
+        stats=convert.stats_to_proto(session.stats.values()),
     )

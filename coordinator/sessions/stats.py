@@ -16,8 +16,8 @@ from outrider.observability.tracing import UNSEEN, Span
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.speculation import TokenKind, Verdict
+from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats
 from outrider.v1 import common_pb2 as common
-from outrider.v1 import coordinator_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -226,14 +226,15 @@ class RequestStats:
         """When the first token came; the start, if none has."""
         return self._started if self._first_token is None else self._first_token
 
-    def to_proto(self) -> pb.Stats:
-        return pb.Stats(
+    def values(self) -> GenerationStats:
+        """Return the figures as they are now."""
+        return GenerationStats(
             steps=self._steps,
             drafts=self._drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
-            offered_per_position=self._offered,
-            accepted_per_position=self.accepted_per_position,
+            offered_per_position=tuple(self._offered),
+            accepted_per_position=tuple(self.accepted_per_position),
             acceptance_length=_ratio(self._committed_with_drafts, self._drafts),
             acceptance_rate=self.acceptance_rate,
             mean_gamma=self.mean_gamma,
@@ -250,26 +251,26 @@ class RequestStats:
             mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
             cached_tokens=self.cached_tokens,
             feature_bytes=self.feature_bytes,
-            drafters=[
-                pb.DrafterShare(
+            drafters=tuple(
+                DrafterStats(
                     kind=kind,
                     attached_order=order,
                     guessed=self._guessed_by[kind],
                     accepted=self._accepted_of[kind],
                 )
                 for order, kind in enumerate(dict.fromkeys(self._kinds.values()), start=1)
-            ],
+            ),
             plans=self._plans(),
             missed=self._missed,
             draft_ms=self._draft_us / 1000,
             missed_at_hand=self._missed_at_hand,
         )
 
-    def _plans(self) -> list[pb.PlanShare]:
+    def _plans(self) -> tuple[PlanStats, ...]:
         if self.control is None:
-            return []
+            return ()
         taken = [
-            pb.PlanShare(
+            PlanStats(
                 plan=plan.label,
                 steps=tally.steps,
                 expected_tokens_per_second=_ratio(tally.expected, tally.steps),
@@ -278,11 +279,14 @@ class RequestStats:
             for plan, tally in self.taken
         ]
         ways = {plan.way for plan in self.control.tallies}
-        return taken + [
-            pb.PlanShare(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
-            for choice in self.control.considered()
-            if choice.plan.way not in ways
-        ]
+        return (
+            *taken,
+            *(
+                PlanStats(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
+                for choice in self.control.considered()
+                if choice.plan.way not in ways
+            ),
+        )
 
 
 def _count_up_to(counts: list[int], length: int) -> None:

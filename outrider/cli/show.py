@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +12,7 @@ from rich.text import Text
 from outrider.client.sync import Finished, Generation, Tokens
 from outrider.protocol.printable import printable
 from outrider.protocol.speculation import TokenKind
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.statistics import GenerationStats
 
 STYLES = {
     TokenKind.ACCEPTED: "green",
@@ -44,7 +44,7 @@ def coloured(tokens: Tokens, console: Console) -> Text:
     return text
 
 
-def summary(stats: pb.Stats, finished: Finished) -> str:
+def summary(stats: GenerationStats, finished: Finished) -> str:
     """One line on what a request cost and what speculation did for it."""
     line = (
         f"{finished.output_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
@@ -58,7 +58,7 @@ def summary(stats: pb.Stats, finished: Finished) -> str:
     )
 
 
-def explanation(stats: pb.Stats) -> Table:
+def explanation(stats: GenerationStats) -> Table:
     """What γ control expected of each way to speculate, and what came true."""
     table = Table("plan", "steps", "expected tokens/s", "came true", title="γ control", title_justify="left")
     for share in stats.plans:
@@ -88,8 +88,5 @@ def as_json(generation: Generation) -> dict[str, Any]:
     }
 
 
-def stats_dict(stats: pb.Stats) -> dict[str, Any]:
-    data: dict[str, Any] = MessageToDict(
-        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return data
+def stats_dict(stats: GenerationStats) -> dict[str, Any]:
+    return asdict(stats)

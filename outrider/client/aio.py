@@ -21,6 +21,7 @@ from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.statistics import ServerInfo
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
@@ -87,10 +88,10 @@ class AsyncClient:
             info: common.ModelInfo = await self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S)
         return convert.model_from_proto(info)
 
-    async def server(self) -> pb.ServerInfo:
+    async def server(self) -> ServerInfo:
         with our_errors():
             info: pb.ServerInfo = await self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
-        return info
+        return convert.server_info_from_proto(info)
 
     def _stub(self) -> rpc.OutriderAsyncStub:
         if not self._channels:

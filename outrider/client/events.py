@@ -11,6 +11,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
+from outrider.protocol.statistics import GenerationStats
 from outrider.v1 import coordinator_pb2 as pb
 
 
@@ -56,7 +57,7 @@ class Finished:
     stop: str
     prompt_tokens: int
     output_tokens: int
-    stats: pb.Stats
+    stats: GenerationStats
 
 
 Reply = Started | Tokens | Finished
@@ -144,5 +145,5 @@ def reply_from_proto(reply: pb.GenerateReply) -> Reply:
         complete.stop,
         complete.prompt_tokens,
         complete.output_tokens,
-        complete.stats,
+        convert.stats_from_proto(complete.stats),
     )

@@ -17,6 +17,7 @@ from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, ou
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.statistics import ServerInfo
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from outrider.v1 import common_pb2 as common
@@ -83,9 +84,11 @@ class Client:
         with our_errors():
             return convert.model_from_proto(self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S))
 
-    def server(self) -> pb.ServerInfo:
+    def server(self) -> ServerInfo:
         with our_errors():
-            return self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
+            return convert.server_info_from_proto(
+                self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
+            )
 
     def _stub(self) -> rpc.OutriderStub:
         return rpc.OutriderStub(self._channels[self._turns.present])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from itertools import accumulate, pairwise
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from outrider.protocol import message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
@@ -25,9 +29,12 @@ from outrider.protocol.speculation import (
     Verdict,
     VerifyTimings,
 )
+from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats, ServerInfo
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as coordinator
 from outrider.v1 import verifier_pb2 as verifier
+
+StatsT = TypeVar("StatsT", DrafterStats, PlanStats)
 
 ERROR_KEY = "outrider-error-bin"
 # What HTTP/2 and gRPC add to a message: 9 bytes of frame header, 5 of message prefix.
@@ -343,6 +350,31 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
         features=proto.features,
         machine=proto.machine,
     )
+
+
+def stats_to_proto(stats: GenerationStats) -> coordinator.Stats:
+    given = {entry.name: getattr(stats, entry.name) for entry in fields(stats)}
+    given["drafters"] = [coordinator.DrafterShare(**asdict(share)) for share in stats.drafters]
+    given["plans"] = [coordinator.PlanShare(**asdict(share)) for share in stats.plans]
+    return coordinator.Stats(**given)
+
+
+def stats_from_proto(proto: coordinator.Stats) -> GenerationStats:
+    given = {entry.name: getattr(proto, entry.name) for entry in fields(GenerationStats)}
+    given |= {name: tuple(given[name]) for name in ("offered_per_position", "accepted_per_position")}
+    given["drafters"] = tuple(_same_fields(DrafterStats, share) for share in proto.drafters)
+    given["plans"] = tuple(_same_fields(PlanStats, share) for share in proto.plans)
+    return GenerationStats(**given)
+
+
+def _same_fields(kind: type[StatsT], proto: Message) -> StatsT:
+    """Copy a message without nested messages to the dataclass with the same field names."""
+    return kind(**{entry.name: getattr(proto, entry.name) for entry in fields(kind)})
+
+
+def server_info_from_proto(proto: coordinator.ServerInfo) -> ServerInfo:
+    workers = tuple(worker_from_proto(worker) for worker in proto.workers)
+    return ServerInfo(proto.version, proto.coordinator_id, proto.sessions, proto.durable, workers)
 
 
 def error_to_proto(error: OutriderError) -> common.Error:

@@ -17,7 +17,7 @@ from outrider.bench.network import plot
 from outrider.bench.network.command import Cell, NetworkRun, NetworkRuns, modes
 from outrider.cli.app import app
 from outrider.protocol.errors import InvalidRequest, StartupError
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.statistics import GenerationStats
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -65,7 +65,7 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
 def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fewer in (("_RTTS", (0.0, 40.0)), ("_ACCEPTANCES", (0.4, 0.8)), ("_DRAFTS", (0.1, 1.0))):
         monkeypatch.setattr(plot, name, fewer)
-    runs = NetworkRuns([NetworkRun((1, 2), (10.0,), pb.Stats(tokens_per_second=30.0))])
+    runs = NetworkRuns([NetworkRun((1, 2), (10.0,), GenerationStats(tokens_per_second=30.0))])
     measured = {Cell(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
     pair = remote_pair.ToyPair(tmp_path, tmp_path, 0.8, 0.6)

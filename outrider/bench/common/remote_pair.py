@@ -110,7 +110,7 @@ class RemoteSetup:
         """Wait until the coordinator has seen that the link is different."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline:
-            measured = [w.round_trip_ms for w in self.client.server().workers if int(w.role) == Role.DRAFTER]
+            measured = [w.round_trip_ms for w in self.client.server().workers if w.role is Role.DRAFTER]
             if measured and abs(measured[0] - rtt_ms) <= max(_NOISE_MS, _SETTLED * rtt_ms):
                 return
             time.sleep(0.2)

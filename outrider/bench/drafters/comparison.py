@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from outrider.bench.common.report import Row
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.statistics import GenerationStats
 
 MODES = ("greedy", "coupled", "block")
 EXACT = ("greedy", "coupled")  # where guesses must not change a single token
@@ -39,7 +39,7 @@ class Question:
 class TimedAnswer:
     tokens: tuple[int, ...] = ()
     times: tuple[tuple[int, float], ...] = ()  # so many tokens were there after so many seconds
-    stats: pb.Stats | None = None  # Outrider's own
+    stats: GenerationStats | None = None  # Outrider's own
     error: str = ""
 
     @property
@@ -182,7 +182,7 @@ def best_drafter(rows: Iterable[Row]) -> str:
     return max(found, key=lambda name: statistics.fmean(found[name]))
 
 
-def pace(stats: Sequence[pb.Stats]) -> Row:
+def pace(stats: Sequence[GenerationStats]) -> Row:
     """What adaptive γ made of it."""
     steps = sum(each.steps for each in stats)
     return {
@@ -193,7 +193,7 @@ def pace(stats: Sequence[pb.Stats]) -> Row:
     }
 
 
-def acceptance(stats: Sequence[pb.Stats]) -> Row:
+def acceptance(stats: Sequence[GenerationStats]) -> Row:
     """How guesses fared, all answers together. Nothing guessed leaves no rates."""
     steps, drafts = sum(each.steps for each in stats), sum(each.drafts for each in stats)
     accepted, guessed = sum(each.accepted_tokens for each in stats), sum(each.draft_tokens for each in stats)
@@ -217,11 +217,11 @@ def acceptance(stats: Sequence[pb.Stats]) -> Row:
     }
 
 
-def _length(stats: Sequence[pb.Stats]) -> float | None:
+def _length(stats: Sequence[GenerationStats]) -> float | None:
     return _ratio(sum(each.acceptance_length * each.drafts for each in stats), sum(each.drafts for each in stats))
 
 
-def _sources(stats: Sequence[pb.Stats]) -> dict[str, dict[str, int]]:
+def _sources(stats: Sequence[GenerationStats]) -> dict[str, dict[str, int]]:
     """Each kind's part, where several drafters guess for one answer."""
     found: dict[str, dict[str, int]] = {}
     for each in stats:

@@ -20,7 +20,9 @@ from outrider.base.rpc_status import error_from_rpc
 from outrider.bench.drafters.comparison import PLAIN, Question, TimedAnswer
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.launch.stack import LaunchPlan, Stack
+from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
+from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.channels import Channels
@@ -87,7 +89,7 @@ class Lanes(Stack):
             flags += ["--dtype", self.plan.dtype, "--threads", str(self.plan.threads)]
             self._spawn(f"drafter-{i + 1}", "drafter", flags)
 
-    def wait_verifier(self) -> pb.Worker:
+    def wait_verifier(self) -> WorkerInfo:
         """Until the first lane knows it."""
         with Client(self.endpoints[:1]) as client:
             return self._wait_workers(client, 1)[0]
@@ -102,7 +104,7 @@ class Lanes(Stack):
 
     def _wait_workers(
         self, client: Client, wanted: int, tick: Callable[[], None] = lambda: None
-    ) -> Sequence[pb.Worker]:
+    ) -> Sequence[WorkerInfo]:
         while True:
             self._raise_for_dead(self.children)
             with contextlib.suppress(PeerLost, Unavailable):  # it is starting
@@ -114,12 +116,12 @@ class Lanes(Stack):
 
 
 @contextlib.contextmanager
-def introduced(worker: pb.Worker, address: str, access: Channels) -> Iterator[None]:
+def introduced(worker: WorkerInfo, address: str, access: Channels) -> Iterator[None]:
     """Keep a worker registered with a coordinator that it does not report to itself: it reports to one at a time."""
     leaving = threading.Event()
 
     def report() -> Iterator[pb.RegisterRequest]:
-        yield pb.RegisterRequest(worker=worker)
+        yield pb.RegisterRequest(worker=convert.worker_to_proto(worker))
         leaving.wait()  # it stays for as long as the stream does; how it fares, the coordinator asks it
 
     with access.channel(address) as channel:

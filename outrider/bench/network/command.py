@@ -25,8 +25,8 @@ from outrider.client.sync import Finished, Tokens
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.statistics import GenerationStats
 from outrider.testing.link_emulator import LinkShape
-from outrider.v1 import coordinator_pb2 as pb
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 _PROMPT = tuple(range(40, 72))
@@ -112,7 +112,7 @@ class NetworkRun:
 
     tokens: tuple[int, ...]
     gaps_ms: tuple[float, ...]  # between tokens; those of one message come together
-    stats: pb.Stats
+    stats: GenerationStats
 
 
 @dataclass(slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
 import pytest
+from google.protobuf.message import Message
 
 import outrider
 
@@ -32,3 +35,20 @@ def test_the_protocol_loads_neither_grpc_nor_torch(module: str) -> None:
         "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_no_protobuf_type_is_part_of_the_public_api() -> None:
+    """Neither as a base, a field, a parameter nor a result."""
+    found = []
+    for name in outrider.__all__:
+        member = getattr(outrider, name)
+        parts = [member, *vars(member).values()] if inspect.isclass(member) else [member]
+        for part in parts:
+            if inspect.isclass(part) and issubclass(part, Message):
+                found.append(name)
+            if not getattr(part, "__name__", "").startswith("_") or getattr(part, "__name__", "") == "__init__":
+                hints = getattr(part, "__annotations__", {})
+                found += [
+                    f"{name}: {hint}" for hint in map(str, hints.values()) if re.search(r"\b(pb|common|rpc)\.", hint)
+                ]
+    assert not found, found

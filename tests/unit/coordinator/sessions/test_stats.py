@@ -13,6 +13,7 @@ from coordinator.control.throughput_model import Mode
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
+from outrider.protocol import convert
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import SourceTally, TokenKind, Verdict, VerifyTimings
 from outrider.v1 import common_pb2 as common
@@ -66,7 +67,8 @@ def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch
 
 def test_http_and_grpc_tell_the_same_numbers() -> None:
     session = session_after(4, 1, 0)
-    told, proto = metrics([session])["metrics"], session.stats.to_proto()
+    told, proto = metrics([session])["metrics"], convert.stats_to_proto(session.stats.values())
+    assert convert.stats_from_proto(proto).plans == session.stats.values().plans
     speculative, own = told["speculative_decoding"], told["outrider"]
     assert speculative == {
         "mean_acceptance_length": 1.0 + 5 / 3,

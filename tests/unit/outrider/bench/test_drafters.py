@@ -24,12 +24,12 @@ from outrider.bench.drafters.contest import ContestExtent, questions
 from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.statistics import DrafterStats, GenerationStats
 
 ASKED = Question("chat", 0, 0, "greedy", (1, 2), 8, 5)
 
 
-def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: pb.Stats | None = None) -> TimedAnswer:
+def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: GenerationStats | None = None) -> TimedAnswer:
     """The first token after half a second, the others at this rate."""
     return TimedAnswer(tuple(tokens), ((1, 0.5), (len(tokens), 0.5 + (len(tokens) - 1) / rate)), stats)
 
@@ -38,9 +38,9 @@ def ran(drafter: str, rate: float, question: Question = ASKED, engine: str = OUT
     return Trial(Contestant(engine, drafter), question, answer(rate, **more))  # type: ignore[arg-type]
 
 
-def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more: float) -> pb.Stats:
+def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more: float) -> GenerationStats:
     drafts, held = (offered[0] if offered else 0), sum(accepted)
-    return pb.Stats(
+    return GenerationStats(
         steps=steps,
         drafts=drafts,
         draft_tokens=sum(offered),
@@ -77,12 +77,14 @@ def test_nothing_guessed_leaves_no_rates() -> None:
     assert found["verdicts_with_guess"] == 0
     assert found["acceptance_per_position"] == []
     assert all(found[key] is None for key in ("acceptance_first", "acceptance_length", "draft_ms_per_token"))
-    assert pace([pb.Stats(steps=3, mean_gamma=2.0), pb.Stats(steps=1)])["mean_gamma"] == pytest.approx(1.5)
+    assert pace([GenerationStats(steps=3, mean_gamma=2.0), GenerationStats(steps=1)])["mean_gamma"] == pytest.approx(
+        1.5
+    )
 
 
 def test_shares_of_several_drafters_are_added_up() -> None:
-    one = pb.Stats(drafters=[pb.DrafterShare(kind="a", guessed=3, accepted=1), pb.DrafterShare(kind="b", guessed=1)])
-    two = pb.Stats(drafters=[pb.DrafterShare(kind="a", guessed=4, accepted=4)])
+    one = GenerationStats(drafters=[DrafterStats(kind="a", guessed=3, accepted=1), DrafterStats(kind="b", guessed=1)])
+    two = GenerationStats(drafters=[DrafterStats(kind="a", guessed=4, accepted=4)])
     assert acceptance([one, two])["sources"] == {
         "a": {"guessed": 7, "accepted": 5},
         "b": {"guessed": 1, "accepted": 0},

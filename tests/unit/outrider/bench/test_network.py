@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.bench.network.command import Cell, Found, NetworkRun, NetworkRuns, modes
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.statistics import GenerationStats
 
 TOKENS = 60
 
@@ -13,7 +13,7 @@ TOKENS = 60
 def runs(step_ms: float, per_step: float) -> NetworkRuns:
     """An answer of so many tokens a step."""
     steps = round(TOKENS / per_step)
-    stats = pb.Stats(steps=steps, tokens_per_second=1000.0 * TOKENS / (steps * step_ms))
+    stats = GenerationStats(steps=steps, tokens_per_second=1000.0 * TOKENS / (steps * step_ms))
     return NetworkRuns([NetworkRun(tuple(range(TOKENS)), (), stats)])
 
 

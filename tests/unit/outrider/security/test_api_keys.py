@@ -135,7 +135,7 @@ def test_api_keys_need_a_fleet_key() -> None:
 def test_the_error_has_its_statuses() -> None:
     assert KINDS["unauthenticated"] is Unauthenticated
     status, http = STATUS[Unauthenticated]
-    assert (status.name, http) == ("UNAUTHENTICATED", 401)
+    assert (status, http) == ("UNAUTHENTICATED", 401)
 
 
 def test_a_key_has_a_holder(tmp_path: Path) -> None:
