@@ -1,10 +1,14 @@
-"""From a client's request to one with everything resolved: text to tokens, defaults, seed; all limits checked."""
+"""Turn a client's request into a session request: text to tokens, defaults, seed; check every limit.
+
+gRPC and HTTP read their own messages into a `ClientRequest`; from there on they share this code.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.settings import CoordinatorSettings
@@ -12,88 +16,121 @@ from coordinator.workers.target import Target
 from outrider.protocol import convert
 from outrider.protocol.checks import check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
 
+Chat = tuple[tuple[str, str], ...]  # (role, content) of each message
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request as an edge received it. Exactly one of `prompt`, `chat` and `tokens` is given."""
+
+    params: SamplingParams
+    prompt: str | None = None
+    chat: Chat | None = None
+    tokens: Sequence[int] | None = None
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    cache_salt: str = ""
+    max_tokens_given: bool = True
+
+    @property
+    def size(self) -> int:
+        """Return the size of the input in characters or tokens."""
+        return len(self.prompt or "") + len(self.tokens or ()) + sum(len(content) for _, content in self.chat or ())
+
+
+def from_proto(request: pb.GenerateRequest) -> ClientRequest:
+    kind = request.WhichOneof("input")
+    return ClientRequest(
+        params=convert.params_from_proto(request.params),
+        prompt=request.prompt if kind == "prompt" else None,
+        chat=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
+        tokens=request.tokens.ids if kind == "tokens" else None,
+        speculation=_speculation(request.speculation),
+        cache_salt=request.cache_salt,
+        max_tokens_given=request.params.HasField("max_tokens"),
+    )
+
 
 async def prepare(
-    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
+    request: ClientRequest, target: Target, settings: CoordinatorSettings, *, default_tokens: int | None = None
 ) -> SessionRequest:
-    """`default_tokens`: how long an answer may be where the request does not say and the context leaves as many."""
-    if request.ByteSize() > LARGE_BYTES or request.params.HasField("grammar"):
-        # Tokenising megabytes takes seconds, compiling a grammar may take one: other streams go on meanwhile.
+    """Return the request with everything resolved.
+
+    `default_tokens` is the default of `max_tokens`, where the context leaves as many.
+    """
+    if request.size > LARGE_BYTES or request.params.grammar is not None:
+        # Tokenising megabytes takes seconds and compiling a grammar up to one. Other streams continue meanwhile.
         return await asyncio.to_thread(resolve, request, target, settings, default_tokens)
     return resolve(request, target, settings, default_tokens)
 
 
 def resolve(
-    request: pb.GenerateRequest, target: Target, settings: CoordinatorSettings, default_tokens: int | None = None
+    request: ClientRequest, target: Target, settings: CoordinatorSettings, default_tokens: int | None = None
 ) -> SessionRequest:
-    params = convert.params_from_proto(request.params)
+    params = request.params
     params.check(target.info.vocab_size)
-    wish = _wish(request.speculation)
+    request.speculation.check()
     prompt = _prompt(request, target, settings.max_prompt_kib * 1024)
-    room = target.info.context_length - len(prompt)
-    if room < 1:
+    budget = target.info.context_length - len(prompt)
+    if budget < 1:
         raise InvalidRequest.of(
             "prompt", f"{len(prompt)} tokens", f"under the context of {target.info.context_length} tokens"
         )
-    if default_tokens is not None and not request.params.HasField("max_tokens"):
-        params = replace(params, max_tokens=min(default_tokens, room))
-    if params.max_tokens > room and not request.params.HasField("max_tokens"):
+    if default_tokens is not None and not request.max_tokens_given:
+        params = replace(params, max_tokens=min(default_tokens, budget))
+    if params.max_tokens > budget and not request.max_tokens_given:
         raise InvalidRequest.of(
             "prompt",
             f"{len(prompt)} tokens",
             f"at most {target.info.context_length - params.max_tokens} to leave room for {params.max_tokens} output "
             "tokens; or set params.max_tokens",
         )
-    if params.max_tokens > room:
+    if params.max_tokens > budget:
         raise InvalidRequest.of(
             "params.max_tokens",
             params.max_tokens,
-            f"at most {room}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
+            f"at most {budget}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
         )
     drawn_seed = params.seed is None
     if drawn_seed:
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
-        target.grammars.guide(params)  # nobody is to be told later, in the middle of a stream
-    return SessionRequest(prompt, params, wish, request.cache_salt, drawn_seed)
+        target.grammars.guide(params)  # report an invalid grammar now, not in the middle of a stream
+    return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)
 
 
-def _wish(speculation: pb.Speculation) -> SpeculationOptions:
-    gamma = speculation.gamma if speculation.HasField("gamma") else None
-    patience = speculation.patience_us if speculation.HasField("patience_us") else None
-    if gamma is not None and gamma > MAX_GAMMA:
-        raise InvalidRequest.of("speculation.gamma", gamma, f"in [0, {MAX_GAMMA}]")
-    if patience is not None and patience > MAX_PATIENCE_US:
-        raise InvalidRequest.of("speculation.patience_us", patience, f"in [0, {MAX_PATIENCE_US}]")
-    branches = speculation.branches if speculation.HasField("branches") else None
-    if branches is not None and not 1 <= branches <= MAX_BRANCHES:
-        raise InvalidRequest.of("speculation.branches", branches, f"in [1, {MAX_BRANCHES}]")
-    ahead = speculation.ahead if speculation.HasField("ahead") else None
-    return SpeculationOptions(gamma, patience, speculation.drafter, branches, ahead)
+def _speculation(proto: pb.Speculation) -> SpeculationOptions:
+    return SpeculationOptions(
+        gamma=proto.gamma if proto.HasField("gamma") else None,
+        patience_us=proto.patience_us if proto.HasField("patience_us") else None,
+        drafter=proto.drafter,
+        branches=proto.branches if proto.HasField("branches") else None,
+        ahead=proto.ahead if proto.HasField("ahead") else None,
+    )
 
 
-def _prompt(request: pb.GenerateRequest, target: Target, limit: int) -> tuple[int, ...]:
-    kind = request.WhichOneof("input")
-    if kind == "prompt":
+def _prompt(request: ClientRequest, target: Target, limit: int) -> tuple[int, ...]:
+    if request.prompt is not None:
+        kind = "prompt"
         _check_size("prompt", len(request.prompt.encode()), limit)
         if not request.prompt:
             raise InvalidRequest.of("prompt", "empty", "some text")
         tokens = target.encode(request.prompt)
-    elif kind == "chat":
-        messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
-        if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise InvalidRequest.of("chat.messages", f"{len(messages)} messages", f"1 to {MAX_MESSAGES} messages")
-        _check_size("chat.messages", sum(len(message["content"].encode()) for message in messages), limit)
-        tokens = target.encode_chat(messages)
-    elif kind == "tokens":
-        tokens = tuple(request.tokens.ids)
+    elif request.chat is not None:
+        kind = "chat"
+        if not 1 <= len(request.chat) <= MAX_MESSAGES:
+            raise InvalidRequest.of("chat.messages", f"{len(request.chat)} messages", f"1 to {MAX_MESSAGES} messages")
+        _check_size("chat.messages", sum(len(content.encode()) for _, content in request.chat), limit)
+        tokens = target.encode_chat([{"role": role, "content": content} for role, content in request.chat])
+    elif request.tokens is not None:
+        kind = "tokens"
+        tokens = tuple(request.tokens)
         _check_size("tokens.ids", len(tokens), limit)
         check_tokens("tokens.ids", tokens, target.info.vocab_size)
     else:

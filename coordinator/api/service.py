@@ -13,7 +13,7 @@ import structlog
 
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
-from coordinator.api.preprocess import prepare
+from coordinator.api.preprocess import from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.sessions.session import Session, Token
 from coordinator.sessions.session_manager import SessionManager
@@ -95,7 +95,7 @@ class CoordinatorService(rpc.OutriderServicer):
         await _take_up(context)
         with self.sessions.admission():
             target = self.sessions.target
-            prepared = await prepare(request, target, self._settings)
+            prepared = await prepare(from_proto(request), target, self._settings)
             session = await self.sessions.begin(prepared, target, request.idempotency_key)
         async for reply in self._stream(session, 0, context):
             yield reply

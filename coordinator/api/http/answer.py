@@ -8,22 +8,29 @@ import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat
-from coordinator.api.preprocess import prepare
-from coordinator.persistence.session_record import SessionRequest
+from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat, SpeculationWish
+from coordinator.api.preprocess import ClientRequest, prepare
+from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.session import Session, Token
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound
-from outrider.protocol.sampling_params import MAX_SEED
-from outrider.v1 import common_pb2 as common
-from outrider.v1 import coordinator_pb2 as pb
+from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams, Verification
 
 CHAT_TOKENS = 1_024  # of an answer, where nothing is said and the context leaves as many
 _SEED_BITS = 53  # of a drawn one: what every reader of JSON can say again
 _ROLES = {"developer": "system"}
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +100,6 @@ async def requests_of(
     default = CHAT_TOKENS if isinstance(body, ChatBody) else None
     found: list[SessionRequest] = []
     for request in _inputs(body):
-        request.params.CopyFrom(_params(body))
-        request.speculation.CopyFrom(_speculation(body))
-        request.cache_salt = body.cache_salt or ""
         prepared = await prepare(request, target, settings, default_tokens=default)
         prepared = replace(prepared, drawn_seed=body.seed is None)
         found += _choices(prepared, body.choices)
@@ -114,62 +118,60 @@ def _choices(request: SessionRequest, count: int) -> list[SessionRequest]:
     ]
 
 
-def _inputs(body: ChatBody | CompletionBody) -> list[pb.GenerateRequest]:
-    if isinstance(body, CompletionBody):
-        return [
-            pb.GenerateRequest(prompt=prompt)
-            if isinstance(prompt, str)
-            else pb.GenerateRequest(tokens=pb.TokenIds(ids=prompt))
-            for prompt in body.prompts
-        ]
-    messages = [
-        pb.ChatMessage(role=_ROLES.get(message.role, message.role), content=message.text) for message in body.messages
+def _inputs(body: ChatBody | CompletionBody) -> list[ClientRequest]:
+    """Return one request per prompt. Without a seed in the body each prompt draws its own."""
+    if isinstance(body, ChatBody):
+        messages = tuple((_ROLES.get(message.role, message.role), message.text) for message in body.messages)
+        return [_request(body, chat=messages)]
+    return [
+        _request(body, prompt=prompt) if isinstance(prompt, str) else _request(body, tokens=prompt)
+        for prompt in body.prompts
     ]
-    return [pb.GenerateRequest(chat=pb.Chat(messages=messages))]
 
 
-def _params(body: ChatBody | CompletionBody) -> common.SamplingParams:
-    params = common.SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=None if body.top_k is None else max(0, body.top_k),
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+def _request(body: ChatBody | CompletionBody, **given: Any) -> ClientRequest:
+    return ClientRequest(
+        params=_params(body),
+        speculation=_speculation(body.speculation),
+        cache_salt=body.cache_salt or "",
+        max_tokens_given=body.limit is not None,
+        **given,
+    )
+
+
+def _params(body: ChatBody | CompletionBody) -> SamplingParams:
+    """Return the parameters; fields that the body leaves out take their defaults."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _NUMBERS if getattr(body, name) is not None}
+    given = {name: float(value) for name, value in given.items()}  # JSON has one kind of number
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    if body.limit is not None:
+        given["max_tokens"] = body.limit
+    options = body.speculation
+    return SamplingParams(
+        logit_bias={int(token): float(bias) for token, bias in (body.logit_bias or {}).items()},
         seed=(secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
-        stop=body.stops,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-        max_tokens=body.limit,
+        stop=tuple(body.stops),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
         logprobs=body.num_logprobs,
+        verification=Verification[options.verification.upper()] if options and options.verification else None,
+        grammar=_grammar(body.response_format),
+        **given,
     )
-    if body.speculation is not None and body.speculation.verification is not None:
-        params.verification = common.Verification.Value(f"VERIFICATION_{body.speculation.verification.upper()}")
-    _constrain(params, body.response_format)
-    return params
 
 
-def _constrain(params: common.SamplingParams, wanted: ResponseFormat | None) -> None:
+def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
     if wanted is None or wanted.type == "text":
-        return
+        return None
     if wanted.regex is not None:
-        params.grammar.regex = wanted.regex
-    elif wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
-        params.grammar.json_schema = json.dumps(wanted.json_schema.schema_)
-    else:
-        params.grammar.json_object = True
+        return Grammar(regex=wanted.regex)
+    if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+        return Grammar(json_schema=json.dumps(wanted.json_schema.schema_))
+    return Grammar(json_object=True)
 
 
-def _speculation(body: GenerationBody) -> pb.Speculation:
-    wish = body.speculation
-    if wish is None:
-        return pb.Speculation()
-    return pb.Speculation(
-        gamma=wish.gamma,
-        branches=wish.branches,
-        ahead=wish.ahead,
-        patience_us=wish.patience_us,
-        drafter=wish.drafter or "",
-    )
+def _speculation(given: SpeculationWish | None) -> SpeculationOptions:
+    if given is None:
+        return SpeculationOptions()
+    return SpeculationOptions(given.gamma, given.patience_us, given.drafter or "", given.branches, given.ahead)
