@@ -1,5 +1,5 @@
-"""Guesses: runs ahead of the committed position, rolls back on commits."""
+"""The drafter service: it proposes tokens beyond the committed position and drops them when the target disagrees."""
 
 from outrider.base.openmp import wait_briefly
 
-wait_briefly()  # here, since every other module of the service loads torch
+wait_briefly()  # before torch is loaded: OpenMP reads its settings once

@@ -1,4 +1,4 @@
-"""`python -m drafter`: serve guesses."""
+"""`python -m drafter`: run the drafter service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(settings: DrafterSettings) -> None:
 
 
 def serve(settings: DrafterSettings) -> None:
-    # Imported here: what follows loads torch unless `run` has shut it out.
+    # Imported here: these modules load torch, unless `run` has blocked it.
     from drafter.methods.registry import make
     from drafter.service import DrafterService
     from outrider.runtime.worker import run_worker

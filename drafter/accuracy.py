@@ -1,4 +1,4 @@
-"""How right drafters have been, by what was committed afterwards. Pure; `blend` chooses by it."""
+"""Measured accuracy of each drafting method, from the tokens committed later. Pure; `blend` selects by it."""
 
 from __future__ import annotations
 
@@ -9,125 +9,127 @@ from dataclasses import dataclass, field
 from drafter.interface import DraftRequest, DraftResult
 from outrider.protocol.speculation import MAX_GAMMA
 
-_FADES = 0.95  # per thing judged: the last twenty or so count
-_PRIOR = 4.0  # what is expected beforehand weighs as much as this many things judged
-_STEPS = (1.0, 2.0, 4.0, 8.0)  # expectations are held to account apart by their size
+_DECAY = 0.95  # per outcome: about the last twenty count
+_PRIOR_WEIGHT = 4.0  # the prior weighs as much as this many outcomes
+_EXPECTED_BOUNDS = (1.0, 2.0, 4.0, 8.0)  # proposals are rated separately by their expected length
 _MAX_PENDING = 2 * MAX_GAMMA
 
 
 @dataclass(slots=True)
 class Rate:
-    """So much of so much, the latest weighing most."""
+    """Decayed ratio of two sums, shrunk towards a prior."""
 
-    good: float = 0.0
-    all: float = 0.0
+    total: float = 0.0
+    weight: float = 0.0
 
-    def add(self, good: float, of: float = 1.0) -> None:
-        self.good = self.good * _FADES + good
-        self.all = self.all * _FADES + of
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.total = self.total * _DECAY + value
+        self.weight = self.weight * _DECAY + weight
 
     def value(self, prior: float) -> float:
-        return (self.good + prior * _PRIOR) / (self.all + _PRIOR)
+        return (self.total + prior * _PRIOR_WEIGHT) / (self.weight + _PRIOR_WEIGHT)
 
 
 @dataclass(slots=True)
 class Record:
-    """How one drafter did: how often its tokens held, and how far what it expected of its guesses came true."""
+    """Accuracy of one drafter: hit rate per token, and accepted tokens per expected token of its proposals."""
 
     hits: Rate = field(default_factory=Rate)
-    kept_promises: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(len(_STEPS) + 1)])
+    accepted_share: list[Rate] = field(default_factory=lambda: [Rate() for _ in range(len(_EXPECTED_BOUNDS) + 1)])
 
-    def judged(self, expected: float, accepted: int) -> None:
-        self.kept_promises[bisect.bisect(_STEPS, expected)].add(accepted, expected)
+    def record_outcome(self, expected: float, accepted: int) -> None:
+        self.accepted_share[bisect.bisect(_EXPECTED_BOUNDS, expected)].add(accepted, expected)
 
-    def likely(self, expected: float, wide: Record) -> float:
-        """What is to be expected where the drafter expects so much; `wide` is the record of all sessions."""
-        step = bisect.bisect(_STEPS, expected)
-        return expected * self.kept_promises[step].value(wide.kept_promises[step].value(1.0))
+    def expected_accepted(self, expected: float, shared: Record) -> float:
+        """Return the corrected number of accepted tokens; `shared` is the record over all sessions."""
+        bucket = bisect.bisect(_EXPECTED_BOUNDS, expected)
+        return expected * self.accepted_share[bucket].value(shared.accepted_share[bucket].value(1.0))
 
-    def hit_rate(self, wide: Record, prior: float) -> float:
-        return self.hits.value(wide.hits.value(prior))
+    def hit_rate(self, shared: Record, prior: float) -> float:
+        return self.hits.value(shared.hits.value(prior))
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
-    """A chain that was proposed behind a token, used or not."""
+class _ProposedChain:
+    """Chain that was proposed after a token, whether or not it was used."""
 
     name: str
     start: int
-    before: int
+    previous: int
     tokens: tuple[int, ...]
     expected: float
 
 
 class AccuracyTracker:
-    """What one session's drafters have said of positions that are not committed yet.
+    """Guesses of one session's drafters at positions that are not committed yet.
 
-    A guess is judged if the token before it came true: looking at its whole
-    path would cost more than the few mistakes that this makes.
+    A guess counts if the token before it was committed as guessed. Comparing
+    its whole path would cost more than the few errors of this rule.
     """
 
     def __init__(self, committed: int) -> None:
         self._committed = committed
-        self._promises: dict[tuple[str, int], _Promise] = {}
-        self._guessed: dict[tuple[str, int], dict[int, set[int]]] = {}  # by name and position: token before → tokens
+        self._chains: dict[tuple[str, int], _ProposedChain] = {}
+        # By drafter and position: guessed tokens by the token before them.
+        self._tokens_by_position: dict[tuple[str, int], dict[int, set[int]]] = {}
 
-    def promise(self, name: str, ask: DraftRequest, tokens: tuple[int, ...], expected: float) -> None:
-        """A chain behind `ask.tokens`, and how much of it is expected to hold."""
-        start = len(ask.tokens)
-        if tokens and len(self._promises) < _MAX_PENDING:
-            self._promises[name, start] = _Promise(name, start, ask.tokens[-1], tokens, expected)
+    def record_chain(self, name: str, request: DraftRequest, tokens: tuple[int, ...], expected: float) -> None:
+        """Record a chain proposed after `request.tokens` with its expected number of accepted tokens."""
+        start = len(request.tokens)
+        if tokens and len(self._chains) < _MAX_PENDING:
+            self._chains[name, start] = _ProposedChain(name, start, request.tokens[-1], tokens, expected)
 
-    def drafted(self, name: str, ask: DraftRequest, draft: DraftResult) -> None:
-        """Tokens, in a chain or a tree, that are to be judged one by one."""
-        for position, before, token in placed(ask, draft):
-            self._guessed.setdefault((name, position), {}).setdefault(before, set()).add(token)
+    def record_tokens(self, name: str, request: DraftRequest, result: DraftResult) -> None:
+        """Record the tokens of a chain or a tree, to be compared one by one."""
+        for position, previous, token in token_positions(request, result):
+            self._tokens_by_position.setdefault((name, position), {}).setdefault(previous, set()).add(token)
 
-    def hear(self, ask: DraftRequest, records: Sequence[dict[str, Record]]) -> int:
-        """Judge what `ask` shows to be committed, into all `records`; how many tokens are new."""
-        new = range(self._committed, ask.committed)
+    def update(self, request: DraftRequest, records: Sequence[dict[str, Record]]) -> int:
+        """Add the outcomes of newly committed tokens to all `records`; return the number of these tokens."""
+        new = range(self._committed, request.committed)
         if not new:
             return 0
-        self._committed = ask.committed
-        for name, held in self._hits(ask.tokens, new):
+        self._committed = request.committed
+        for name, hit in self._hits(request.tokens, new):
             for record in records:
-                record[name].hits.add(held)
-        for promise, accepted in self._outcomes(ask):
+                record[name].hits.add(hit)
+        for chain, accepted in self._chain_outcomes(request):
             for record in records:
-                record[promise.name].judged(promise.expected, accepted)
+                record[chain.name].record_outcome(chain.expected, accepted)
         return len(new)
 
     def _hits(self, tokens: Sequence[int], new: range) -> Iterator[tuple[str, bool]]:
-        for name, position in [key for key in self._guessed if key[1] < new.stop]:
-            said = self._guessed.pop((name, position))
-            if position >= new.start and tokens[position - 1] in said:
-                yield name, tokens[position] in said[tokens[position - 1]]
+        for name, position in [key for key in self._tokens_by_position if key[1] < new.stop]:
+            guessed = self._tokens_by_position.pop((name, position))
+            if position >= new.start and tokens[position - 1] in guessed:
+                yield name, tokens[position] in guessed[tokens[position - 1]]
 
-    def _outcomes(self, ask: DraftRequest) -> Iterator[tuple[_Promise, int]]:
-        """Promises that came to an end; those that were never put to the test are dropped."""
-        for key, promise in list(self._promises.items()):
-            if promise.start >= ask.committed:
+    def _chain_outcomes(self, request: DraftRequest) -> Iterator[tuple[_ProposedChain, int]]:
+        """Yield the chains whose outcome is known; drop those whose previous token was not committed."""
+        for key, chain in list(self._chains.items()):
+            if chain.start >= request.committed:
                 continue
-            known = ask.tokens[promise.start : min(ask.committed, promise.start + len(promise.tokens))]
-            agreed = next((i for i, token in enumerate(known) if token != promise.tokens[i]), len(known))
-            if ask.tokens[promise.start - 1] != promise.before:
-                del self._promises[key]
-            elif agreed < len(known) or agreed == len(promise.tokens):
-                del self._promises[key]
-                yield promise, agreed
+            known = request.tokens[chain.start : min(request.committed, chain.start + len(chain.tokens))]
+            agreed = next((i for i, token in enumerate(known) if token != chain.tokens[i]), len(known))
+            if request.tokens[chain.start - 1] != chain.previous:
+                del self._chains[key]
+            elif agreed < len(known) or agreed == len(chain.tokens):
+                del self._chains[key]
+                yield chain, agreed
 
 
-def placed(ask: DraftRequest, draft: DraftResult) -> Iterator[tuple[int, int, int]]:
-    """Of each drafted token its position, the token before it, and itself."""
-    if not draft.parents:
-        before = ask.tokens[-1]
-        for position, token in enumerate(draft.tokens, start=len(ask.tokens)):
-            yield position, before, token
-            before = token
+def token_positions(request: DraftRequest, result: DraftResult) -> Iterator[tuple[int, int, int]]:
+    """Yield the position, the token before it, and the token of each drafted token."""
+    if not result.parents:
+        previous = request.tokens[-1]
+        for position, token in enumerate(result.tokens, start=len(request.tokens)):
+            yield position, previous, token
+            previous = token
         return
-    tokens = (*ask.open_tokens, *draft.tokens)
+    tokens = (*request.open_tokens, *result.tokens)
     positions: list[int] = []
-    for node, parent in enumerate((*ask.open_parents, *draft.parents)):
-        positions.append(positions[parent] + 1 if parent >= 0 else ask.committed)
-        if node >= len(ask.open_tokens):
-            yield positions[node], tokens[parent] if parent >= 0 else ask.tokens[ask.committed - 1], tokens[node]
+    for node, parent in enumerate((*request.open_parents, *result.parents)):
+        positions.append(positions[parent] + 1 if parent >= 0 else request.committed)
+        if node >= len(request.open_tokens):
+            previous = tokens[parent] if parent >= 0 else request.tokens[request.committed - 1]
+            yield positions[node], previous, tokens[node]

@@ -1,4 +1,4 @@
-"""A trained drafter's folder, and the parts of the target that it goes with."""
+"""Weights of a trained drafter, and the target's matrices that it uses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read
 class TrainedArtifacts:
     card: Card
     weights: Mapping[str, torch.Tensor]
-    ends: EmbeddingsAndHead  # of its target, on the drafter's device
+    embeddings_and_head: EmbeddingsAndHead  # the target's, on the drafter's device
     info: ModelInfo
 
 
 def read_trained(settings: DrafterSettings, method: str, progress: Callable[[str], None]) -> TrainedArtifacts:
-    """Raises StartupError for what is damaged, of another kind or made for another target."""
+    """Load a trained drafter; raise StartupError if it is damaged, of another kind or for another target."""
     folder = cards.locate(settings.model, method)
     card, weights = cards.load(folder, method)
-    ends = read_ends(settings.target, progress)
-    card.check_target(folder, settings.target, ends.digest)
-    return TrainedArtifacts(card, weights, ends.on(pick_device(settings.device)), card.info(folder, weights))
+    matrices = read_ends(settings.target, progress)
+    card.check_target(folder, settings.target, matrices.digest)
+    return TrainedArtifacts(card, weights, matrices.on(pick_device(settings.device)), card.info(folder, weights))

@@ -1,6 +1,7 @@
-"""Guesses that a grammar would not let through, taken out of a draft.
+"""Removal of guesses that the session's grammar forbids.
 
-For drafters that do not draw: what a draw has brought must not be withheld.
+Only for deterministic drafters: withholding a sampled token would bias the
+text under rejection and block verification.
 """
 
 from __future__ import annotations
@@ -9,44 +10,46 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.tree_builder import ROOT
 
 
-def lawful(ask: DraftRequest, draft: DraftResult) -> DraftResult:
-    """A draft as far as its session's grammar goes with it."""
-    if ask.rails is None or not draft.tokens:
-        return draft
-    return _tree(ask, draft) if draft.parents else _chain(ask, draft)
+def filter_by_grammar(request: DraftRequest, result: DraftResult) -> DraftResult:
+    """Return the part of a draft that the session's grammar allows."""
+    if request.grammar_cursor is None or not result.tokens:
+        return result
+    return _filter_tree(request, result) if result.parents else _filter_chain(request, result)
 
 
-def fitting(ask: DraftRequest, tokens: tuple[int, ...]) -> int:
-    """How many tokens of a chain that goes on where the ask ends."""
-    if ask.rails is None:
+def allowed_length(request: DraftRequest, tokens: tuple[int, ...]) -> int:
+    """Return how many tokens of a chain after `request.tokens` the grammar allows."""
+    if request.grammar_cursor is None:
         return len(tokens)
-    open_ = ask.tokens[ask.committed :]
-    return max(0, ask.rails.fitting(ask.tokens, ask.committed, [*open_, *tokens]) - len(open_))
+    open_path = request.tokens[request.committed :]
+    path = [*open_path, *tokens]
+    return max(0, request.grammar_cursor.allowed_length(request.tokens, request.committed, path) - len(open_path))
 
 
-def _chain(ask: DraftRequest, draft: DraftResult) -> DraftResult:
-    length = fitting(ask, draft.tokens)
-    if length == len(draft.tokens):
-        return draft
-    return DraftResult(draft.tokens[:length], draft.draft_probs[:length], done=True)
+def _filter_chain(request: DraftRequest, result: DraftResult) -> DraftResult:
+    length = allowed_length(request, result.tokens)
+    if length == len(result.tokens):
+        return result
+    return DraftResult(result.tokens[:length], result.draft_probs[:length], done=True)
 
 
-def _tree(ask: DraftRequest, draft: DraftResult) -> DraftResult:
-    assert ask.rails is not None
+def _filter_tree(request: DraftRequest, result: DraftResult) -> DraftResult:
+    cursor = request.grammar_cursor
+    assert cursor is not None
     paths: dict[int, list[int]] = {ROOT: []}
-    for node, (token, parent) in enumerate(zip(ask.open_tokens, ask.open_parents, strict=True)):
+    for node, (token, parent) in enumerate(zip(request.open_tokens, request.open_parents, strict=True)):
         paths[node] = [*paths[parent], token]
-    first = len(ask.open_tokens)
-    numbers = {node: node for node in paths}  # what is kept, and by which number
+    first = len(request.open_tokens)
+    new_index = {node: node for node in paths}  # of the nodes that are kept
     tokens: list[int] = []
     parents: list[int] = []
-    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), start=first):
-        if parent not in numbers:
+    for node, (token, parent) in enumerate(zip(result.tokens, result.parents, strict=True), start=first):
+        if parent not in new_index:
             continue
         path = [*paths[parent], token]
-        if ask.rails.fitting(ask.tokens, ask.committed, path) == len(path):
+        if cursor.allowed_length(request.tokens, request.committed, path) == len(path):
             paths[node] = path
-            numbers[node] = first + len(tokens)
+            new_index[node] = first + len(tokens)
             tokens.append(token)
-            parents.append(numbers[parent])
-    return DraftResult(tuple(tokens), (), draft.done, tuple(parents))
+            parents.append(new_index[parent])
+    return DraftResult(tuple(tokens), (), result.done, tuple(parents))

@@ -1,4 +1,4 @@
-"""What a drafting method is asked and what it answers."""
+"""Interface between the drafting loop and the drafting methods."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from outrider.protocol.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Where one session stands: continue `tokens` by up to `room` tokens.
+    """Request to continue one session's `tokens` by up to `max_new_tokens` tokens, or levels of a tree.
 
-    The first `committed` of them are final, the rest are the longest chain of
-    this drafter's own open guesses; `prompt_length` of them are the prompt. A
-    drafter may answer with fewer tokens and will be asked again for the rest.
+    The first `committed` tokens are final, and the first `prompt_length` of
+    them are the prompt. The rest is the longest chain of this drafter's own
+    open guesses. A drafter may return fewer tokens; it is called again for
+    the rest.
 
-    One that branches looks at all open guesses, `open_tokens`, where guess i
-    hangs from guess `open_parents[i]` (−1: from what is committed). It may
-    give a place up to `branches` children, no more than `budget` new guesses
-    in all, and none deeper than `depth` past what is committed.
+    A drafter that builds trees uses all open guesses, `open_tokens`. The
+    parent of guess i is guess `open_parents[i]`; −1 is the committed position.
+    A node may get up to `branches` children. At most `budget` guesses may be
+    added, none deeper than `depth` beyond the committed position.
     """
 
     session: str
     tokens: Sequence[int]
     committed: int
     prompt_length: int
-    room: int
+    max_new_tokens: int
     params: SamplingParams
     vocab_size: int
     cache_salt: str = ""
@@ -41,19 +42,20 @@ class DraftRequest:
     branches: int = 1
     budget: int = MAX_GAMMA
     depth: int = MAX_GAMMA
-    share: int = 1  # of a tree, to be added per level at least
-    features: tuple[HiddenStates, ...] = ()  # the target's hidden states that came since the last ask
-    calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's shares
-    rails: GrammarCursor | None = field(default=None, compare=False)  # through the session's grammar
+    min_per_level: int = 1  # guesses to add to a tree per level
+    hidden_states: tuple[HiddenStates, ...] = ()  # received since the last request
+    calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's probabilities
+    grammar_cursor: GrammarCursor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """More guesses: a chain that goes on where `DraftRequest.tokens` ends, or a tree.
+    """New guesses: a chain after `DraftRequest.tokens`, or a tree.
 
-    In a tree token i hangs from `parents[i]`: −1 for what was committed, then
-    the open guesses of the ask in their order, then this draft's own tokens.
-    `done`: nothing more is to be had until something is committed.
+    In a tree, `parents[i]` is the parent of token i: −1 for the committed
+    position, then the request's open guesses in order, then this result's own
+    tokens. `done` means that the drafter has nothing to add before the next
+    commit.
     """
 
     tokens: tuple[int, ...] = ()
@@ -63,26 +65,29 @@ class DraftResult:
 
 
 class Drafter(Protocol):
-    """One instance serves all sessions, in one thread."""
+    """Drafting method. One instance serves all sessions, in one thread."""
 
     @property
     def info(self) -> ModelInfo: ...
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The vocabulary it speaks; None if any will do."""
+        """Return the vocabulary of its tokens; None if it works with any."""
         ...
 
     @property
-    def wants_features(self) -> bool:
-        """Whether it builds on the target's hidden states."""
+    def needs_hidden_states(self) -> bool:
+        """Return whether it needs the target's hidden states."""
         ...
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        """One draft per ask, in order. In rejection and block mode every token must have been drawn from the
-        distribution given with it, and none that was drawn may be left out."""
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        """Return one result per request, in order.
+
+        In rejection and block mode, every token must be drawn from the
+        distribution returned with it, and no drawn token may be withheld.
+        """
         ...
 
     def forget(self, session: str) -> None:
-        """The session has ended."""
+        """Free the state of a session that has ended."""
         ...

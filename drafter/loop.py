@@ -1,9 +1,10 @@
-"""The drafting loop: keep every session γ tokens ahead of what is committed."""
+"""The drafting loop: keep every session γ tokens ahead of its committed position."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -23,7 +24,7 @@ _RETRY_AFTER_MS = 1_000
 
 
 class DraftingLoop:
-    """All sessions that want guesses are drafted together, step by step, so that a commit takes effect between two."""
+    """Batched drafting for all sessions, step by step: commits take effect between two steps."""
 
     def __init__(self, drafter: Drafter, max_sessions: int, metrics: DrafterMetrics) -> None:
         self._drafter = drafter
@@ -31,32 +32,33 @@ class DraftingLoop:
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter")
         self._sessions: dict[str, DraftSession] = {}
-        self._gone: list[DraftSession] = []
-        self._calibrations: dict[bool, Calibration] = {}  # by whether draws are greedy
+        self._closed: list[DraftSession] = []
+        self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
         metrics.shows(metrics.sessions, lambda: len(self._sessions))
 
-    def open(self, opening: DraftOpening, rails: GrammarCursor | None = None) -> DraftSession:
+    def open(self, opening: DraftOpening, grammar_cursor: GrammarCursor | None = None) -> DraftSession:
         if self._draining:
-            raise Unavailable("this drafter is leaving")
+            raise Unavailable("this drafter is shutting down")
         opening.check()
         if len(self._sessions) >= self._max_sessions:
             raise Overloaded(
-                f"{len(self._sessions)} sessions are drafted already",
+                f"{len(self._sessions)} sessions are open already",
                 field="sessions",
                 value=len(self._sessions),
                 limit=self._max_sessions,
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        session = DraftSession(opening, self._calibrations.setdefault(opening.params.greedy, Calibration()), rails)
+        calibration = self._calibrations.setdefault(opening.params.greedy, Calibration())
+        session = DraftSession(opening, calibration, grammar_cursor)
         self._sessions[session.key] = session
         self._wake.set()
         return session
 
     def wake(self) -> None:
-        """A commit or a steer came in."""
+        """Run a step after a commit or a steering message."""
         self._wake.set()
 
     def close(self, session: DraftSession) -> None:
@@ -64,11 +66,11 @@ class DraftingLoop:
         if self._sessions.pop(session.key, None) is None:
             return
         session.outbox.put_nowait(None)
-        self._gone.append(session)
+        self._closed.append(session)
         self._wake.set()
 
     def drain(self) -> None:
-        """Drafts are worth nothing to a drafter that leaves: streams end at once, sessions go on without."""
+        """Close all sessions and refuse new ones: their coordinators continue without this drafter."""
         self._draining = True
         for session in list(self._sessions.values()):
             self.close(session)
@@ -81,33 +83,45 @@ class DraftingLoop:
         return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms)
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            for session in self._gone:
-                self._drafter.forget(session.key)
-            self._gone.clear()
-            asked = [(session, ask) for session in self._sessions.values() if (ask := session.ask()) is not None]
-            if not asked:
+            self._forget_closed()
+            scheduled = self._schedule()
+            if not scheduled:
                 await self._wake.wait()
                 continue
             started = time.perf_counter()
             try:
-                drafts = await loop.run_in_executor(self._thread, self._drafter.draft, [ask for _, ask in asked])
-            except Exception as error:  # whatever the model threw must not end the other sessions
-                log.exception("drafting failed", session_ids=[session.id for session, _ in asked], error=str(error))
-                for session, _ in asked:
+                results = await self._draft([request for _, request in scheduled])
+            except Exception as error:  # a failing model must not end sessions that are not in this step
+                session_ids = [session.id for session, _ in scheduled]
+                log.exception("drafting step failed, sessions closed", session_ids=session_ids, error=str(error))
+                for session, _ in scheduled:
                     self.close(session)
                 continue
-            self._take(asked, drafts, time.perf_counter() - started)
+            self._add_results(scheduled, results, time.perf_counter() - started)
 
     def stop(self) -> None:
         self.drain()
         self._thread.shutdown(wait=True)
 
-    def _take(self, asked: list[tuple[DraftSession, DraftRequest]], drafts: list[DraftResult], spent_s: float) -> None:
+    def _forget_closed(self) -> None:
+        for session in self._closed:
+            self._drafter.forget(session.key)
+        self._closed.clear()
+
+    def _schedule(self) -> list[tuple[DraftSession, DraftRequest]]:
+        requests = ((session, session.next_request()) for session in self._sessions.values())
+        return [(session, request) for session, request in requests if request is not None]
+
+    async def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._drafter.draft, requests)
+
+    def _add_results(
+        self, scheduled: Sequence[tuple[DraftSession, DraftRequest]], results: Sequence[DraftResult], spent_s: float
+    ) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
-        tokens = sum(len(draft.tokens) for draft in drafts)
-        self._metrics.stepped(sessions=len(asked), tokens=tokens, seconds=spent_s)
-        for (session, _), draft in zip(asked, drafts, strict=True):
-            session.take(draft, int(spent_s * 1e6))
+        tokens = sum(len(result.tokens) for result in results)
+        self._metrics.stepped(sessions=len(scheduled), tokens=tokens, seconds=spent_s)
+        for (session, _), result in zip(scheduled, results, strict=True):
+            session.add_result(result, int(spent_s * 1e6))

@@ -1,4 +1,4 @@
-"""The drafter's edge: committed tokens in, guesses out."""
+"""gRPC service of the drafter: committed tokens in, guesses out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DrafterService(rpc.DrafterServicer):
         self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = RegistrationClient(
+        self._registration = RegistrationClient(
             self._identity.coordinators, self._describe, drafter.vocabulary, lambda: Channels.of(self.credentials)
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,18 +61,18 @@ class DrafterService(rpc.DrafterServicer):
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
         self._metrics_server.open()
-        self._tasks = [vital(self._loop.run(), "drafting"), vital(self._enlistment.run(), "enlistment")]
+        self._tasks = [vital(self._loop.run(), "drafting"), vital(self._registration.run(), "registration")]
 
     def drain(self) -> None:
         self._draining = True
-        self._enlistment.tell()
+        self._registration.tell()
         self._loop.drain()
 
     def busy(self) -> bool:
         return self._loop.busy
 
     def ready(self) -> bool:
-        return True  # the model ran a step before this service was made
+        return True  # the model is loaded and warm before this service is created
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -85,21 +85,21 @@ class DrafterService(rpc.DrafterServicer):
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
-        origin = take_up(context.invocation_metadata() or ())
+        request_context = take_up(context.invocation_metadata() or ())
         with self._metrics.refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
-            session = self._loop.open(opening, await self._rails(opening))
+            session = self._loop.open(opening, await self._grammar_cursor(opening))
         failed: list[OutriderError] = []
         try:
-            with StreamSpan(self._tracing, "draft", origin, session.id) as account:
+            with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
                 opened = pb.DraftOpened(
-                    model=convert.model_to_proto(self._drafter.info), features=self._drafter.wants_features
+                    model=convert.model_to_proto(self._drafter.info), features=self._drafter.needs_hidden_states
                 )
                 yield pb.DraftReply(opened=opened)
-                async with background(self._take(session, requests, failed)):
+                async with background(self._receive(session, requests, failed)):
                     while (guess := await session.outbox.get()) is not None:
-                        account.add(len(guess.tokens), guess.draft_us)
+                        span.add(len(guess.tokens), guess.draft_us)
                         yield pb.DraftReply(guess=convert.guess_to_proto(guess))
                 if failed:
                     raise failed[0]
@@ -116,19 +116,19 @@ class DrafterService(rpc.DrafterServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
 
-    async def _rails(self, opening: DraftOpening) -> GrammarCursor | None:
-        """Through its grammar, from where its output is."""
+    async def _grammar_cursor(self, opening: DraftOpening) -> GrammarCursor | None:
+        """Return the grammar cursor at the end of the session's output."""
         if opening.params.grammar is None:
             return None
         opening.check()
-        return await self._grammars.rails(
+        return await self._grammars.cursor(
             opening.params, opening.tokens, opening.prompt_length, opening.vocabulary_digest, opening.eos_token_ids
         )
 
-    async def _take(
+    async def _receive(
         self, session: DraftSession, requests: AsyncIterator[pb.DraftRequest], failed: list[OutriderError]
     ) -> None:
-        """Commits and steers, while the stream brings them. A wrong one ends the session: its state is lost."""
+        """Apply commits and steering messages; an invalid one ends the session, since its state is then unknown."""
         try:
             async for request in requests:
                 message_limits.check_draft_request(request)
@@ -148,7 +148,7 @@ class DrafterService(rpc.DrafterServicer):
             capacity=self._settings.max_sessions,
             load=self._loop.load(),
             draining=self._draining,
-            features=self._drafter.wants_features,
+            features=self._drafter.needs_hidden_states,
             machine=self._identity.machine,
         )
 
@@ -177,8 +177,8 @@ def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed
-        features = convert.features_from_proto(committed.features) if committed.HasField("features") else None
-        session.commit(committed.position, tuple(committed.tokens), features)
+        hidden_states = convert.features_from_proto(committed.features) if committed.HasField("features") else None
+        session.commit(committed.position, tuple(committed.tokens), hidden_states)
     elif kind == "steer":
         session.steer(convert.steering_from_proto(request.steer))
     else:

@@ -1,4 +1,4 @@
-"""Growing a tree of guesses where it is likeliest to come true. Pure: the drafters with branches bring the numbers."""
+"""Growth of a tree of guesses where it is likeliest to be accepted. Pure: drafting methods supply the probabilities."""
 
 from __future__ import annotations
 
@@ -8,111 +8,115 @@ from collections.abc import Sequence
 
 from drafter.interface import DraftRequest, DraftResult
 
-ROOT = -1  # the place after what is committed
+ROOT = -1  # the node at the committed position
 
-Choice = tuple[int, float]  # a token, and the logarithm of its probability to follow
+Choice = tuple[int, float]  # a token and the logarithm of its probability
 
 
 class TreeBuilder:
-    """One session's open guesses, and what a drafter adds to them for one ask.
+    """Open guesses of one session, and the nodes that a drafter adds for one request.
 
-    Node i is the ask's open guess i, then come the new ones in the order in
-    which they were added. A drafter offers what may follow a node, and `add`
-    takes the offer with the largest product of probabilities along its path.
-    Offers are cheap: all places may be offered for, the limits are kept here.
+    Node i is the request's open guess i; new nodes follow in the order in
+    which they are added. A drafter states the choices after a node, and `add`
+    takes the choice with the largest product of probabilities along its path.
+    Choices are cheap: a drafter may state them for all nodes, and the limits
+    are enforced here.
     """
 
-    def __init__(self, ask: DraftRequest) -> None:
-        self.tokens = list(ask.open_tokens)
-        self.parents = list(ask.open_parents)
+    def __init__(self, request: DraftRequest) -> None:
+        self.tokens = list(request.open_tokens)
+        self.parents = list(request.open_parents)
         self._first_new = len(self.tokens)
-        self._branches = ask.branches
-        self._calibration = ask.calibration
-        self._least_share = ask.share
-        self._budget = ask.budget
-        self._depth = ask.depth
+        self._branches = request.branches
+        self._calibration = request.calibration
+        self._min_per_level = request.min_per_level
+        self._budget = request.budget
+        self._max_depth = request.depth
         self._depths: list[int] = []
-        self._children: dict[int, dict[int, int]] = {}  # of each place: node by token
+        self._children: dict[int, dict[int, int]] = {}  # by parent: child node by token
         for node in range(len(self.tokens)):
-            self._place(node)
-        self._scores = [-math.inf] * len(self.tokens)  # until a place's offer tells; parents are offered for first
-        self._offers: list[tuple[float, int, int, int]] = []
-        self._offered = 0
+            self._index(node)
+        self._scores = [-math.inf] * len(self.tokens)  # set by the parent's choices
+        self._choices: list[tuple[float, int, int, int]] = []  # heap of (−score, order, parent, token)
+        self._num_choices = 0
 
     @property
-    def room(self) -> int:
-        """How many more nodes may be added."""
+    def remaining(self) -> int:
+        """Return how many more nodes may be added."""
         return self._budget - (len(self.tokens) - self._first_new)
 
     @property
-    def share(self) -> int:
-        """How many to add now if deeper levels are to get as many: for a drafter that sees one level at a time."""
-        levels = self._depth - max(self._depths, default=0)
-        return max(self._least_share, self.room // levels) if levels > 0 else self.room
+    def level_budget(self) -> int:
+        """Return how many nodes to add now so that as many remain for each deeper level."""
+        levels = self._max_depth - max(self._depths, default=0)
+        return max(self._min_per_level, self.remaining // levels) if levels > 0 else self.remaining
 
-    def depth(self, place: int) -> int:
-        """How far a place is past what is committed: 0 for ROOT."""
-        return 0 if place == ROOT else self._depths[place]
+    def depth(self, node: int) -> int:
+        """Return the distance of a node from the committed position: 0 for ROOT."""
+        return 0 if node == ROOT else self._depths[node]
 
-    def path(self, place: int) -> list[int]:
-        """The tokens from what is committed to a place."""
+    def path(self, node: int) -> list[int]:
+        """Return the tokens from the committed position to a node."""
         path: list[int] = []
-        while place != ROOT:
-            path.append(self.tokens[place])
-            place = self.parents[place]
+        while node != ROOT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
         return path[::-1]
 
-    def score(self, place: int) -> float:
-        """Logarithm of the probability that a place's path comes true."""
-        return 0.0 if place == ROOT else self._scores[place]
+    def score(self, node: int) -> float:
+        """Return the log-probability that a node's path is accepted."""
+        return 0.0 if node == ROOT else self._scores[node]
 
-    def open_places(self) -> list[int]:
-        """ROOT and the nodes that may get children, parents first."""
-        return [place for place in range(ROOT, len(self.tokens)) if self.depth(place) < self._depth]
+    def expandable_nodes(self) -> list[int]:
+        """Return ROOT and the nodes that may get children, parents first."""
+        return [node for node in range(ROOT, len(self.tokens)) if self.depth(node) < self._max_depth]
 
-    def offer(self, place: int, choices: Sequence[Choice]) -> None:
-        """What may follow a place, likeliest first. A place that is offered for must have been scored by its parent's
-        offer or be ROOT; nodes that an offer does not name count as likely as its last."""
-        children = self._children.get(place, {})
-        base = self.score(place)
-        self._learn(place, choices)
-        choices = [(token, self._calibration.score(rank, share)) for rank, (token, share) in enumerate(choices)]
-        said = dict(choices)
-        for token, node in children.items():
-            self._scores[node] = base + said.get(token, choices[-1][1] if choices else -math.inf)
-        if self.depth(place) >= self._depth:
+    def add_choices(self, node: int, choices: Sequence[Choice]) -> None:
+        """State what may follow a node, likeliest first.
+
+        The node must be ROOT or a child whose parent's choices are stated.
+        Existing children that are not among the choices get the last score.
+        """
+        children = self._children.get(node, {})
+        base = self.score(node)
+        self._record_proposed(node, choices)
+        choices = [(token, self._calibration.score(rank, logprob)) for rank, (token, logprob) in enumerate(choices)]
+        stated = dict(choices)
+        for token, child in children.items():
+            self._scores[child] = base + stated.get(token, choices[-1][1] if choices else -math.inf)
+        if self.depth(node) >= self._max_depth:
             return
         for token, logprob in choices[: self._branches]:
             if token not in children:
-                heapq.heappush(self._offers, (-(base + logprob), self._offered, place, token))
-                self._offered += 1  # of equals, the first offered
+                heapq.heappush(self._choices, (-(base + logprob), self._num_choices, node, token))
+                self._num_choices += 1  # ties: the first one stated
 
-    def _learn(self, place: int, choices: Sequence[Choice]) -> None:
-        """What is said of a place that nobody was offered for before."""
-        if place not in self._children:
-            for rank, (_, share) in enumerate(choices[: self._branches]):
-                self._calibration.offered(rank, share)
+    def _record_proposed(self, node: int, choices: Sequence[Choice]) -> None:
+        """Record the stated probabilities once per node, before it has children."""
+        if node not in self._children:
+            for rank, (_, logprob) in enumerate(choices[: self._branches]):
+                self._calibration.record_proposed(rank, logprob)
 
-    def add(self, least: float = -math.inf) -> int | None:
-        """Take the likeliest offer of at least this score: its node; None when there is none or no room."""
-        while self._offers and self.room > 0:
-            score, _, place, token = self._offers[0]
-            if -score < least:
+    def add(self, min_score: float = -math.inf) -> int | None:
+        """Add the likeliest choice of at least this score; return its node, or None if there is none or no budget."""
+        while self._choices and self.remaining > 0:
+            score, _, parent, token = self._choices[0]
+            if -score < min_score:
                 return None
-            heapq.heappop(self._offers)
-            if len(self._children.get(place, {})) < self._branches:
+            heapq.heappop(self._choices)
+            if len(self._children.get(parent, {})) < self._branches:
                 self.tokens.append(token)
-                self.parents.append(place)
+                self.parents.append(parent)
                 self._scores.append(-score)
-                self._place(len(self.tokens) - 1)
+                self._index(len(self.tokens) - 1)
                 return len(self.tokens) - 1
         return None
 
-    def draft(self, *, done: bool = False) -> DraftResult:
-        """What was added."""
+    def result(self, *, done: bool = False) -> DraftResult:
+        """Return the nodes that were added."""
         return DraftResult(tuple(self.tokens[self._first_new :]), (), done, tuple(self.parents[self._first_new :]))
 
-    def _place(self, node: int) -> None:
+    def _index(self, node: int) -> None:
         parent = self.parents[node]
         self._depths.append(self.depth(parent) + 1)
         self._children.setdefault(parent, {})[self.tokens[node]] = node

@@ -1,1 +1,1 @@
-"""The drafting methods, one module each. See `registry` for how one is chosen."""
+"""The drafting methods, one module each; `registry` finds them by name."""

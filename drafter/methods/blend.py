@@ -1,10 +1,10 @@
-"""Several ways to draft as one: who drafts next is decided for each session by how right each has been, and how fast.
+"""Several drafting methods as one, selected per session and request by measured accuracy and speed.
 
-A member without a model proposes for nothing, so it always does; whether its
-proposal is taken, or a member with a model drafts instead or behind it, is
-decided by the tokens per second that each is likely to bring. Under rejection
-and block the decision is made before anything is drawn, from the past alone,
-and what is drawn is used.
+Members without a model always propose, since that costs next to nothing. Then
+the expected tokens per second decide: use the proposal, let a model draft, or
+use the proposal and let a model continue it. Under rejection and block
+verification the decision depends on the past alone and precedes all sampling,
+and every sampled token is used.
 """
 
 from __future__ import annotations
@@ -16,44 +16,48 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from drafter.accuracy import AccuracyTracker, Rate, Record, placed
-from drafter.confidence import Confident, Proposal
+from drafter.accuracy import AccuracyTracker, Rate, Record, token_positions
 from drafter.interface import Drafter, DraftRequest, DraftResult
-from drafter.tree_builder import ROOT
+from drafter.proposal import Proposal, Proposer
+from drafter.proposal_branch import ProposalBranch
+from drafter.round_estimate import RoundEstimate, full_acceptance_probability
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 
-_MAX_FEATURES = 4096  # positions whose hidden states are kept for a member that does not draft
-_HIT_RATE = 0.8  # of a model that is not known yet: hopeful, so that it is tried
+_MAX_PENDING_POSITIONS = 4096  # hidden states kept for a member that does not draft
+_HIT_RATE_PRIOR = 0.8  # of a model: optimistic, so that it is tried
 _SMOOTHING = 0.2
-_NOTHING = Proposal(DraftResult(done=True), 0.0)
+_NO_PROPOSAL = Proposal(DraftResult(done=True), 0.0)
 
 
-class _Member(enum.Enum):
-    """How an ask is answered."""
+class _DraftSource(enum.Enum):
+    """Origin of the guesses for one request."""
 
-    FREE = enum.auto()  # by the proposal
-    MIXED = enum.auto()  # by the proposal, and a model goes on behind it
+    PROPOSAL = enum.auto()
+    PROPOSAL_THEN_MODEL = enum.auto()  # the proposal now, a model after it with the next request
     MODEL = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    ask: DraftRequest
+class _DraftPlan:
+    request: DraftRequest
     proposer: str
     proposal: Proposal
-    models: tuple[str, ...]  # who drafts otherwise, the best first
-    way: _Member = _Member.FREE
+    models: tuple[str, ...]  # best first
+    source: _DraftSource = _DraftSource.PROPOSAL
 
     @property
     def model(self) -> str:
         return self.models[0] if self.models else ""
 
+    def branch(self) -> ProposalBranch:
+        return ProposalBranch(self.request, self.proposal.result.tokens if self.request.branches > 1 else ())
 
-class _KeptGuesses:
-    """Hidden states that a member has not been given yet, the oldest of too many dropped."""
+
+class _PendingHiddenStates:
+    """Hidden states that a member has not received yet; beyond the limit the oldest are dropped."""
 
     def __init__(self) -> None:
         self._parts: deque[HiddenStates] = deque()
@@ -62,9 +66,9 @@ class _KeptGuesses:
     def add(self, parts: Sequence[HiddenStates]) -> None:
         for part in parts:
             self._parts.append(part)
-            self._positions += _positions(part)
-        while self._positions > _MAX_FEATURES and len(self._parts) > 1:
-            self._positions -= _positions(self._parts.popleft())
+            self._positions += _num_positions(part)
+        while self._positions > _MAX_PENDING_POSITIONS and len(self._parts) > 1:
+            self._positions -= _num_positions(self._parts.popleft())
 
     def take(self) -> tuple[HiddenStates, ...]:
         taken = tuple(self._parts)
@@ -73,321 +77,236 @@ class _KeptGuesses:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class _Odds:
-    """What a round may bring in which a model has drafted so many levels already, and what it costs."""
+class _SessionState:
+    """Measurements of one session, and the hidden states for its members."""
 
-    hit_rate: float
-    depth: int  # levels that are open
-    level_s: float
-    rest_s: float
-
-    def chain(self, length: int) -> float:
-        """Tokens that hold of a model's chain."""
-        return sum(self.hit_rate**i for i in range(1, length + 1))
-
-    @property
-    def so_far(self) -> float:
-        return self.chain(self.depth)
-
-    def with_more(self, expected: float) -> float:
-        """`expected` of what is added, if all that is open holds."""
-        return self.so_far + self.hit_rate**self.depth * expected
-
-    def of_model(self, levels: int) -> float:
-        return self.chain(self.depth + levels)
-
-    def speed(self, expected: float, levels: int) -> float:
-        """Tokens a second, the target's own with them, after so many levels more."""
-        return (1 + expected) / max(self.rest_s + (self.depth + levels) * self.level_s, 1e-9)
-
-
-class _Session:
-    def __init__(self, ask: DraftRequest, members: Sequence[str], wanting: Sequence[str], now: float) -> None:
-        self.judge = AccuracyTracker(ask.committed)
+    def __init__(self, request: DraftRequest, members: Sequence[str], state_members: Sequence[str], now: float) -> None:
+        self.accuracy = AccuracyTracker(request.committed)
         self.records = {name: Record() for name in members}
-        self.kept = {name: _KeptGuesses() for name in wanting}
-        self.rest_s: float | None = None  # between two commits, what is not drafting
-        self.spent_s = 0.0  # drafting since the last commit
-        self._heard_at = now
+        self.pending_states = {name: _PendingHiddenStates() for name in state_members}
+        self.rest_s: float | None = None  # time between two commits without drafting
+        self.draft_s = 0.0  # drafting since the last commit
+        self._committed_at = now
 
-    def heard(self, now: float) -> None:
-        """Something was committed."""
-        rest = max(0.0, now - self._heard_at - self.spent_s)
+    def committed(self, now: float) -> None:
+        """Update the time between two commits."""
+        rest = max(0.0, now - self._committed_at - self.draft_s)
         self.rest_s = rest if self.rest_s is None else self.rest_s + _SMOOTHING * (rest - self.rest_s)
-        self._heard_at, self.spent_s = now, 0.0
+        self._committed_at, self.draft_s = now, 0.0
 
 
 class BlendDrafter:
-    """Members by their kind, at least two."""
+    """Drafter made of at least two members, named by their kinds."""
 
     def __init__(self, members: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         self._members = dict(members)
         self._clock = clock
-        self._free = [name for name, member in members.items() if isinstance(member, Confident)]
-        self._models = [name for name in members if name not in self._free]
-        self._wanting = [name for name, member in members.items() if member.wants_features]
-        self._check()
+        self._proposers = [name for name, member in members.items() if isinstance(member, Proposer)]
+        self._models = [name for name in members if name not in self._proposers]
+        self._state_members = [name for name, member in members.items() if member.needs_hidden_states]
+        _check_same_target(self._members)
         self.vocabulary: Vocabulary | None = next(
             (member.vocabulary for member in members.values() if member.vocabulary is not None), None
         )
         self._records = {name: Record() for name in members}
         self._seconds = {name: Rate() for name in self._models}  # per level of a draft
-        self._rest_s: float | None = None  # as a session last had it, for those that are new
-        self._sessions: dict[str, _Session] = {}
+        self._rest_s: float | None = None  # latest measurement of any session, for new sessions
+        self._sessions: dict[str, _SessionState] = {}
 
     @property
     def info(self) -> ModelInfo:
-        """The numbers of the first member that has a vocabulary, and the target that any of them was made for."""
+        """Return the info of the first member with a vocabulary, with the target that any member is trained for."""
         infos = {name: member.info for name, member in self._members.items()}
-        whole = hashlib.sha256("+".join(info.fingerprint for info in infos.values()).encode()).hexdigest()[:32]
-        by_weight = sorted(infos, key=lambda name: (name in self._free, self._members[name].vocabulary is None))
+        fingerprint = hashlib.sha256("+".join(info.fingerprint for info in infos.values()).encode()).hexdigest()[:32]
+        ranked = sorted(infos, key=lambda name: (name in self._proposers, self._members[name].vocabulary is None))
         made_for = {info.made_for for info in infos.values()} - {""}
         return replace(
-            infos[by_weight[0]],
+            infos[ranked[0]],
             name="+".join(self._members),
-            fingerprint=whole,
+            fingerprint=fingerprint,
             made_for=next(iter(made_for), ""),
         )
 
     @property
-    def wants_features(self) -> bool:
-        return bool(self._wanting)
+    def needs_hidden_states(self) -> bool:
+        return bool(self._state_members)
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        plans = [self._plan(ask) for ask in asks]
-        drafted = self._drafted(plans)
-        return [self._answer(plan, drafted.get(plan.ask.session)) for plan in plans]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        plans = [self._plan(request) for request in requests]
+        drafted = self._run_models(plans)
+        return [self._result(plan, drafted.get(plan.request.session)) for plan in plans]
 
     def forget(self, session: str) -> None:
         self._sessions.pop(session, None)
         for member in self._members.values():
             member.forget(session)
 
-    # Deciding.
+    # Selection of the source.
 
-    def _plan(self, ask: DraftRequest) -> _Plan:
-        session = self._sessions.get(ask.session)
+    def _plan(self, request: DraftRequest) -> _DraftPlan:
+        session = self._sessions.get(request.session)
         if session is None:
-            session = _Session(ask, list(self._members), self._wanting, self._clock())
-            self._sessions[ask.session] = session
-        if session.judge.hear(ask, (session.records, self._records)):
-            session.heard(self._clock())
+            session = _SessionState(request, list(self._members), self._state_members, self._clock())
+            self._sessions[request.session] = session
+        if session.accuracy.update(request, (session.records, self._records)):
+            session.committed(self._clock())
             self._rest_s = session.rest_s
-        for kept in session.kept.values():
-            kept.add(ask.features)
-        proposer, proposal = self._best_proposal(session, ask)
-        plan = _Plan(ask, proposer, proposal, self._ranked(session, ask))
-        return replace(plan, way=self._way(session, plan))
+        for pending in session.pending_states.values():
+            pending.add(request.hidden_states)
+        proposer, proposal = self._best_proposal(session, request)
+        plan = _DraftPlan(request, proposer, proposal, self._rank_models(session, request))
+        return replace(plan, source=self._choose_source(session, plan))
 
-    def _best_proposal(self, session: _Session, ask: DraftRequest) -> tuple[str, Proposal]:
-        """The most promising chain that is to be had for nothing, with what is to be expected of it by experience."""
-        from_here = ask if ask.branches == 1 else _from_committed(ask)
-        best = ("", _NOTHING)
-        for name in self._free:
-            proposal = self._propose(name, from_here)
-            tokens = proposal.draft.tokens
-            session.judge.promise(name, from_here, tokens, proposal.expected)
-            likely = session.records[name].likely(proposal.expected, self._records[name])
-            if tokens and likely > best[1].expected:
-                best = name, Proposal(proposal.draft, min(likely, float(len(tokens))))
-            elif not best[0] and not proposal.draft.done:
-                best = "", Proposal(proposal.draft, 0.0)  # it has not read all yet and wants to be asked again
+    def _best_proposal(self, session: _SessionState, request: DraftRequest) -> tuple[str, Proposal]:
+        """Return the best proposer and its chain, with the expected accepted tokens corrected by its record."""
+        chain_request = request if request.branches == 1 else _from_committed(request)
+        best = ("", _NO_PROPOSAL)
+        for name in self._proposers:
+            proposal = self._propose(name, chain_request)
+            tokens = proposal.result.tokens
+            session.accuracy.record_chain(name, chain_request, tokens, proposal.expected)
+            expected = session.records[name].expected_accepted(proposal.expected, self._records[name])
+            if tokens and expected > best[1].expected:
+                best = name, Proposal(proposal.result, min(expected, float(len(tokens))))
+            elif not best[0] and not proposal.result.done:
+                best = "", Proposal(proposal.result, 0.0)  # its indexing is not complete: it must be called again
         return best
 
-    def _propose(self, name: str, ask: DraftRequest) -> Proposal:
+    def _propose(self, name: str, request: DraftRequest) -> Proposal:
         member = self._members[name]
-        if isinstance(member, Confident):
-            return member.propose(ask)
-        draft = member.draft([ask])[0]
-        return Proposal(draft, float(len(draft.tokens)))
+        if isinstance(member, Proposer):
+            return member.propose(request)
+        result = member.draft([request])[0]
+        return Proposal(result, float(len(result.tokens)))
 
-    def _way(self, session: _Session, plan: _Plan) -> _Member:
-        ask, model, proposal = plan.ask, plan.model, plan.proposal
-        tokens = len(proposal.draft.tokens)
+    def _choose_source(self, session: _SessionState, plan: _DraftPlan) -> _DraftSource:
+        request, model, proposal = plan.request, plan.model, plan.proposal
+        tokens = len(proposal.result.tokens)
         if not model or not tokens:
-            return _Member.MODEL if model else _Member.FREE
-        odds = self._odds(session, ask, model)
-        if ask.branches > 1 and odds.depth:
-            # A tree is under way, and the proposal another branch of it: go on, or is that enough?
-            enough = odds.speed(max(odds.so_far, proposal.expected), 0)
-            return _Member.MODEL if odds.speed(odds.of_model(ask.room), ask.room) > enough else _Member.FREE
-        left = max(0, ask.room - tokens)
-        behind = _all_hold(proposal.expected, tokens) * odds.chain(left)
+            return _DraftSource.MODEL if model else _DraftSource.PROPOSAL
+        estimate = self._estimate(session, request, model)
+        levels = request.max_new_tokens
+        model_speed = estimate.tokens_per_s(estimate.with_model(levels), levels)
+        if request.branches > 1 and estimate.depth:
+            # The open tree already has levels, and the proposal is another branch of it: continue, or stop here.
+            stop_speed = estimate.tokens_per_s(max(estimate.open_accepted, proposal.expected), 0)
+            return _DraftSource.MODEL if model_speed > stop_speed else _DraftSource.PROPOSAL
+        left = max(0, levels - tokens)
+        continued = full_acceptance_probability(proposal.expected, tokens) * estimate.chain(left)
+        mixed_speed = estimate.tokens_per_s(estimate.with_proposal(proposal.expected + continued), left)
         speeds = {
-            _Member.FREE: odds.speed(odds.with_more(proposal.expected), 0),
-            _Member.MIXED: odds.speed(odds.with_more(proposal.expected + behind), left) if left else 0.0,
-            _Member.MODEL: odds.speed(odds.of_model(ask.room), ask.room),
+            _DraftSource.PROPOSAL: estimate.tokens_per_s(estimate.with_proposal(proposal.expected), 0),
+            _DraftSource.PROPOSAL_THEN_MODEL: mixed_speed if left else 0.0,
+            _DraftSource.MODEL: model_speed,
         }
-        return max(speeds, key=lambda way: speeds[way])
+        return max(speeds, key=lambda source: speeds[source])
 
-    def _ranked(self, session: _Session, ask: DraftRequest) -> tuple[str, ...]:
+    def _rank_models(self, session: _SessionState, request: DraftRequest) -> tuple[str, ...]:
         def speed(name: str) -> float:
-            odds = self._odds(session, ask, name)
-            return odds.speed(odds.of_model(ask.room), ask.room)
+            estimate = self._estimate(session, request, name)
+            return estimate.tokens_per_s(estimate.with_model(request.max_new_tokens), request.max_new_tokens)
 
         return tuple(sorted(self._models, key=speed, reverse=True))
 
-    def _odds(self, session: _Session, ask: DraftRequest, model: str) -> _Odds:
-        seconds, depth = self._seconds[model], len(ask.tokens) - ask.committed
-        level_s = seconds.good / seconds.all if seconds.all else 0.0
+    def _estimate(self, session: _SessionState, request: DraftRequest, model: str) -> RoundEstimate:
+        seconds, depth = self._seconds[model], len(request.tokens) - request.committed
+        level_s = seconds.total / seconds.weight if seconds.weight else 0.0
         rest_s = self._rest_s if session.rest_s is None else session.rest_s
-        return _Odds(
-            hit_rate=session.records[model].hit_rate(self._records[model], _HIT_RATE),
+        return RoundEstimate(
+            hit_rate=session.records[model].hit_rate(self._records[model], _HIT_RATE_PRIOR),
             depth=depth,
             level_s=level_s,
-            # Before anything is known of the rest of a round, it counts as much as a model's draft.
-            rest_s=(depth + ask.room) * level_s if rest_s is None else rest_s,
+            # Before the first measurement, the rest of a round counts as much as the model's draft.
+            rest_s=(depth + request.max_new_tokens) * level_s if rest_s is None else rest_s,
         )
 
     # Drafting.
 
-    def _drafted(self, plans: Sequence[_Plan]) -> dict[str, DraftResult]:
-        """What the models draft, by session. One that has nothing to say now gives way to the next best."""
-        drafts: dict[str, DraftResult] = {}
+    def _run_models(self, plans: Sequence[_DraftPlan]) -> dict[str, DraftResult]:
+        """Return the models' results by session; a model without a result gives way to the next best."""
+        results: dict[str, DraftResult] = {}
         started = self._clock()
-        open_plans = [plan for plan in plans if plan.way is _Member.MODEL]
+        open_plans = [plan for plan in plans if plan.source is _DraftSource.MODEL]
         for rank in range(len(self._models)):
             for model in self._models:
-                asks = [self._model_ask(plan, model) for plan in open_plans if plan.models[rank] == model]
-                if asks:
-                    drafts |= self._drafted_by(model, asks)
-            open_plans = [plan for plan in open_plans if not _says_something(drafts[plan.ask.session])]
+                requests = [self._model_request(plan, model) for plan in open_plans if plan.models[rank] == model]
+                if requests:
+                    results |= self._run_model(model, requests)
+            open_plans = [plan for plan in open_plans if not _usable(results[plan.request.session])]
         spent = self._clock() - started
         for plan in plans:
-            self._sessions[plan.ask.session].spent_s += spent
-        return drafts
+            self._sessions[plan.request.session].draft_s += spent
+        return results
 
-    def _drafted_by(self, model: str, asks: Sequence[DraftRequest]) -> dict[str, DraftResult]:
+    def _run_model(self, model: str, requests: Sequence[DraftRequest]) -> dict[str, DraftResult]:
         started = self._clock()
-        drafts = self._members[model].draft(asks)
+        results = self._members[model].draft(requests)
         spent = self._clock() - started
         levels = 0
-        for ask, draft in zip(asks, drafts, strict=True):
-            self._sessions[ask.session].judge.drafted(model, ask, draft)
-            levels = max(levels, len({position for position, _, _ in placed(ask, draft)}))
+        for request, result in zip(requests, results, strict=True):
+            self._sessions[request.session].accuracy.record_tokens(model, request, result)
+            levels = max(levels, len({position for position, _, _ in token_positions(request, result)}))
         if levels:
             self._seconds[model].add(spent, levels)
-        return {ask.session: draft for ask, draft in zip(asks, drafts, strict=True)}
+        return {request.session: result for request, result in zip(requests, results, strict=True)}
 
-    def _model_ask(self, plan: _Plan, model: str) -> DraftRequest:
-        ask = plan.ask
-        kept = self._sessions[ask.session].kept.get(model)
-        ask = replace(ask, features=kept.take() if kept is not None else ())
-        missing = _Branch(plan).missing
+    def _model_request(self, plan: _DraftPlan, model: str) -> DraftRequest:
+        request = plan.request
+        pending = self._sessions[request.session].pending_states.get(model)
+        request = replace(request, hidden_states=pending.take() if pending is not None else ())
+        missing = plan.branch().missing
         if not missing:
-            return ask
-        # The proposal joins the tree when that is done.
-        return replace(
-            ask, budget=ask.budget - missing, branches=ask.branches - 1, room=min(ask.room, ask.budget - missing)
-        )
+            return request
+        # Keep budget and a branch for the proposal, which joins the finished tree.
+        budget = request.budget - missing
+        levels = min(request.max_new_tokens, budget)
+        return replace(request, budget=budget, branches=request.branches - 1, max_new_tokens=levels)
 
-    def _answer(self, plan: _Plan, drafted: DraftResult | None) -> DraftResult:
-        if drafted is not None and _says_something(drafted):
-            branch = _Branch(plan)
-            return branch.joined(drafted) if branch.missing else drafted
-        if plan.ask.branches > 1 and plan.proposer:
-            # The same member's tree; it has one only if it branches, else its chain from the longest guess.
-            draft = self._members[plan.proposer].draft([plan.ask])[0]
+    def _result(self, plan: _DraftPlan, drafted: DraftResult | None) -> DraftResult:
+        if drafted is not None and _usable(drafted):
+            branch = plan.branch()
+            return branch.join(drafted) if branch.missing else drafted
+        if plan.request.branches > 1 and plan.proposer:
+            # A proposal is a chain; the proposer may draft a tree, or a chain after the longest open one.
+            result = self._members[plan.proposer].draft([plan.request])[0]
         else:
-            draft = plan.proposal.draft
-        if not draft.tokens and not draft.done:
-            return draft
-        return replace(draft, done=plan.way is not _Member.MIXED or not draft.tokens)
-
-    def _check(self) -> None:
-        """Members must be for the same target."""
-        members = self._members.items()
-        spoken = {name: member.vocabulary for name, member in members if member.vocabulary is not None}
-        made_for = {name: member.info.made_for for name, member in members if member.info.made_for}
-        for what, said in (("speak different vocabularies", spoken), ("were made for different targets", made_for)):
-            first = next(iter(said), "")
-            other = next((name for name in said if said[name] != said[first]), None)
-            if other is not None:
-                raise StartupError(
-                    f"{first} and {other} {what}",
-                    field="kind",
-                    value="+".join(self._members),
-                    limit="members for one target",
-                )
+            result = plan.proposal.result
+        if not result.tokens and not result.done:
+            return result
+        return replace(result, done=plan.source is not _DraftSource.PROPOSAL_THEN_MODEL or not result.tokens)
 
 
-def _says_something(draft: DraftResult) -> bool:
-    """Tokens, or that it wants to be asked again."""
-    return bool(draft.tokens) or not draft.done
+def _check_same_target(members: Mapping[str, Drafter]) -> None:
+    vocabularies = {name: member.vocabulary for name, member in members.items() if member.vocabulary is not None}
+    targets = {name: member.info.made_for for name, member in members.items() if member.info.made_for}
+    for problem, values in (("have different vocabularies", vocabularies), ("have different targets", targets)):
+        first = next(iter(values), "")
+        other = next((name for name in values if values[name] != values[first]), None)
+        if other is not None:
+            raise StartupError(
+                f"{first} and {other} {problem}",
+                field="kind",
+                value="+".join(members),
+                limit="members for one target",
+            )
 
 
-def _positions(features: HiddenStates) -> int:
-    return len(features.rows) // (2 * features.width)
+def _usable(result: DraftResult) -> bool:
+    """Return whether a result has tokens or asks for another call."""
+    return bool(result.tokens) or not result.done
 
 
-def _from_committed(ask: DraftRequest) -> DraftRequest:
-    """As if nothing were open: for a chain that may become a branch."""
+def _num_positions(hidden_states: HiddenStates) -> int:
+    return len(hidden_states.rows) // (2 * hidden_states.width)
+
+
+def _from_committed(request: DraftRequest) -> DraftRequest:
+    """Return the request without its open guesses, for a chain that may become a branch."""
     return replace(
-        ask,
-        tokens=ask.tokens[: ask.committed],
-        room=ask.depth,
+        request,
+        tokens=request.tokens[: request.committed],
+        max_new_tokens=request.depth,
         open_tokens=(),
         open_parents=(),
         branches=1,
     )
-
-
-class _Branch:
-    """The proposal as a branch of the tree that a model drafts."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self._ask = plan.ask
-        self._tree: dict[int, dict[int, int]] = {}  # of each place: node by token
-        self._size = 0
-        self._grow(plan.ask.open_tokens, plan.ask.open_parents)
-        tokens = plan.proposal.draft.tokens if plan.ask.branches > 1 else ()
-        _, known = self._walk(tokens)
-        # Half of what may be added is the model's.
-        self._tokens = tokens[: known + plan.ask.budget // 2]
-        self.missing = len(self._tokens) - known
-
-    def joined(self, drafted: DraftResult) -> DraftResult:
-        """The model's draft, and this branch besides once the model has drafted all that it may."""
-        ask = self._ask
-        deepest = max((position for position, _, _ in placed(ask, drafted)), default=0) + 1 - ask.committed
-        if not drafted.done and deepest < ask.depth and len(drafted.tokens) < ask.budget - self.missing:
-            return drafted
-        parents = list(drafted.parents or self._chain(drafted))
-        tokens = list(drafted.tokens)
-        self._grow(drafted.tokens, parents)
-        place, known = self._walk(self._tokens)
-        for token in self._tokens[known:]:
-            if len(tokens) >= ask.budget or len(self._tree.get(place, {})) >= ask.branches:
-                break
-            tokens.append(token)
-            parents.append(place)
-            self._grow((token,), (place,))
-            place = self._size - 1
-        return DraftResult(tuple(tokens), (), True, tuple(parents))
-
-    def _grow(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        for token, parent in zip(tokens, parents, strict=True):
-            self._tree.setdefault(parent, {})[token] = self._size
-            self._size += 1
-
-    def _walk(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Where the tree ends along a path, and after how many tokens."""
-        place = ROOT
-        for known, token in enumerate(tokens):
-            node = self._tree.get(place, {}).get(token)
-            if node is None:
-                return place, known
-            place = node
-        return place, len(tokens)
-
-    def _chain(self, drafted: DraftResult) -> list[int]:
-        """Parents of a draft that goes on where the longest open guess ends."""
-        tip, _ = self._walk(self._ask.tokens[self._ask.committed :])
-        first = len(self._ask.open_tokens)
-        return [tip, *range(first, first + len(drafted.tokens) - 1)][: len(drafted.tokens)]
-
-
-def _all_hold(expected: float, tokens: int) -> float:
-    """The chance that a whole chain holds of which so much is expected, were the chances along it on a line."""
-    return max(0.0, 1 - (1 - min(expected / tokens, 1.0)) * 2 * tokens / (tokens + 1))

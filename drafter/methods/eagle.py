@@ -1,8 +1,9 @@
-"""EAGLE: goes on from the target's own hidden states, which come with each commit.
+"""EAGLE: a decoder layer that continues from the target's own hidden states, which arrive with each commit.
 
-A place of its layer reads a state and the token after it. Places whose state
-is the target's stay cached; behind them its own answers stand in, and are
-replaced when the target's states arrive.
+The layer's input at a position is a hidden state and the token after it. The
+KV cache keeps positions with the target's states. At later positions the
+layer's own output states stand in; they are recomputed when the target's
+states arrive.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, offers, spread
+from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
@@ -29,12 +30,12 @@ from outrider.protocol.speculation import Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.train.artifacts.eagle import METHOD, Eagle
 
-_MOST_ROWS = 512
+_PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """To one row: the state it foretells, and the logits of what comes next."""
+class _LayerOutput:
+    """Output for one token: the predicted state, and the logits of the next token."""
 
     state: torch.Tensor  # [1, hidden]
     logits: torch.Tensor  # [1, ids]
@@ -42,239 +43,261 @@ class _Answer:
 
 @dataclass(slots=True)
 class _SessionState:
-    """What is known and cached of a session. Its places begin at `first`."""
+    """Hidden states and cached positions of a session, counted from position `first`."""
 
     first: int = 0
-    states: list[torch.Tensor] = field(default_factory=list)  # the target's, not yet gone through
-    rows: int = 0  # cached, with the target's states
-    path: list[int] = field(default_factory=list)  # tokens of the rows cached after them, with answers for states
-    answers: list[_Answer] = field(default_factory=list)  # of the last of `rows`, then of the path's
-    grown: dict[tuple[int, ...], _Answer] = field(default_factory=dict)  # of a tree's places, by the path to them,
-    grown_from: tuple[int, int] = (0, 0)  # from here: tokens committed, rows with the target's states
+    new_states: list[torch.Tensor] = field(default_factory=list)  # the target's, not computed yet
+    num_cached: int = 0  # cached positions with the target's states
+    path: list[int] = field(default_factory=list)  # tokens cached after them, with predicted states
+    outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
+    tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
+    tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
 
     @property
-    def behind(self) -> int:
-        """Index of the first token that stands beside no state of the target's."""
-        return self.first + self.rows + 1
+    def path_start(self) -> int:
+        """Return the index of the first token without a hidden state of the target."""
+        return self.first + self.num_cached + 1
 
     @property
     def end(self) -> int:
-        """The first place without a state of the target's."""
-        return self.first + self.rows + sum(len(part) for part in self.states)
+        """Return the first position without a hidden state of the target."""
+        return self.first + self.num_cached + sum(len(part) for part in self.new_states)
 
-    def learn(self, features: HiddenStates) -> bool:
-        """Take what is new. False: there is a gap, all before it is of no use."""
-        rows = torch.from_numpy(np.frombuffer(features.rows, dtype="<f2").astype(np.float32))
-        rows = rows.view(-1, features.width)
-        fresh = not self.rows and not self.states
-        if fresh or features.position > self.end:
-            self.first, self.states, self.rows, self.path, self.answers = features.position, [rows], 0, [], []
-            return fresh
-        new = rows[self.end - features.position :]
+    def add(self, hidden_states: HiddenStates) -> bool:
+        """Add new hidden states; return False if a gap makes the cached positions useless."""
+        states = torch.from_numpy(np.frombuffer(hidden_states.rows, dtype="<f2").astype(np.float32))
+        states = states.view(-1, hidden_states.width)
+        empty = not self.num_cached and not self.new_states
+        if empty or hidden_states.position > self.end:
+            self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
+            self.path, self.outputs = [], []
+            return empty
+        new = states[self.end - hidden_states.position :]
         if len(new):
-            self.states.append(new)
+            self.new_states.append(new)
         return True
 
 
-Work = Generator[SessionTokens, _Answer, DraftResult]
+# Yields the tokens to compute, receives the layer's output, returns the draft.
+DraftSteps = Generator[SessionTokens, _LayerOutput, DraftResult]
 
 
 class EagleDrafter:
-    wants_features = True
+    """Drafter that batches the layer's steps over all sessions."""
+
+    needs_hidden_states = True
 
     def __init__(self, eagle: Eagle, engine: Engine, info: ModelInfo, candidates: int) -> None:
         self.info = info
-        self.vocabulary: Vocabulary | None = None  # it was made for one target: see ModelInfo.made_for
+        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.made_for
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates
-        self._held: dict[str, _SessionState] = {}
+        self._sessions: dict[str, _SessionState] = {}  # least recently drafted first
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        """All sessions step together until each has what it was asked for."""
-        works = {ask.session: self._work(ask) for ask in asks}
-        drafts: dict[str, DraftResult] = {}
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        """Step all sessions together until each has its result."""
+        steps = {request.session: self._steps(request) for request in requests}
+        results: dict[str, DraftResult] = {}
         batch: dict[str, SessionTokens] = {}
-        for session, work in works.items():
-            _go_on(session, work, None, batch, drafts)
+        for session, generator in steps.items():
+            _advance(session, generator, None, batch, results)
         while batch:
-            waiting, batch = batch, {}
+            running, batch = batch, {}
             try:
-                result = self._engine.extend(list(waiting.values()))
+                computed = self._engine.extend(list(running.values()))
             except Overloaded:
-                self._make_room(waiting, drafts)
-                batch = waiting
+                self._evict_session(running, results)
+                batch = running
                 continue
-            for session, logits, states in zip(waiting, result.logits, result.features, strict=True):
-                answer = _Answer(states.clone(), logits.clone())
-                _go_on(session, works[session], answer, batch, drafts)
-        return [drafts[ask.session] for ask in asks]
+            for session, logits, states in zip(running, computed.logits, computed.features, strict=True):
+                output = _LayerOutput(states.clone(), logits.clone())
+                _advance(session, steps[session], output, batch, results)
+        return [results[request.session] for request in requests]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
-        self._held.pop(session, None)
+        self._sessions.pop(session, None)
 
-    def _make_room(self, waiting: dict[str, SessionTokens], drafts: dict[str, DraftResult]) -> None:
-        """The cache is full: give up a session that asks for nothing now; when there is no other, one that asks.
+    def _evict_session(self, running: dict[str, SessionTokens], results: dict[str, DraftResult]) -> None:
+        """Free the KV cache of a session that is not in this batch, else of one that is.
 
-        It begins anew with the next states that come.
+        The evicted session starts again with its next hidden states.
         """
-        idle = next((session for session in self._held if session not in waiting), None)
-        if idle is None:
-            idle = next(iter(waiting))
-            del waiting[idle]
-            drafts[idle] = DraftResult(done=True)
-        self.forget(idle)
+        evicted = next((session for session in self._sessions if session not in running), None)
+        if evicted is None:
+            evicted = next(iter(running))
+            del running[evicted]
+            results[evicted] = DraftResult(done=True)
+        self.forget(evicted)
 
-    def _work(self, ask: DraftRequest) -> Work:
-        held = self._held.pop(ask.session, None) or _SessionState()
-        self._held[ask.session] = held  # the last of them is the one asked for last
-        for features in ask.features:
-            if not held.learn(features):
-                self._engine.free(ask.session)
-        yield from self._catch_up(ask, held)
-        if not held.answers:
-            return DraftResult(done=True)  # no state of the target's yet
-        return (yield from self._grow(ask, held) if ask.branches > 1 else self._chain(ask, held))
+    def _steps(self, request: DraftRequest) -> DraftSteps:
+        state = self._sessions.pop(request.session, None) or _SessionState()
+        self._sessions[request.session] = state  # now the most recently drafted
+        for hidden_states in request.hidden_states:
+            if not state.add(hidden_states):
+                self._engine.free(request.session)
+        yield from self._compute_new_states(request, state)
+        if not state.outputs:
+            return DraftResult(done=True)  # no hidden states of the target yet
+        draft = self._draft_tree if request.branches > 1 else self._draft_chain
+        return (yield from draft(request, state))
 
-    def _catch_up(self, ask: DraftRequest, held: _SessionState) -> Generator[SessionTokens, _Answer, None]:
-        """Go through the target's states that are new, in place of the answers that stood in for them."""
-        if not held.states:
+    def _compute_new_states(
+        self, request: DraftRequest, state: _SessionState
+    ) -> Generator[SessionTokens, _LayerOutput, None]:
+        """Compute the positions of the target's new states, in place of the predicted states there."""
+        if not state.new_states:
             return
-        states = torch.cat(held.states)
-        held.states, held.path, held.answers = [], [], []
-        self._engine.truncate(ask.session, held.rows)
-        for start in range(0, len(states), _MOST_ROWS):
-            part = states[start : start + _MOST_ROWS]
-            at = held.first + held.rows + 1
-            answer = yield self._rows(ask.session, part, ask.tokens[at : at + len(part)])
-            held.rows += len(part)
-            held.answers = [answer]
+        states = torch.cat(state.new_states)
+        state.new_states, state.path, state.outputs = [], [], []
+        self._engine.truncate(request.session, state.num_cached)
+        for start in range(0, len(states), _PREFILL_TOKENS):
+            part = states[start : start + _PREFILL_TOKENS]
+            tokens = request.tokens[state.path_start : state.path_start + len(part)]
+            output = yield self._chain_input(request.session, part, tokens)
+            state.num_cached += len(part)
+            state.outputs = [output]
 
-    def _follow(
-        self, ask: DraftRequest, held: _SessionState, tokens: Sequence[int]
-    ) -> Generator[SessionTokens, _Answer, None]:
-        """Go through these tokens behind the target's states, each beside the answer to the one before it."""
-        same = next((i for i, (a, b) in enumerate(zip(held.path, tokens, strict=False)) if a != b), len(tokens))
-        if same < len(held.path):
-            del held.path[same:], held.answers[same + 1 :]
-            self._engine.truncate(ask.session, held.rows + same)
-        for token in tokens[len(held.path) :]:
-            answer = yield self._rows(ask.session, held.answers[-1].state, [token])
-            held.path.append(token)
-            held.answers.append(answer)
+    def _compute_path(
+        self, request: DraftRequest, state: _SessionState, tokens: Sequence[int]
+    ) -> Generator[SessionTokens, _LayerOutput, None]:
+        """Compute `tokens` after the target's states, each with the state predicted for the one before it."""
+        pairs = enumerate(zip(state.path, tokens, strict=False))
+        same = next((i for i, (cached, token) in pairs if cached != token), len(tokens))
+        if same < len(state.path):
+            del state.path[same:], state.outputs[same + 1 :]
+            self._engine.truncate(request.session, state.num_cached + same)
+        for token in tokens[len(state.path) :]:
+            output = yield self._chain_input(request.session, state.outputs[-1].state, [token])
+            state.path.append(token)
+            state.outputs.append(output)
 
-    def _chain(self, ask: DraftRequest, held: _SessionState) -> Work:
-        tokens = list(ask.tokens)
+    def _draft_chain(self, request: DraftRequest, state: _SessionState) -> DraftSteps:
+        tokens = list(request.tokens)
         drafted: list[int] = []
         probs: list[Distribution] = []
-        while len(drafted) < ask.room:
-            yield from self._follow(ask, held, tokens[held.behind :])
-            logits = spread(held.answers[-1].logits, self._eagle.ids, ask.vocab_size)
-            found = next_token(ask, logits, tokens, self._candidates)
-            if found is None:
+        while len(drafted) < request.max_new_tokens:
+            yield from self._compute_path(request, state, tokens[state.path_start :])
+            logits = scatter_to_vocabulary(state.outputs[-1].logits, self._eagle.ids, request.vocab_size)
+            choice = next_token(request, logits, tokens, self._candidates)
+            if choice is None:
                 return DraftResult(tuple(drafted), tuple(probs), done=True)
-            token, drawn_from = found
+            token, distribution = choice
             tokens.append(token)
             drafted.append(token)
-            if drawn_from is not None:
-                probs.append(drawn_from)
+            if distribution is not None:
+                probs.append(distribution)
         return DraftResult(tuple(drafted), tuple(probs))
 
-    def _grow(self, ask: DraftRequest, held: _SessionState) -> Work:
-        """A tree, about a level at a time: all of it goes through the layer with each level, which costs little more
-        than a row, and nothing of it stays cached."""
-        yield from self._follow(ask, held, ask.tokens[held.behind : ask.committed])
-        cached = held.rows + len(held.path)
-        growth = TreeBuilder(ask)
-        answers = {ROOT: held.answers[-1]} | self._known(ask, held, growth)
-        shown = [place for place in answers if place != ROOT]
-        self._offer(ask, growth, list(answers), answers)
-        for _ in range(ask.room):
-            new = [node for node in growth.open_places() if node not in answers and growth.parents[node] in answers]
+    def _draft_tree(self, request: DraftRequest, state: _SessionState) -> DraftSteps:
+        """Draft a tree, about one level per step.
+
+        Each step computes the whole tree, which costs little more than one
+        token, and leaves nothing of it in the KV cache.
+        """
+        yield from self._compute_path(request, state, request.tokens[state.path_start : request.committed])
+        num_cached = state.num_cached + len(state.path)
+        builder = TreeBuilder(request)
+        outputs = {ROOT: state.outputs[-1]} | self._known_outputs(request, state, builder)
+        computed = [node for node in outputs if node != ROOT]
+        self._add_choices(request, builder, list(outputs), outputs)
+        for _ in range(request.max_new_tokens):
+            new = [n for n in builder.expandable_nodes() if n not in outputs and builder.parents[n] in outputs]
             if new:
-                shown += new
-                found = yield self._tree(ask.session, growth, shown, answers, len(new))
-                self._engine.truncate(ask.session, cached)
+                computed += new
+                output = yield self._tree_input(request.session, builder, computed, outputs, len(new))
+                self._engine.truncate(request.session, num_cached)
                 for i, node in enumerate(new):
-                    answers[node] = _Answer(found.state[i : i + 1], found.logits[i : i + 1])
-                    held.grown[tuple(growth.path(node))] = answers[node]
-                self._offer(ask, growth, new, answers)
-            added = [growth.add() for _ in range(growth.share)]
+                    outputs[node] = _LayerOutput(output.state[i : i + 1], output.logits[i : i + 1])
+                    state.tree_outputs[tuple(builder.path(node))] = outputs[node]
+                self._add_choices(request, builder, new, outputs)
+            added = [builder.add() for _ in range(builder.level_budget)]
             if added[0] is None:
-                return growth.draft(done=True)
-        return growth.draft()
+                return builder.result(done=True)
+        return builder.result()
 
-    def _known(self, ask: DraftRequest, held: _SessionState, growth: TreeBuilder) -> dict[int, _Answer]:
-        """The answers to open guesses that were found before, from the same states of the target's."""
-        here = (ask.committed, held.rows)
-        if held.grown_from != here:
-            held.grown, held.grown_from = {}, here
-        paths = {node: tuple(growth.path(node)) for node in range(len(growth.tokens))}
-        return {node: held.grown[path] for node, path in paths.items() if path in held.grown}
+    def _known_outputs(
+        self, request: DraftRequest, state: _SessionState, builder: TreeBuilder
+    ) -> dict[int, _LayerOutput]:
+        """Return the outputs for open guesses that were computed before from the same states of the target."""
+        root = (request.committed, state.num_cached)
+        if state.tree_root != root:
+            state.tree_outputs, state.tree_root = {}, root
+        paths = {node: tuple(builder.path(node)) for node in range(len(builder.tokens))}
+        return {node: state.tree_outputs[path] for node, path in paths.items() if path in state.tree_outputs}
 
-    def _offer(
-        self, ask: DraftRequest, growth: TreeBuilder, places: Sequence[int], answers: dict[int, _Answer]
+    def _add_choices(
+        self, request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], outputs: dict[int, _LayerOutput]
     ) -> None:
-        logits = torch.cat([answers[place].logits for place in places])
-        paths = [growth.path(place) for place in places]
-        found = offers(ask, spread(logits, self._eagle.ids, ask.vocab_size), paths)
-        for place, choices in zip(places, found, strict=True):
-            growth.offer(place, choices)
+        logits = torch.cat([outputs[node].logits for node in nodes])
+        logits = scatter_to_vocabulary(logits, self._eagle.ids, request.vocab_size)
+        all_choices = token_choices(request, logits, [builder.path(node) for node in nodes])
+        for node, choices in zip(nodes, all_choices, strict=True):
+            builder.add_choices(node, choices)
 
-    def _rows(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> SessionTokens:
-        """The answer to the last one is wanted."""
+    def _chain_input(self, session: str, states: torch.Tensor, tokens: Sequence[int]) -> SessionTokens:
+        """Return the layer's input for consecutive tokens, with an output for the last one."""
         inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
         last = len(tokens) - 1
         return SessionTokens(session, tokens, logits_from=last, features_from=last, inputs=inputs)
 
-    def _tree(
-        self, session: str, growth: TreeBuilder, nodes: Sequence[int], answers: dict[int, _Answer], new: int
+    def _tree_input(
+        self,
+        session: str,
+        builder: TreeBuilder,
+        nodes: Sequence[int],
+        outputs: dict[int, _LayerOutput],
+        num_new: int,
     ) -> SessionTokens:
-        """The answers to the last `new` are wanted."""
-        rows = {node: i for i, node in enumerate(nodes)}
-        states = torch.cat([answers[growth.parents[node]].state for node in nodes])
-        tokens = [growth.tokens[node] for node in nodes]
-        first = len(nodes) - new
+        """Return the layer's input for a tree, with outputs for the last `num_new` nodes."""
+        index = {node: i for i, node in enumerate(nodes)}
+        states = torch.cat([outputs[builder.parents[node]].state for node in nodes])
+        tokens = [builder.tokens[node] for node in nodes]
+        first_new = len(nodes) - num_new
         return SessionTokens(
             session,
             tokens,
-            tuple(rows.get(growth.parents[node], -1) for node in nodes),
-            logits_from=first,
-            features_from=first,
+            tuple(index.get(builder.parents[node], -1) for node in nodes),
+            logits_from=first_new,
+            features_from=first_new,
             inputs=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
         )
 
 
-def _go_on(
-    session: str, work: Work, answer: _Answer | None, batch: dict[str, SessionTokens], drafts: dict[str, DraftResult]
+def _advance(
+    session: str,
+    steps: DraftSteps,
+    output: _LayerOutput | None,
+    batch: dict[str, SessionTokens],
+    results: dict[str, DraftResult],
 ) -> None:
-    """Hand a session what its rows gave: it asks for the next ones, or has its draft."""
+    """Send a session its output; put its next tokens into `batch`, or its draft into `results`."""
     try:
-        batch[session] = work.send(answer)  # type: ignore[arg-type]
-    except StopIteration as end:
-        drafts[session] = end.value
+        batch[session] = steps.send(output)  # type: ignore[arg-type]
+    except StopIteration as stop:
+        results[session] = stop.value
 
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDrafter:
     trained = read_trained(settings, METHOD, progress)
-    eagle = Eagle.from_weights(trained.card.shape, trained.weights, trained.ends).eval()
+    eagle = Eagle.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
     eagle.to(pick_device(settings.device))
     return EagleDrafter(eagle, engine_for(eagle, settings, progress), trained.info, settings.draft_candidates)
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:
-    """The layer alone; its weights were written down in bfloat16."""
+    """Return a warmed-up engine for the layer alone; its weights are stored in bfloat16."""
     device = pick_device(settings.device)
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.to(dtype).eval()
     body.set_attn_implementation(RAGGED_ATTENTION)
     info = ModelInfo("eagle", "", vocab_size=len(eagle.ids), context_length=eagle.shape.context)
-    options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on more than the tokens
+    options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     if device.type == "cuda":
-        options = replace(options, compile="off")  # graphs take ids, not inputs
+        options = replace(options, compile="off")  # CUDA graphs take ids, not input embeddings
     engine = make_engine(body, info, options, progress)
     progress("warming up")
     warm_up(engine)

@@ -1,4 +1,4 @@
-"""The target's own first layers: with layers trained to finish what they began, or as they are."""
+"""Early exit: the target's own first layers, alone or with trained layers after them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def _trained(settings: DrafterSettings, progress: Callable[[str], None]) -> Mode
     ids = tuple(weights.pop("ids").tolist())
     layers = card.shape["exit_layers"] + card.shape["layers"]
 
-    def finish(model: PreTrainedModel) -> None:
-        known = dict(model.named_parameters())
+    def load_weights(model: PreTrainedModel) -> None:
+        parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, weight in weights.items():
-                known[name].copy_(weight)
+                parameters[name].copy_(weight)
 
     options = replace(EngineOptions.of(settings), layers=layers, head_ids=ids)
     try:
-        loaded = load_model(settings.target, options, progress, change=finish)
+        loaded = load_model(settings.target, options, progress, change=load_weights)
     except (KeyError, RuntimeError) as error:
         raise StartupError(
-            f"the drafter in {folder} was made for {card.target}, it does not fit {settings.target}: {error}",
+            f"drafter {folder} was trained for {card.target} and does not fit {settings.target}: {error}",
             field="target",
             value=settings.target,
             limit=card.target,

@@ -1,4 +1,4 @@
-"""Medusa: several tokens at once from the last hidden state of the target's, which comes with each commit."""
+"""Medusa: several tokens at once from the target's last hidden state, which arrives with each commit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, offers, spread
+from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
@@ -21,71 +21,73 @@ from outrider.train.artifacts.medusa import METHOD, Medusa
 
 
 class MedusaDrafter:
-    wants_features = True
+    """Drafter whose heads predict one position each."""
+
+    needs_hidden_states = True
 
     def __init__(self, medusa: Medusa, info: ModelInfo, candidates: int) -> None:
         self.info = info
-        self.vocabulary: Vocabulary | None = None  # it was made for one target: see ModelInfo.made_for
+        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.made_for
         self._medusa = medusa
         self._candidates = candidates
-        self._states: dict[str, tuple[int, torch.Tensor]] = {}  # the target's last state, and its position
+        self._states: dict[str, tuple[int, torch.Tensor]] = {}  # by session: position and last hidden state
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         self._states.pop(session, None)
 
-    def _draft(self, ask: DraftRequest) -> DraftResult:
-        for features in ask.features:
-            row = np.frombuffer(features.rows, dtype="<f2")[-features.width :].astype(np.float32)
-            position = features.position + len(features.rows) // (2 * features.width) - 1
-            self._states[ask.session] = position, torch.from_numpy(row).to(self._medusa.embeddings.device)
-        if ask.session not in self._states:
+    def _draft(self, request: DraftRequest) -> DraftResult:
+        for part in request.hidden_states:
+            last = np.frombuffer(part.rows, dtype="<f2")[-part.width :].astype(np.float32)
+            position = part.position + len(part.rows) // (2 * part.width) - 1
+            self._states[request.session] = position, torch.from_numpy(last).to(self._medusa.embeddings.device)
+        if request.session not in self._states:
             return DraftResult(done=True)
-        position, state = self._states[ask.session]
-        token = torch.tensor(ask.tokens[position + 1], device=state.device)
-        # Head 0 foretells the token at position + 2; of later ones some may be committed by now.
-        first = ask.committed - position - 2
-        foretold = [self._medusa.foretell(state, token, head) for head in range(first, len(self._medusa.heads))]
-        if not foretold:
+        position, state = self._states[request.session]
+        token = torch.tensor(request.tokens[position + 1], device=state.device)
+        # Head 0 predicts the token at position + 2. Skip the heads whose tokens are committed by now.
+        first = request.committed - position - 2
+        states = [self._medusa.foretell(state, token, head) for head in range(first, len(self._medusa.heads))]
+        if not states:
             return DraftResult(done=True)
-        logits = spread(self._medusa.logits(torch.stack(foretold)), self._medusa.ids, ask.vocab_size)
-        return self._grow(ask, logits) if ask.branches > 1 else self._chain(ask, logits)
+        logits = scatter_to_vocabulary(self._medusa.logits(torch.stack(states)), self._medusa.ids, request.vocab_size)
+        return self._draft_tree(request, logits) if request.branches > 1 else self._draft_chain(request, logits)
 
-    def _chain(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
-        tokens = list(ask.tokens)
+    def _draft_chain(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+        tokens = list(request.tokens)
         probs: list[Distribution] = []
-        for row in logits[len(tokens) - ask.committed :][: ask.room]:
-            found = next_token(ask, row[None], tokens, self._candidates)
+        for row in logits[len(tokens) - request.committed :][: request.max_new_tokens]:
+            found = next_token(request, row[None], tokens, self._candidates)
             if found is None:
                 break
-            token, drawn_from = found
+            token, distribution = found
             tokens.append(token)
-            if drawn_from is not None:
-                probs.append(drawn_from)
-        drafted = tuple(tokens[len(ask.tokens) :])
-        return DraftResult(drafted, tuple(probs), done=len(drafted) < ask.room)
+            if distribution is not None:
+                probs.append(distribution)
+        drafted = tuple(tokens[len(request.tokens) :])
+        return DraftResult(drafted, tuple(probs), done=len(drafted) < request.max_new_tokens)
 
-    def _grow(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
-        """What may follow a place depends on its depth alone."""
-        growth = TreeBuilder(ask)
-        new: list[int] = growth.open_places()
+    def _draft_tree(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+        """Draft a tree whose choices depend on a node's depth alone."""
+        builder = TreeBuilder(request)
+        new: list[int] = builder.expandable_nodes()
         while new:
-            new = [place for place in new if growth.depth(place) < len(logits)]
-            paths = [growth.path(place) for place in new]
-            found = offers(ask, logits[[len(path) for path in paths]], paths) if new else []
-            for place, choices in zip(new, found, strict=True):
-                growth.offer(place, choices)
-            added = growth.add()
+            new = [node for node in new if builder.depth(node) < len(logits)]
+            paths = [builder.path(node) for node in new]
+            found = token_choices(request, logits[[len(path) for path in paths]], paths) if new else []
+            for node, choices in zip(new, found, strict=True):
+                builder.add_choices(node, choices)
+            added = builder.add()
             new = [] if added is None else [added]
-        return growth.draft(done=growth.room > 0)
+        return builder.result(done=builder.remaining > 0)
 
 
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MedusaDrafter:
     trained = read_trained(settings, METHOD, progress)
-    medusa = Medusa.from_weights(trained.card.shape, trained.weights, trained.ends).eval()
+    medusa = Medusa.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
     medusa.to(pick_device(settings.device))
     return MedusaDrafter(medusa, trained.info, settings.draft_candidates)

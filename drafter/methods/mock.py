@@ -1,4 +1,4 @@
-"""Matches the verifier's instant engine and is always right: for `outrider bench overhead` only."""
+"""Drafter for the mock engine whose guesses are always accepted: for `outrider bench overhead` only."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from outrider.protocol.vocabulary import Vocabulary
 
 
 class MockDrafter:
-    wants_features = False
+    needs_hidden_states = False
 
     def __init__(self) -> None:
         self.info = ModelInfo(name="instant", fingerprint="instant", architecture="none")
         self.vocabulary: Vocabulary | None = None
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
         drafts: list[DraftResult] = []
-        for ask in asks:
-            tokens = [next_token(ask.tokens[-1])]
-            while len(tokens) < ask.room:
+        for request in requests:
+            tokens = [next_token(request.tokens[-1])]
+            while len(tokens) < request.max_new_tokens:
                 tokens.append(next_token(tokens[-1]))
             drafts.append(DraftResult(tuple(tokens)))
         return drafts
 
     def forget(self, session: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
 
 @drafter("mock")

@@ -1,8 +1,8 @@
 """A small causal LM with the target's vocabulary, all sessions in one forward pass.
 
-A chain grows by a token per step. A tree grows by a level or so per step:
-what is new in it goes through the model together with the paths that lead
-there, which costs little more than one row, and nothing of it stays cached.
+A chain grows by one token per step, a tree by about one level. The new nodes
+of a tree are computed together with the paths that lead to them, which costs
+little more than one token, and nothing of the tree stays in the KV cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drafter.draft_sampling import next_token, offers, spread
+from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
@@ -25,30 +25,31 @@ from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.train.artifacts import card as cards
 
-_PREFILL_ROWS = 512
+_PREFILL_TOKENS = 512
 
-Trail = tuple[int, ...]  # guessed tokens, from what is committed
+TokenPath = tuple[int, ...]  # guessed tokens after the committed position
 
 
 @dataclass(slots=True)
-class _Offered:
-    """What may follow the open guesses of a session, as far as the model was asked: it stays true, whatever else is
-    guessed. By the path from what is committed."""
+class _KnownChoices:
+    """Choices after a session's open guesses, by path; they stay valid whatever else is guessed."""
 
     committed: int
     branches: int
-    choices: dict[Trail, list[Choice]] = field(default_factory=dict)
+    choices: dict[TokenPath, list[Choice]] = field(default_factory=dict)
 
-    def move(self, ask: DraftRequest) -> None:
-        """Some of it has been committed since."""
-        new = tuple(ask.tokens[self.committed : ask.committed])
-        kept = self.choices if ask.branches == self.branches else {}
-        self.choices = {path[len(new) :]: found for path, found in kept.items() if path[: len(new)] == new}
-        self.committed, self.branches = ask.committed, ask.branches
+    def advance(self, request: DraftRequest) -> None:
+        """Drop the choices that newly committed tokens contradict; shorten the other paths."""
+        new = tuple(request.tokens[self.committed : request.committed])
+        kept = self.choices if request.branches == self.branches else {}
+        self.choices = {path[len(new) :]: choices for path, choices in kept.items() if path[: len(new)] == new}
+        self.committed, self.branches = request.committed, request.branches
 
 
 class ModelDrafter:
-    wants_features = False
+    """Drafter that runs a language model."""
+
+    needs_hidden_states = False
 
     def __init__(
         self,
@@ -61,125 +62,129 @@ class ModelDrafter:
         self.info = replace(engine.info, made_for=made_for)
         self._engine = engine
         self._candidates = candidates
-        # The engine's columns, where it has not one for every id.
+        # The token ids of the engine's logits, if they cover only part of the vocabulary.
         self._columns = None if head_ids is None else torch.tensor(head_ids, device=engine.device)
-        self._cached: dict[str, list[int]] = {}
-        self._offered: dict[str, _Offered] = {}
-        self._shown: dict[str, list[int]] = {}  # the open guesses that go through the model in this step
+        self._cached: dict[str, list[int]] = {}  # least recently drafted first
+        self._known: dict[str, _KnownChoices] = {}
+        self._computed_nodes: dict[str, list[int]] = {}  # by session: open guesses that this step computes
         self.vocabulary: Vocabulary | None = vocabulary
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        able = [ask for ask in asks if len(ask.tokens) < self.info.context_length]
-        drafts: dict[str, DraftResult] = {}
-        while able:
-            batch = [self._rows(ask) for ask in able]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        runnable = [request for request in requests if len(request.tokens) < self.info.context_length]
+        results: dict[str, DraftResult] = {}
+        while runnable:
+            batch = [self._input(request) for request in runnable]
             try:
-                result = self._engine.extend(batch)
+                computed = self._engine.extend(batch)
             except Overloaded:
-                self._make_room(able)
+                self._evict_session(runnable)
                 continue
-            for ask, rows, logits in zip(able, batch, result.logits, strict=True):
-                drafts[ask.session] = self._drafted(ask, rows, logits)
+            for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
+                results[request.session] = self._result(request, tokens, logits)
             break
-        return [drafts.get(ask.session, DraftResult(done=True)) for ask in asks]
+        return [results.get(request.session, DraftResult(done=True)) for request in requests]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
         self._cached.pop(session, None)
-        self._offered.pop(session, None)
+        self._known.pop(session, None)
 
-    def _make_room(self, able: list[DraftRequest]) -> None:
-        """The cache is full: give up the session that was drafted longest ago; when there is no other, one that asks.
+    def _evict_session(self, runnable: list[DraftRequest]) -> None:
+        """Free the KV cache of the least recently drafted session that is not in this batch, else of one that is.
 
-        What is given up is cached again when it is asked for again.
+        An evicted session is computed again with its next request.
         """
-        asking = {ask.session for ask in able}
-        idle = next((session for session in self._cached if session not in asking), None)
-        self.forget(idle or able.pop().session)
+        in_batch = {request.session for request in runnable}
+        evicted = next((session for session in self._cached if session not in in_batch), None)
+        self.forget(evicted or runnable.pop().session)
 
-    def _rows(self, ask: DraftRequest) -> SessionTokens:
-        """Roll back to what is still true, then the tokens not seen yet; of a tree all that is open."""
-        chain = ask.tokens if ask.branches == 1 else ask.tokens[: ask.committed]
-        cached = self._cached.pop(ask.session, None)
+    def _input(self, request: DraftRequest) -> SessionTokens:
+        """Roll the KV cache back to the common prefix; return the tokens to compute after it."""
+        chain = request.tokens if request.branches == 1 else request.tokens[: request.committed]
+        cached = self._cached.pop(request.session, None)
         if cached is None:
-            cached = list(chain[: self._engine.adopt(ask.session, chain, ask.cache_salt)])
-        self._cached[ask.session] = cached  # the last of them is the one asked for last
-        same = _common(cached, chain)
-        same = min(same, len(chain) - 1)  # the last one must go through for its logits
+            cached = list(chain[: self._engine.adopt(request.session, chain, request.cache_salt)])
+        self._cached[request.session] = cached  # now the most recently drafted
+        same = min(_common_length(cached, chain), len(chain) - 1)  # the last token is always computed for its logits
         del cached[same:]
-        self._engine.truncate(ask.session, same)
-        new = chain[same : same + _PREFILL_ROWS]
+        self._engine.truncate(request.session, same)
+        new = chain[same : same + _PREFILL_TOKENS]
         if same + len(new) < len(chain):
-            return SessionTokens(ask.session, new, logits_from=len(new))
-        return SessionTokens(ask.session, new, logits_from=len(new) - 1) if ask.branches == 1 else self._tree(ask, new)
+            return SessionTokens(request.session, new, logits_from=len(new))
+        if request.branches == 1:
+            return SessionTokens(request.session, new, logits_from=len(new) - 1)
+        return self._tree_input(request, new)
 
-    def _tree(self, ask: DraftRequest, new: Sequence[int]) -> SessionTokens:
-        """The open guesses that the model has not been asked about, behind the paths that lead there."""
-        offered = self._offered.setdefault(ask.session, _Offered(ask.committed, ask.branches))
-        offered.move(ask)
-        shown: set[int] = set()
-        for node, path in enumerate(_paths(ask)):
-            if path not in offered.choices:
-                while node != ROOT and node not in shown:
-                    shown.add(node)
-                    node = ask.open_parents[node]
-        order = self._shown[ask.session] = sorted(shown)
+    def _tree_input(self, request: DraftRequest, new: Sequence[int]) -> SessionTokens:
+        """Append the open guesses whose choices are unknown, with the paths that lead to them."""
+        known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
+        known.advance(request)
+        needed: set[int] = set()
+        for node, path in enumerate(_paths(request)):
+            if path not in known.choices:
+                while node != ROOT and node not in needed:
+                    needed.add(node)
+                    node = request.open_parents[node]
+        nodes = self._computed_nodes[request.session] = sorted(needed)
         last = len(new) - 1
-        rows = {node: last + 1 + i for i, node in enumerate(order)}
-        parents = (*range(-1, last), *(rows.get(ask.open_parents[node], last) for node in order))
-        tokens = [*new, *(ask.open_tokens[node] for node in order)]
-        return SessionTokens(ask.session, tokens, parents if order else (), logits_from=last)
+        index = {node: last + 1 + i for i, node in enumerate(nodes)}
+        parents = (*range(-1, last), *(index.get(request.open_parents[node], last) for node in nodes))
+        tokens = [*new, *(request.open_tokens[node] for node in nodes)]
+        return SessionTokens(request.session, tokens, parents if nodes else (), logits_from=last)
 
-    def _drafted(self, ask: DraftRequest, rows: SessionTokens, logits: torch.Tensor) -> DraftResult:
-        """What a step's logits make of an ask; what it has cached is noted."""
-        cached = self._cached[ask.session]
-        chain = range(len(rows.tokens))
-        if rows.parents:
-            chain = range(rows.logits_from + 1)
-            self._engine.keep(ask.session, len(cached), chain)
-        cached.extend(rows.tokens[: len(chain)])
+    def _result(self, request: DraftRequest, computed: SessionTokens, logits: torch.Tensor) -> DraftResult:
+        """Record what the step has cached; draft from its logits."""
+        cached = self._cached[request.session]
+        chain = range(len(computed.tokens))
+        if computed.parents:
+            chain = range(computed.logits_from + 1)
+            self._engine.keep(request.session, len(cached), chain)
+        cached.extend(computed.tokens[: len(chain)])
         if not len(logits):
-            return DraftResult()  # a prompt longer than a step's share is not through yet: ask again
-        return self._draw(ask, logits) if ask.branches == 1 else self._grow(ask, logits)
+            return DraftResult()  # the prefill is not complete: call again
+        return self._draft_token(request, logits) if request.branches == 1 else self._draft_level(request, logits)
 
-    def _grow(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
-        """The likeliest of what may follow all open guesses: a share of what may be added, for deeper levels will want
-        theirs. `logits` are those after what is committed and after each guess that was shown."""
-        known = self._offered[ask.session].choices
-        paths = _paths(ask)
-        asked = [(), *(paths[node] for node in self._shown.pop(ask.session))]
-        new = [row for row, path in enumerate(asked) if path not in known]
+    def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+        """Add the likeliest choices after all open guesses, up to one level's share of the budget.
+
+        `logits` are those after the committed tokens and after each computed node.
+        """
+        known = self._known[request.session].choices
+        paths = _paths(request)
+        computed = [(), *(paths[node] for node in self._computed_nodes.pop(request.session))]
+        new = [row for row, path in enumerate(computed) if path not in known]
         if new:
-            chosen = [asked[row] for row in new]
-            known.update(zip(chosen, offers(ask, self._by_id(logits[new]), chosen), strict=True))
-        growth = TreeBuilder(ask)
-        for place, path in zip(range(ROOT, len(paths)), [(), *paths], strict=True):
-            growth.offer(place, known[path])
-        added = [growth.add() for _ in range(growth.share)]
-        return growth.draft(done=added[0] is None)
+            new_paths = [computed[row] for row in new]
+            new_choices = token_choices(request, self._full_logits(logits[new]), new_paths)
+            known.update(zip(new_paths, new_choices, strict=True))
+        builder = TreeBuilder(request)
+        for node, path in zip(range(ROOT, len(paths)), [(), *paths], strict=True):
+            builder.add_choices(node, known[path])
+        added = [builder.add() for _ in range(builder.level_budget)]
+        return builder.result(done=added[0] is None)
 
-    def _by_id(self, logits: torch.Tensor) -> torch.Tensor:
-        """A column per id; ids that the engine leaves out are impossible.  # [rows, vocab]"""
-        return logits if self._columns is None else spread(logits, self._columns, self.info.vocab_size)
+    def _full_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits over the whole vocabulary; ids that the engine leaves out are impossible.  # [tokens, vocab]"""
+        return logits if self._columns is None else scatter_to_vocabulary(logits, self._columns, self.info.vocab_size)
 
-    def _draw(self, ask: DraftRequest, logits: torch.Tensor) -> DraftResult:
-        found = next_token(ask, self._by_id(logits), ask.tokens, self._candidates)
-        if found is None:
+    def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+        choice = next_token(request, self._full_logits(logits), request.tokens, self._candidates)
+        if choice is None:
             return DraftResult(done=True)
-        token, drawn_from = found
-        return DraftResult((token,), () if drawn_from is None else (drawn_from,))
+        token, distribution = choice
+        return DraftResult((token,), () if distribution is None else (distribution,))
 
 
-def _paths(ask: DraftRequest) -> list[Trail]:
-    """To each open guess, from what is committed."""
-    paths: list[Trail] = []
-    for token, parent in zip(ask.open_tokens, ask.open_parents, strict=True):
+def _paths(request: DraftRequest) -> list[TokenPath]:
+    """Return the path from the committed position to each open guess."""
+    paths: list[TokenPath] = []
+    for token, parent in zip(request.open_tokens, request.open_parents, strict=True):
         paths.append((*(paths[parent] if parent != ROOT else ()), token))
     return paths
 
 
-def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common prefix. What differs lies near the end, so look there first."""
+def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return the length of the common prefix; usually all of the shorter one."""
     length = min(len(cached), len(tokens))
     if list(cached[:length]) == list(tokens[:length]):
         return length
@@ -192,7 +197,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> ModelDra
 
 
 def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[ModelDrafter, LoadedModel]:
-    """Load the model that the settings name, and make a drafter of it."""
+    """Load the model named by the settings, and build a drafter from it."""
     if not settings.model:
         raise StartupError(
             f"kind {settings.kind} needs --model", field="model", value="", limit="a directory, file or hub id"
@@ -205,10 +210,10 @@ def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[Mo
 
 
 def read_vocabulary(path: str) -> tuple[int, ...]:
-    """The ids in a file, ascending."""
+    """Return the ids in a file, ascending."""
     try:
-        found = json.loads(Path(path).read_text())
-        ids = found["ids"] if isinstance(found, dict) else found
+        content = json.loads(Path(path).read_text())
+        ids = content["ids"] if isinstance(content, dict) else content
         if not all(type(token) is int for token in ids):
             raise ValueError("not all of them are whole numbers")
     except (OSError, ValueError, TypeError, KeyError) as error:

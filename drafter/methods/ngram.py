@@ -1,41 +1,41 @@
-"""Prompt lookup: what followed the last few tokens when they came before. No model, any vocabulary."""
+"""Prompt lookup: copy what followed an earlier occurrence of the last tokens. No model, any vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from drafter.confidence import Proposal
-from drafter.grammar_filter import lawful
+from drafter.grammar_filter import filter_by_grammar
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
+from drafter.proposal import Proposal
 from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
 
-Gram = tuple[int, ...]
+Ngram = tuple[int, ...]
 
-_HOLDS = 0.6  # chance of a copied token, if those before it held
+_ACCEPTANCE = 0.6  # assumed probability of a copied token, given that those before it are accepted
 
 
 class _Index:
-    """Where each run of tokens last ended in a session's committed text, and where before that."""
+    """Position after the latest occurrence of each n-gram in a session's committed tokens."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
-        self._last: dict[Gram, int] = {}
+        self._last: dict[Ngram, int] = {}
         self._length = 0
 
     def extend(self, tokens: Sequence[int], committed: int) -> None:
-        # The run that ends the text is not indexed yet: it would find itself.
+        # The n-gram at the end of the text is not indexed yet: a lookup would find itself.
         for end in range(self._length, committed - 1):
             for size in self._sizes:
                 if size <= end + 1:
                     self._last[tuple(tokens[end + 1 - size : end + 1])] = end + 1
         self._length = max(self._length, committed - 1)
 
-    def follow(self, tokens: Sequence[int]) -> int | None:
-        """Position after the latest earlier occurrence of the longest run that ends `tokens`."""
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Return the position after the latest earlier occurrence of the longest n-gram that ends `tokens`."""
         for size in reversed(self._sizes):
             if size <= len(tokens):
                 found = self._last.get(tuple(tokens[-size:]))
@@ -45,7 +45,9 @@ class _Index:
 
 
 class NgramDrafter:
-    wants_features = False
+    """Drafter that copies from the session's own tokens."""
+
+    needs_hidden_states = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.info = ModelInfo(name="ngram", fingerprint=f"ngram-{shortest}-{longest}", architecture="none")
@@ -53,32 +55,33 @@ class NgramDrafter:
         self._sizes = range(min(shortest, longest), longest + 1)
         self._indexes: dict[str, _Index] = {}
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [self._draft(request) for request in requests]
 
-    def propose(self, ask: DraftRequest) -> Proposal:
-        """It counts nothing, so this is but a rule of thumb."""
-        draft = self._draft(ask)
-        return Proposal(draft, sum(_HOLDS**i for i in range(1, len(draft.tokens) + 1)))
+    def propose(self, request: DraftRequest) -> Proposal:
+        """Return the draft with a rough estimate of its acceptance: n-grams are not counted."""
+        result = self._draft(request)
+        return Proposal(result, sum(_ACCEPTANCE**i for i in range(1, len(result.tokens) + 1)))
 
     def forget(self, session: str) -> None:
         self._indexes.pop(session, None)
 
-    def _draft(self, ask: DraftRequest) -> DraftResult:
-        index = self._indexes.setdefault(ask.session, _Index(self._sizes))
-        index.extend(ask.tokens, ask.committed)
-        start = index.follow(ask.tokens)
+    def _draft(self, request: DraftRequest) -> DraftResult:
+        index = self._indexes.setdefault(request.session, _Index(self._sizes))
+        index.extend(request.tokens, request.committed)
+        start = index.find(request.tokens)
         if start is None:
             return DraftResult(done=True)
         tokens: list[int] = []
-        for i in range(ask.room):
-            # Past the end of the text the copy goes on with itself: a loop is continued as a loop.
+        for i in range(request.max_new_tokens):
+            # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
             source = start + i
-            tokens.append(ask.tokens[source] if source < len(ask.tokens) else tokens[source - len(ask.tokens)])
+            copied = source - len(request.tokens)
+            tokens.append(request.tokens[source] if copied < 0 else tokens[copied])
         probs: tuple[Distribution, ...] = ()
-        if ask.params.mode.needs_draft_probs:
+        if request.params.mode.needs_draft_probs:
             probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-        return lawful(ask, DraftResult(tuple(tokens), probs))
+        return filter_by_grammar(request, DraftResult(tuple(tokens), probs))
 
 
 @drafter("ngram")

@@ -1,4 +1,4 @@
-"""The drafting methods by name. Each module of this folder registers one class."""
+"""Registry of the drafting methods by name. Each module of this package registers its factories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _factories: dict[str, Factory] = {}
 
 
 def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
-    """Register a way to draft."""
+    """Register a factory of a drafting method."""
 
     def register(factory: FactoryT) -> FactoryT:
         _factories[name] = factory
@@ -31,33 +31,33 @@ def drafter(name: str) -> Callable[[FactoryT], FactoryT]:
 
 
 def _import(name: str) -> None:
-    """Load the module of one kind, so that a drafter that runs no model loads no torch."""
+    """Import the module of one kind only: a drafter without a model must not load torch."""
     module = f"{methods.__name__}.{name.replace('-', '_')}"
     if name.replace("-", "").isidentifier() and importlib.util.find_spec(module) is not None:
         importlib.import_module(module)
 
 
 def kinds() -> list[str]:
-    """Return the names of all drafters; loads every one of them."""
+    """Return the names of all drafting methods; imports all modules."""
     for module in pkgutil.iter_modules(methods.__path__):
         importlib.import_module(f"{methods.__name__}.{module.name}")
     return sorted(_factories)
 
 
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
-    """The drafter of a kind; of several joined by + one that blends them."""
+    """Build the drafter of `settings.kind`; several kinds joined by + are blended."""
     names = settings.kind.split("+")
     for name in names:
         _import(name)
         if name not in _factories:
             raise StartupError(
-                f"there is no drafter {name!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
+                f"unknown drafter kind {name!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
             )
     if len(set(names)) < len(names):
-        raise StartupError("a drafter is named twice", field="kind", value=settings.kind, limit="each once")
+        raise StartupError("drafter kind given twice", field="kind", value=settings.kind, limit="each kind once")
     members = {name: _factories[name](settings, progress) for name in names}
     if len(members) == 1:
         return members[names[0]]
-    from drafter.methods.blend import BlendDrafter  # it imports what stands above
+    from drafter.methods.blend import BlendDrafter  # here, since one kind alone does not need it
 
     return BlendDrafter(members)

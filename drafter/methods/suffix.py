@@ -1,8 +1,8 @@
-"""What followed the end of the text whenever it came before, in this session or lately in others. No model.
+"""Suffix decoding: copy the most frequent continuation of the text's longest known suffix. No model.
 
-After SuffixDecoding (arXiv 2411.04975): the longest known end of the text is
-followed along its most frequent continuations, for as long as counts say
-that the guess is likely to hold.
+After SuffixDecoding (arXiv 2411.04975). Counts come from the session's own
+tokens and from recently ended sessions. A guess is extended while the counts
+say that it is likely to be accepted.
 """
 
 from __future__ import annotations
@@ -12,58 +12,58 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.confidence import Proposal
-from drafter.grammar_filter import fitting, lawful
+from drafter.grammar_filter import allowed_length, filter_by_grammar
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.suffix_automaton import END, Automaton, Place
+from drafter.proposal import Proposal
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, TreeBuilder
+from drafter.tree_builder import ROOT, Choice, TreeBuilder
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
 
-_PORTION = 1024  # tokens of a session that are taken in per ask: other sessions wait meanwhile
-_SHARED_PORTION = 64  # … and of ended sessions
+_INDEXED_PER_REQUEST = 1024  # tokens of a session: the other sessions wait meanwhile
+_SHARED_INDEXED_PER_REQUEST = 64  # tokens of ended sessions
 _MAX_SALTS = 16
-_DOUBT = 1.0  # a token that followed a run of n tokens each of k times has probability k / (k + doubt / n)
-_SHARED_CONTEXT = 16  # tokens of the text's end that are looked up among what others said
-_SHARED_WEIGHT = 0.8  # of what others said, against what the session itself said
-_OPTIONS = 64  # continuations of one place that are looked at for siblings
+_DOUBT = 1.0  # a token that followed k of k occurrences of an n-token suffix has probability k / (k + doubt / n)
+_SHARED_CONTEXT = 16  # tokens at the end of the text that are looked up in ended sessions
+_SHARED_WEIGHT = 0.8  # of a continuation from ended sessions, relative to one from the session itself
+_MAX_OPTIONS = 64  # continuations of one place that are compared for siblings
 
 
 @dataclass(slots=True)
 class _SessionText:
-    """What one session has said."""
+    """Indexed tokens of one session."""
 
     salt: str
     automaton: Automaton = field(default_factory=Automaton)
     output: list[int] = field(default_factory=list)
 
-    def take(self, ask: DraftRequest) -> bool:
-        """Take in what is committed. False: there is more than a portion."""
+    def index(self, request: DraftRequest) -> bool:
+        """Index the committed tokens, up to the limit per request; return whether all are indexed."""
         known = self.automaton.size
-        new = ask.tokens[known : min(ask.committed, known + _PORTION)]
+        new = request.tokens[known : min(request.committed, known + _INDEXED_PER_REQUEST)]
         self.automaton.extend(new)
-        self.output += new[max(0, ask.prompt_length - known) :]
-        return self.automaton.size >= ask.committed
+        self.output += new[max(0, request.prompt_length - known) :]
+        return self.automaton.size >= request.committed
 
 
-class _SaltMemory:
-    """What ended sessions of one salt have said: the latest, and before that as much again at most."""
+class _SharedText:
+    """Indexed output of ended sessions with one cache salt, in two generations of equal size."""
 
     def __init__(self, tokens: int) -> None:
-        self._generation = max(1, tokens // 2)
+        self._generation_size = max(1, tokens // 2)
         self._generations = [Automaton()]
         self._waiting: deque[int] = deque(maxlen=tokens)
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Taken in bit by bit: a long text must not keep the others waiting."""
+    def add(self, tokens: Sequence[int]) -> None:
+        """Queue the output of a session; `index` adds it in small parts, so that no request waits long."""
         self._waiting.extend((*tokens, END))
 
-    def take(self, most: int) -> None:
-        for _ in range(min(most, len(self._waiting))):
-            if self._generations[0].size >= self._generation:
+    def index(self, max_tokens: int) -> None:
+        for _ in range(min(max_tokens, len(self._waiting))):
+            if self._generations[0].size >= self._generation_size:
                 self._generations = [Automaton(), self._generations[0]]
             self._generations[0].append(self._waiting.popleft())
 
@@ -77,25 +77,27 @@ class _SaltMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lead:
-    """A continuation: where the text's end was found, what to add, and how likely each token is to be reached."""
+class _Continuation:
+    """Copied tokens with the place of the matched suffix, and the probability that each token is reached."""
 
     automaton: Automaton
     place: Place
     tokens: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()
+    probabilities: tuple[float, ...] = ()
     weight: float = 1.0
 
     @property
     def expected(self) -> float:
-        return self.weight * sum(self.chances)
+        return self.weight * sum(self.probabilities)
 
-    def cut(self, length: int) -> _Lead:
-        return replace(self, tokens=self.tokens[:length], chances=self.chances[:length])
+    def truncated(self, length: int) -> _Continuation:
+        return replace(self, tokens=self.tokens[:length], probabilities=self.probabilities[:length])
 
 
 class SuffixDrafter:
-    wants_features = False
+    """Drafter that copies from the session's tokens and from recently ended sessions with the same cache salt."""
+
+    needs_hidden_states = False
 
     def __init__(self, shared_tokens: int, factor: float, certainty: float) -> None:
         self.info = ModelInfo(
@@ -106,100 +108,103 @@ class SuffixDrafter:
         self._factor = factor
         self._certainty = certainty
         self._texts: dict[str, _SessionText] = {}
-        self._memories: OrderedDict[str, _SaltMemory] = OrderedDict()
+        self._shared_texts: OrderedDict[str, _SharedText] = OrderedDict()
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self.propose(ask).draft for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [self.propose(request).result for request in requests]
 
-    def propose(self, ask: DraftRequest) -> Proposal:
-        text = self._texts.setdefault(ask.session, _SessionText(ask.cache_salt))
-        if not text.take(ask):
-            return Proposal(DraftResult(), 0.0)  # ask again
-        memory = self._memories.get(ask.cache_salt)
-        if memory is not None:
-            memory.take(_SHARED_PORTION)
-        lead = self._lead(ask, text.automaton, memory)
-        if ask.branches == 1:
-            lead = lead.cut(fitting(ask, lead.tokens))
-        if not lead.tokens:
+    def propose(self, request: DraftRequest) -> Proposal:
+        text = self._texts.setdefault(request.session, _SessionText(request.cache_salt))
+        if not text.index(request):
+            return Proposal(DraftResult(), 0.0)  # call again
+        shared = self._shared_texts.get(request.cache_salt)
+        if shared is not None:
+            shared.index(_SHARED_INDEXED_PER_REQUEST)
+        best = self._best_continuation(request, text.automaton, shared)
+        if request.branches == 1:
+            best = best.truncated(allowed_length(request, best.tokens))
+        if not best.tokens:
             return Proposal(DraftResult(done=True), 0.0)
-        if ask.branches > 1:
-            return Proposal(lawful(ask, self._tree(ask, lead)), lead.expected)
+        if request.branches > 1:
+            return Proposal(filter_by_grammar(request, self._tree(request, best)), best.expected)
         probs: tuple[Distribution, ...] = ()
-        if ask.params.mode.needs_draft_probs:
-            probs = tuple(Distribution((token,), (WHOLE,)) for token in lead.tokens)
-        return Proposal(DraftResult(lead.tokens, probs, done=len(lead.tokens) < ask.room), lead.expected)
+        if request.params.mode.needs_draft_probs:
+            probs = tuple(Distribution((token,), (WHOLE,)) for token in best.tokens)
+        done = len(best.tokens) < request.max_new_tokens
+        return Proposal(DraftResult(best.tokens, probs, done), best.expected)
 
     def forget(self, session: str) -> None:
         text = self._texts.pop(session, None)
         if text is None or not text.output or not self._shared_tokens:
             return
-        memory = self._memories.setdefault(text.salt, _SaltMemory(self._shared_tokens))
-        self._memories.move_to_end(text.salt)
-        if len(self._memories) > _MAX_SALTS:
-            self._memories.popitem(last=False)
-        memory.remember(text.output)
+        shared = self._shared_texts.setdefault(text.salt, _SharedText(self._shared_tokens))
+        self._shared_texts.move_to_end(text.salt)
+        if len(self._shared_texts) > _MAX_SALTS:
+            self._shared_texts.popitem(last=False)
+        shared.add(text.output)
 
-    def _lead(self, ask: DraftRequest, own: Automaton, memory: _SaltMemory | None) -> _Lead:
-        """The continuation that most is expected of."""
+    def _best_continuation(self, request: DraftRequest, own: Automaton, shared: _SharedText | None) -> _Continuation:
+        """Return the continuation with the most expected accepted tokens."""
         place = own.end
-        for token in ask.tokens[ask.committed :]:
+        for token in request.tokens[request.committed :]:
             place = own.advance(place, token)
-        best = self._follow(own, place, ask, 1.0)
-        for automaton in memory.automata if memory else ():
-            other = self._follow(automaton, automaton.locate(ask.tokens[-_SHARED_CONTEXT:]), ask, _SHARED_WEIGHT)
+        best = self._follow(own, place, request, 1.0)
+        suffix = request.tokens[-_SHARED_CONTEXT:]
+        for automaton in shared.automata if shared else ():
+            other = self._follow(automaton, automaton.locate(suffix), request, _SHARED_WEIGHT)
             if other.expected > best.expected:
                 best = other
         return best
 
-    def _follow(self, automaton: Automaton, place: Place, ask: DraftRequest, weight: float) -> _Lead:
-        place = start = automaton.known(place)
+    def _follow(self, automaton: Automaton, place: Place, request: DraftRequest, weight: float) -> _Continuation:
+        place = start = automaton.longest_followed(place)
         # Open guesses that match are no evidence: they may have been copied from there.
-        length = min(place[1], max(1, place[1] - (len(ask.tokens) - ask.committed)))
+        length = min(place[1], max(1, place[1] - (len(request.tokens) - request.committed)))
         tokens: list[int] = []
-        chances: list[float] = []
-        chance = 1.0
-        for _ in range(min(ask.room, self._reach(length))):
-            token, seen, followed = automaton.best(place)
-            chance *= seen / (followed + _DOUBT / length)
-            if chance < self._certainty or token == END:
+        probabilities: list[float] = []
+        probability = 1.0
+        for _ in range(min(request.max_new_tokens, self._max_copied(length))):
+            token, count, followed = automaton.most_frequent(place)
+            probability *= count / (followed + _DOUBT / length)
+            if probability < self._certainty or token == END:
                 break
             tokens.append(token)
-            chances.append(chance)
-            # Past the end of the text the copy goes on with itself: a loop is continued as a loop.
-            place = automaton.known(automaton.advance(place, token))
-        return _Lead(automaton, start, tuple(tokens), tuple(chances), weight)
+            probabilities.append(probability)
+            # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
+            place = automaton.longest_followed(automaton.advance(place, token))
+        return _Continuation(automaton, start, tuple(tokens), tuple(probabilities), weight)
 
-    def _reach(self, length: int) -> int:
-        """How far a match of some length is trusted."""
+    def _max_copied(self, length: int) -> int:
+        """Return how many tokens to copy after a match of `length` tokens."""
         return math.ceil(self._factor * length) if length else 0
 
-    def _tree(self, ask: DraftRequest, lead: _Lead) -> DraftResult:
-        """The same continuations with their runners-up, from all open guesses."""
-        growth = TreeBuilder(ask)
-        automaton = lead.automaton
-        own = self._texts[ask.session].automaton
-        places = {ROOT: own.end if automaton is own else automaton.locate(ask.tokens[: ask.committed])}
-        for node, (token, parent) in enumerate(zip(growth.tokens, growth.parents, strict=True)):
+    def _tree(self, request: DraftRequest, best: _Continuation) -> DraftResult:
+        """Return a tree of the less frequent continuations as well, grown from all open guesses."""
+        builder = TreeBuilder(request)
+        automaton = best.automaton
+        own = self._texts[request.session].automaton
+        root = own.end if automaton is own else automaton.locate(request.tokens[: request.committed])
+        places = {ROOT: root}
+        for node, (token, parent) in enumerate(zip(builder.tokens, builder.parents, strict=True)):
             places[node] = automaton.advance(places[parent], token)
-        limit = self._reach(max(automaton.known(place)[1] for place in places.values()))
-        for place in growth.open_places():
-            growth.offer(place, _choices(automaton, places[place], ask.branches))
-        while (added := growth.add(math.log(self._certainty))) is not None:
-            places[added] = automaton.advance(places[growth.parents[added]], growth.tokens[added])
-            if growth.depth(added) < limit:
-                growth.offer(added, _choices(automaton, places[added], ask.branches))
-        return growth.draft(done=True)
+        max_depth = self._max_copied(max(automaton.longest_followed(place)[1] for place in places.values()))
+        for node in builder.expandable_nodes():
+            builder.add_choices(node, _choices(automaton, places[node], request.branches))
+        while (added := builder.add(math.log(self._certainty))) is not None:
+            places[added] = automaton.advance(places[builder.parents[added]], builder.tokens[added])
+            if builder.depth(added) < max_depth:
+                builder.add_choices(added, _choices(automaton, places[added], request.branches))
+        return builder.result(done=True)
 
 
-def _choices(automaton: Automaton, place: Place, most: int) -> list[tuple[int, float]]:
-    place = automaton.known(place)
+def _choices(automaton: Automaton, place: Place, max_choices: int) -> list[Choice]:
+    place = automaton.longest_followed(place)
     if not place[1]:
         return []
-    _, _, followed = automaton.best(place)
+    _, _, followed = automaton.most_frequent(place)
     total = followed + _DOUBT / place[1]
-    options = automaton.nexts(place, _OPTIONS)[:most]
-    return [(token, math.log(seen / total)) for token, seen in options if token != END]
+    options = automaton.continuations(place, _MAX_OPTIONS)[:max_choices]
+    return [(token, math.log(count / total)) for token, count in options if token != END]
 
 
 @drafter("suffix")

@@ -1,9 +1,8 @@
-"""A model that speaks another vocabulary than the target drafts all the same: through text.
+"""Drafting by a model with another vocabulary than the target's, through text.
 
-What is committed is decoded and read by the model in its own tokens; what the
-model says to that is decoded and split into the target's. Any model that
-writes the same language can so draft for any target. Kind `model` does this
-when it is told the target's tokenizer.
+The committed tokens are decoded and encoded for the model; the text that the
+model generates is encoded into the target's tokens. Any model of the same
+language can thus draft for any target.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from drafter.grammar_filter import lawful
+from drafter.grammar_filter import filter_by_grammar
 from drafter.interface import Drafter, DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter, load
 from drafter.methods.registry import drafter
@@ -27,53 +26,56 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
 
-_WINDOW = 1024  # the target's tokens that the model reads at most; when they are more, the older half is left out
-_CONTEXT = 8  # tokens of context in which new text is split, and new tokens are spelt
-_OWN_PER_TOKEN = 4  # the model's tokens that a token of the target's may take, on average
-_PARTIAL = "\ufffd"  # what part of a character decodes to
+_WINDOW = 1024  # the target's tokens that the model reads; beyond that, the older half is dropped
+_CONTEXT = 8  # tokens of context for encoding new text and decoding new tokens
+_MODEL_TOKENS_PER_TOKEN = 4  # limit on the model's tokens per token of the target, on average
+_PARTIAL = "\ufffd"  # decoded form of an incomplete character
 _LAST_WORD = re.compile(r"\s*\S*$")
-_LIKELIEST = SamplingParams(temperature=0.0)
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 class BareTokenizer:
-    """A tokenizer, without what it adds of its own accord."""
+    """Tokenizer without automatic special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self.vocabulary = Vocabulary.of(tokenizer)
-        self.end: int | None = tokenizer.eos_token_id
-        start: int | None = tokenizer.bos_token_id
-        begins = tokenizer("a")["input_ids"][:1] == [start]
-        self._words = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
-        self.start = [start] if start is not None and begins else []
+        self.eos_id: int | None = tokenizer.eos_token_id
+        bos_id: int | None = tokenizer.bos_token_id
+        adds_bos = tokenizer("a")["input_ids"][:1] == [bos_id]
+        self._pre_tokenizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
+        self.prefix = [bos_id] if bos_id is not None and adds_bos else []
 
-    def read(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def spell(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def spell_behind(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """What tokens add to a text; some spell differently at the start of one."""
+    def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text that tokens add after others; some decode differently at the start of a text."""
         context = list(before[-_CONTEXT:])
-        known = self.spell(context)
-        whole = self.spell([*context, *tokens])
+        known = self.decode(context)
+        whole = self.decode([*context, *tokens])
         return whole[len(known) :] if whole.startswith(known) else ""
 
-    def split_behind(self, before: Sequence[int], text: str) -> list[int]:
-        """The tokens of a text that goes on behind others. None if it would merge with them: those are committed, and
-        no tokens behind them spell it then as the target would."""
+    def encode_after(self, before: Sequence[int], text: str) -> list[int]:
+        """Return the tokens of a text that continues others.
+
+        Return none if the text would merge with the tokens before it: these
+        are committed, so the target would encode the continuation differently.
+        """
         for size in range(min(len(before), _CONTEXT), 0, -1):
             context = list(before[-size:])
-            tokens = self.read(self.spell(context) + text)
+            tokens = self.encode(self.decode(context) + text)
             if tokens[:size] == context:
                 return tokens[size:]
         return []
 
-    def settled(self, text: str) -> str:
-        """What more letters cannot change: all but the last word, as this tokenizer sees words."""
-        words = self._words.pre_tokenize_str(text) if self._words is not None else []
+    def stable_prefix(self, text: str) -> str:
+        """Return all but the last word: further characters cannot change the tokens of this prefix."""
+        words = self._pre_tokenizer.pre_tokenize_str(text) if self._pre_tokenizer is not None else []
         if len(words) > 1:
             return text[: words[-1][1][0]]
         last = _LAST_WORD.search(text)
@@ -81,117 +83,124 @@ class BareTokenizer:
 
 
 @dataclass(slots=True)
-class _Writing:
-    """One ask on its way through the other language."""
+class _Translation:
+    """Progress of one request through the model's vocabulary."""
 
-    ask: DraftRequest
-    own: list[int]  # what the model has read, in its own tokens
-    said: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # the target's, so far
-    over: bool = False
+    request: DraftRequest
+    context: list[int]  # the committed and guessed text in the model's tokens
+    generated: list[int] = field(default_factory=list)  # the model's tokens
+    tokens: list[int] = field(default_factory=list)  # the target's tokens for them
+    done: bool = False
 
     @property
-    def own_ask(self) -> DraftRequest:
+    def model_request(self) -> DraftRequest:
         return DraftRequest(
-            session=self.ask.session,
-            tokens=self.own + self.said,
-            committed=len(self.own),
-            prompt_length=len(self.own),
-            room=1,
-            params=_LIKELIEST,
+            session=self.request.session,
+            tokens=self.context + self.generated,
+            committed=len(self.context),
+            prompt_length=len(self.context),
+            max_new_tokens=1,
+            params=_GREEDY,
             vocab_size=2**31,
-            cache_salt=self.ask.cache_salt,
+            cache_salt=self.request.cache_salt,
         )
 
 
 class TranslatingDrafter:
-    wants_features = False
+    """Drafter that wraps a model with another vocabulary."""
 
-    def __init__(self, inner: Drafter, own: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
-        self._inner = inner
-        self._own = BareTokenizer(own)
-        self._target = BareTokenizer(target)
-        self.vocabulary: Vocabulary | None = self._target.vocabulary
-        self._from: dict[str, int] = {}  # where in each session the model begins to read
+    needs_hidden_states = False
+
+    def __init__(self, model: Drafter, own: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
+        self._model = model
+        self._model_tokenizer = BareTokenizer(own)
+        self._target_tokenizer = BareTokenizer(target)
+        self.vocabulary: Vocabulary | None = self._target_tokenizer.vocabulary
+        self._window_starts: dict[str, int] = {}  # by session: first token that the model reads
 
     @property
     def info(self) -> ModelInfo:
-        """The model's own, but that it takes and gives the target's tokens."""
+        """Return the model's info with the target's vocabulary."""
+        target = self._target_tokenizer
         return replace(
-            self._inner.info,
-            vocab_size=len(self._target.vocabulary.tokens),
-            vocabulary_digest=self._target.vocabulary.digest,
-            eos_token_ids=() if self._target.end is None else (self._target.end,),
+            self._model.info,
+            vocab_size=len(target.vocabulary.tokens),
+            vocabulary_digest=target.vocabulary.digest,
+            eos_token_ids=() if target.eos_id is None else (target.eos_id,),
         )
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        writings = [self._begin(ask) for ask in asks]
-        while unfinished := [writing for writing in writings if not writing.over]:
-            drafts = self._inner.draft([writing.own_ask for writing in unfinished])
-            for writing, draft in zip(unfinished, drafts, strict=True):
-                self._go_on(writing, draft)
-        return [lawful(writing.ask, _answer(writing)) for writing in writings]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        translations = [self._start(request) for request in requests]
+        while running := [translation for translation in translations if not translation.done]:
+            results = self._model.draft([translation.model_request for translation in running])
+            for translation, result in zip(running, results, strict=True):
+                self._advance(translation, result)
+        return [filter_by_grammar(translation.request, _result(translation)) for translation in translations]
 
     def forget(self, session: str) -> None:
-        self._from.pop(session, None)
-        self._inner.forget(session)
+        self._window_starts.pop(session, None)
+        self._model.forget(session)
 
-    def _begin(self, ask: DraftRequest) -> _Writing:
-        limit = self._inner.info.context_length - _OWN_PER_TOKEN * (ask.room + 2)
-        start = self._from.get(ask.session, 0)
+    def _start(self, request: DraftRequest) -> _Translation:
+        limit = self._model.info.context_length - _MODEL_TOKENS_PER_TOKEN * (request.max_new_tokens + 2)
+        start = self._window_starts.get(request.session, 0)
         while True:
-            if len(ask.tokens) - start > _WINDOW:
-                start = len(ask.tokens) - _WINDOW // 2
-            text = self._target.spell(ask.tokens[start:])
-            own = self._own.start + self._own.read(text)
-            if len(own) <= limit or len(ask.tokens) - start < 2:
+            if len(request.tokens) - start > _WINDOW:
+                start = len(request.tokens) - _WINDOW // 2
+            text = self._target_tokenizer.decode(request.tokens[start:])
+            context = self._model_tokenizer.prefix + self._model_tokenizer.encode(text)
+            if len(context) <= limit or len(request.tokens) - start < 2:
                 break
-            start += (len(ask.tokens) - start) // 2
-        self._from[ask.session] = start
-        # Nobody can go on behind half a character.
-        return _Writing(ask, own, over=not own or len(own) > limit or text.endswith(_PARTIAL))
+            start += (len(request.tokens) - start) // 2
+        self._window_starts[request.session] = start
+        # An incomplete character at the end has no encoding that the model could continue.
+        unusable = not context or len(context) > limit or text.endswith(_PARTIAL)
+        return _Translation(request, context, done=unusable)
 
-    def _go_on(self, writing: _Writing, draft: DraftResult) -> None:
-        if not draft.tokens:
-            writing.over = draft.done  # if not, the model has not read everything yet
+    def _advance(self, translation: _Translation, result: DraftResult) -> None:
+        if not result.tokens:
+            translation.done = result.done  # otherwise the model's prefill is not complete
             return
-        (token,) = draft.tokens[:1]
-        if token in self._inner.info.eos_token_ids:
-            writing.over = True
-            writing.tokens = self._to_the_end(writing)
+        (token,) = result.tokens[:1]
+        if token in self._model.info.eos_token_ids:
+            translation.done = True
+            translation.tokens = self._final_tokens(translation)
             return
-        writing.said.append(token)
-        text = self._own.spell_behind(writing.own, writing.said).split(_PARTIAL)[0]
-        writing.tokens = self._split(writing, self._target.settled(text))
-        if len(writing.said) >= _OWN_PER_TOKEN * (writing.ask.room + 1):
-            writing.over = True
-            # One long word, or a language that has no spaces: all but the last is a fair guess.
-            writing.tokens = writing.tokens or self._split(writing, text)[:-1]
-        writing.over |= len(writing.tokens) >= writing.ask.room
+        translation.generated.append(token)
+        text = self._model_tokenizer.decode_after(translation.context, translation.generated).split(_PARTIAL)[0]
+        translation.tokens = self._encode(translation, self._target_tokenizer.stable_prefix(text))
+        max_new_tokens = translation.request.max_new_tokens
+        if len(translation.generated) >= _MODEL_TOKENS_PER_TOKEN * (max_new_tokens + 1):
+            translation.done = True
+            # One long word, or a language without spaces: all tokens but the last are likely right.
+            translation.tokens = translation.tokens or self._encode(translation, text)[:-1]
+        translation.done |= len(translation.tokens) >= max_new_tokens
 
-    def _to_the_end(self, writing: _Writing) -> list[int]:
-        """The model has no more to say: nothing will change its last word."""
-        text = self._own.spell_behind(writing.own, writing.said)
-        tokens = self._split(writing, text.split(_PARTIAL)[0])
-        told = bool(tokens or not writing.said) and _PARTIAL not in text
-        return [*tokens, self._target.end] if told and self._target.end is not None else tokens
+    def _final_tokens(self, translation: _Translation) -> list[int]:
+        """Return the tokens of the complete text, with the target's end token: the last word cannot change any more."""
+        text = self._model_tokenizer.decode_after(translation.context, translation.generated)
+        tokens = self._encode(translation, text.split(_PARTIAL)[0])
+        complete = bool(tokens or not translation.generated) and _PARTIAL not in text
+        eos_id = self._target_tokenizer.eos_id
+        return [*tokens, eos_id] if complete and eos_id is not None else tokens
 
-    def _split(self, writing: _Writing, text: str) -> list[int]:
-        tokens = self._target.split_behind(writing.ask.tokens, text) if text else []
-        unknown = (i for i, token in enumerate(tokens) if token >= writing.ask.vocab_size)
+    def _encode(self, translation: _Translation, text: str) -> list[int]:
+        tokens = self._target_tokenizer.encode_after(translation.request.tokens, text) if text else []
+        unknown = (i for i, token in enumerate(tokens) if token >= translation.request.vocab_size)
         return tokens[: next(unknown, len(tokens))]
 
 
-def _answer(writing: _Writing) -> DraftResult:
-    tokens = tuple(writing.tokens[: writing.ask.room])
+def _result(translation: _Translation) -> DraftResult:
+    request = translation.request
+    tokens = tuple(translation.tokens[: request.max_new_tokens])
     probs: tuple[Distribution, ...] = ()
-    if writing.ask.params.mode.needs_draft_probs:
+    if request.params.mode.needs_draft_probs:
         probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-    return DraftResult(tokens, probs, done=len(tokens) < writing.ask.room)
+    return DraftResult(tokens, probs, done=len(tokens) < request.max_new_tokens)
 
 
 def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrainedTokenizerBase:
-    """A directory needs to hold no more than the tokenizer."""
+    """Load the target's tokenizer; a directory needs no other files."""
     place = name if Path(name).is_dir() else locate(name, progress)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)

@@ -197,7 +197,7 @@ async def test_branches_are_checked(home: Home) -> None:
 class Listener:
     """A drafter that wants hidden states, keeps what it is given, and guesses nothing. `pause_s` holds a session up."""
 
-    wants_features = True
+    needs_hidden_states = True
 
     def __init__(self, name: str = "listener", pause_s: float = 0.0) -> None:
         self._pause_s = pause_s
@@ -206,11 +206,11 @@ class Listener:
         self.heard: dict[str, list[HiddenStates]] = {}
         self.ended = threading.Event()
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
         time.sleep(self._pause_s)
-        for one in asks:
-            self.heard.setdefault(one.session, []).extend(one.features)
-        return [DraftResult((), done=True) for _ in asks]
+        for one in requests:
+            self.heard.setdefault(one.session, []).extend(one.hidden_states)
+        return [DraftResult((), done=True) for _ in requests]
 
     def forget(self, session: str) -> None:
         self.ended.set()
@@ -230,14 +230,14 @@ class Listener:
 class Mute(Listener):
     """Wants nothing."""
 
-    wants_features = False
+    needs_hidden_states = False
 
 
 class Babbler(Listener):
     """Guesses what there is not."""
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [DraftResult((1_000_000,), done=True) for _ in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [DraftResult((1_000_000,), done=True) for _ in requests]
 
 
 @asynccontextmanager

@@ -16,8 +16,8 @@ def shown(share: float, held: float, rank: int = 0, count: int = 400) -> Calibra
     calibration = Calibration()
     for number in range(count):
         for other in range(rank + 1):
-            calibration.offered(other, math.log(share))
-        calibration.judged(rank + 1, rank if (number + 1) * held % 1 < held else None)
+            calibration.record_proposed(other, math.log(share))
+        calibration.record_outcome(rank + 1, rank if (number + 1) * held % 1 < held else None)
     return calibration
 
 
@@ -51,6 +51,6 @@ def test_nothing_is_made_certain() -> None:
 def test_any_history_gives_a_logarithm_of_a_probability(history, rank: int, logprob: float) -> None:
     calibration = Calibration()
     for offered, share, siblings, held in history:
-        calibration.offered(offered, share)
-        calibration.judged(siblings, held)
+        calibration.record_proposed(offered, share)
+        calibration.record_outcome(siblings, held)
     assert -200.0 < calibration.score(rank, logprob) <= 0.0

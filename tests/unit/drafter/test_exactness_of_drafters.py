@@ -139,8 +139,8 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
 
 
 def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
-    while (ask := session.ask()) is not None:
-        session.take(drafter.draft([ask])[0], 0)
+    while (request := session.next_request()) is not None:
+        session.add_result(drafter.draft([request])[0], 0)
     guesses = []
     while not session.outbox.empty():
         guess = session.outbox.get_nowait()
@@ -155,11 +155,11 @@ def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
 class Picky(BlendDrafter):
     """Lets the model draw, and sends the copy instead where the two differ."""
 
-    def _answer(self, plan: blending._Plan, drafted: DraftResult | None) -> DraftResult:
-        copied = plan.proposal.draft
+    def _result(self, plan: blending._DraftPlan, drafted: DraftResult | None) -> DraftResult:
+        copied = plan.proposal.result
         if drafted is not None and copied.tokens and drafted.tokens[:1] != copied.tokens[:1]:
             return copied
-        return super()._answer(plan, drafted)
+        return super()._result(plan, drafted)
 
 
 class Choosy(GuessTree):
@@ -186,18 +186,18 @@ class Enumerated:
     clock: Clock = field(default_factory=Clock)
     cost_s: float = 0.0
     vocabulary: Vocabulary | None = SPOKEN
-    wants_features: bool = False
+    needs_hidden_states: bool = False
     info: ModelInfo = field(default_factory=lambda: ModelInfo("enumerated", "enumerated", vocab_size=3))
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
         self.clock.now += self.cost_s
-        return [self._draft(ask) for ask in asks]
+        return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         """Nothing is kept."""
 
-    def _draft(self, ask: DraftRequest) -> DraftResult:
-        drawn_from = self.pair.draft(tuple(ask.tokens[ask.prompt_length :]))
+    def _draft(self, request: DraftRequest) -> DraftResult:
+        drawn_from = self.pair.draft(tuple(request.tokens[request.prompt_length :]))
         return DraftResult((self.branches.token(drawn_from),), (drawn_from,))
 
 
@@ -245,8 +245,8 @@ def enumerable(mode: Verification, pair: Pair, prompt: Path = UNDECIDED, **more:
 # What comes before, the seconds that the model takes, and what the blend is brought to by that.
 BLENDS = {
     "the model drafts": (UNDECIDED, 0.0, "MODEL"),
-    "the model goes on behind a copy": ((0,) * 7, 0.0, "MIXED"),
-    "copies, for the model is slow": (UNDECIDED, 0.05, "FREE"),
+    "the model goes on behind a copy": ((0,) * 7, 0.0, "PROPOSAL_THEN_MODEL"),
+    "copies, for the model is slow": (UNDECIDED, 0.05, "PROPOSAL"),
 }
 
 
@@ -264,14 +264,14 @@ def blended(kind: type[BlendDrafter], cost_s: float, *pairs: Pair) -> Callable[[
 def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How blends have answered where there was a copy."""
     taken: Counter[str] = Counter()
-    real = BlendDrafter._way
+    real = BlendDrafter._choose_source
 
-    def noting(self: BlendDrafter, session: blending._Session, plan: blending._Plan) -> blending._Member:
+    def noting(self: BlendDrafter, session: blending._SessionState, plan: blending._DraftPlan) -> blending._DraftSource:
         way = real(self, session, plan)
-        taken[way.name] += bool(plan.proposal.draft.tokens)
+        taken[way.name] += bool(plan.proposal.result.tokens)
         return way
 
-    monkeypatch.setattr(BlendDrafter, "_way", noting)
+    monkeypatch.setattr(BlendDrafter, "_choose_source", noting)
     return taken
 
 
@@ -445,7 +445,7 @@ def test_seeded_draws_of_a_blend_follow_the_target(
 ) -> None:
     p = blend(mode, NEAR).p(DRAWS)
     assert noted(f"blend, {mode.name.lower()}", p, record_property) > LOWEST_P
-    assert min(ways[way] for way in ("FREE", "MIXED", "MODEL")) > DRAWS // 20
+    assert min(ways[way] for way in ("PROPOSAL", "PROPOSAL_THEN_MODEL", "MODEL")) > DRAWS // 20
 
 
 @pytest.mark.parametrize("mode", DRAWN)

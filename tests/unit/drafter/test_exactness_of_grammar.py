@@ -19,7 +19,7 @@ import torch
 
 from drafter import draft_sampling
 from drafter.grammar import GrammarCursor
-from drafter.grammar_filter import lawful
+from drafter.grammar_filter import filter_by_grammar
 from drafter.interface import DraftResult
 from drafter.session import DraftOpening as Drafted
 from drafter.session import DraftSession as Drafting
@@ -111,9 +111,9 @@ class Both:
     def __init__(self, params: SamplingParams, *, blind: bool = False, gamma: int = 2, branches: int = 1) -> None:
         self.params = params
         self.verifier = VerifySession(VerifyOpening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.guide(params))
-        rails = None if blind else GrammarCursor(GRAMMARS.guide(params), START)
+        grammar_cursor = None if blind else GrammarCursor(GRAMMARS.guide(params), START)
         opening = Drafted("s", 1, PROMPT, START, params, VOCAB, Steering(gamma=gamma, branches=branches))
-        self.drafter = Drafting(opening, rails=rails)
+        self.drafter = Drafting(opening, grammar_cursor=grammar_cursor)
         self.accepted = 0
 
     @property
@@ -151,17 +151,24 @@ class Both:
 def drawn(both: Both, branches: Branches, *, cut: bool = False) -> None:
     """The drafter's own draws, every way there is."""
     drafter = both.drafter
-    while (ask := drafter.ask()) is not None:
-        path = tuple(ask.tokens[START:])
-        ready, live = draft_sampling._restricted(ask, rows("draft", [path]), [ask.tokens[ask.committed :]])
+    while (request := drafter.next_request()) is not None:
+        path = tuple(request.tokens[START:])
+        ready, live = draft_sampling._mask_by_grammar(
+            request, rows("draft", [path]), [request.tokens[request.committed :]]
+        )
         if not live:
-            drafter.take(DraftResult(done=True), 0)
+            drafter.add_result(DraftResult(done=True), 0)
             continue
-        probs = sampling.candidates(ready, ask.params).probs[0]
+        probs = sampling.candidates(ready, request.params).probs[0]
         drawn_from = sampling.quantise(probs, torch.arange(VOCAB), VOCAB)
         draft = DraftResult((branches.token(drawn_from),), (drawn_from,))
-        drafter.take(
-            lawful(replace(ask, rails=GrammarCursor(GRAMMARS.guide(ask.params), START)), draft) if cut else draft, 0
+        drafter.add_result(
+            filter_by_grammar(
+                replace(request, grammar_cursor=GrammarCursor(GRAMMARS.guide(request.params), START)), draft
+            )
+            if cut
+            else draft,
+            0,
         )
 
 
@@ -226,20 +233,20 @@ SEEDS = 1500
 def shared(both: Both) -> None:
     """Guesses as a model drafter makes them, a level at a time."""
     drafter = both.drafter
-    while (ask := drafter.ask()) is not None:
-        if ask.branches == 1:
-            path = tuple(ask.tokens[START:])
-            found = draft_sampling.next_token(ask, rows("draft", [path]), ask.tokens, 4)
-            drafter.take(DraftResult(done=True) if found is None else DraftResult((found[0],)), 0)
+    while (request := drafter.next_request()) is not None:
+        if request.branches == 1:
+            path = tuple(request.tokens[START:])
+            found = draft_sampling.next_token(request, rows("draft", [path]), request.tokens, 4)
+            drafter.add_result(DraftResult(done=True) if found is None else DraftResult((found[0],)), 0)
             continue
-        growth = TreeBuilder(ask)
-        places = growth.open_places()
-        paths = [growth.path(place) for place in places]
-        said = rows("draft", [(*ask.tokens[START : ask.committed], *path) for path in paths])
-        for place, choices in zip(places, draft_sampling.offers(ask, said, paths), strict=True):
-            growth.offer(place, choices)
-        added = [growth.add() for _ in range(growth.share)]
-        drafter.take(growth.draft(done=added[0] is None), 0)
+        builder = TreeBuilder(request)
+        places = builder.expandable_nodes()
+        paths = [builder.path(place) for place in places]
+        said = rows("draft", [(*request.tokens[START : request.committed], *path) for path in paths])
+        for place, choices in zip(places, draft_sampling.token_choices(request, said, paths), strict=True):
+            builder.add_choices(place, choices)
+        added = [builder.add() for _ in range(builder.level_budget)]
+        drafter.add_result(builder.result(done=added[0] is None), 0)
 
 
 def text_of(seed: int, *, plain: bool = False, blind: bool = False, branches: int = 1, **more: Any) -> tuple[Path, int]:

@@ -42,8 +42,8 @@ def sent(session: DraftSession) -> list[Guess]:
 
 
 def draft(session: DraftSession, *tokens: int, done: bool = False, parents: tuple[int, ...] = ()) -> list[Guess]:
-    session.ask()
-    session.take(DraftResult(tokens, done=done, parents=parents), 100)
+    session.next_request()
+    session.add_result(DraftResult(tokens, done=done, parents=parents), 100)
     return sent(session)
 
 
@@ -51,41 +51,46 @@ def draft(session: DraftSession, *tokens: int, done: bool = False, parents: tupl
 
 
 def test_a_new_session_asks_for_gamma_tokens_after_the_prompt() -> None:
-    ask = opened(gamma=4).ask()
-    assert ask is not None
-    assert (list(ask.tokens), ask.committed, ask.prompt_length, ask.room) == ([1, 2, 3], 3, 3, 4)
+    request = opened(gamma=4).next_request()
+    assert request is not None
+    assert (list(request.tokens), request.committed, request.prompt_length, request.max_new_tokens) == (
+        [1, 2, 3],
+        3,
+        3,
+        4,
+    )
 
 
 def test_an_ask_continues_the_open_chain() -> None:
     session = opened(gamma=4)
     draft(session, 7)
-    ask = session.ask()
-    assert ask is not None
-    assert (list(ask.tokens), ask.committed, ask.room) == ([1, 2, 3, 7], 3, 3)
+    request = session.next_request()
+    assert request is not None
+    assert (list(request.tokens), request.committed, request.max_new_tokens) == ([1, 2, 3, 7], 3, 3)
 
 
 def test_nothing_is_asked_at_gamma_zero_or_when_the_chain_is_long_enough() -> None:
-    assert opened(gamma=0).ask() is None
+    assert opened(gamma=0).next_request() is None
     session = opened(gamma=2)
     draft(session, 7, 8)
-    assert session.ask() is None
+    assert session.next_request() is None
     session.steer(Steering(gamma=3))
-    assert session.ask() is not None
+    assert session.next_request() is not None
 
 
-@pytest.mark.parametrize(("max_tokens", "room"), [(1, None), (2, 1), (3, 2), (100, 4)])
-def test_no_guess_past_what_may_be_committed(max_tokens: int, room: int | None) -> None:
+@pytest.mark.parametrize(("max_tokens", "max_new_tokens"), [(1, None), (2, 1), (3, 2), (100, 4)])
+def test_no_guess_past_what_may_be_committed(max_tokens: int, max_new_tokens: int | None) -> None:
     """The last token of all is always the target's own."""
-    ask = opened(gamma=4, max_tokens=max_tokens).ask()
-    assert (ask.room if ask else None) == room
+    request = opened(gamma=4, max_tokens=max_tokens).next_request()
+    assert (request.max_new_tokens if request else None) == max_new_tokens
 
 
 def test_a_drafter_that_is_done_is_asked_again_after_a_commit() -> None:
     session = opened()
     draft(session, done=True)
-    assert session.ask() is None
+    assert session.next_request() is None
     session.commit(3, (9,))
-    assert session.ask() is not None
+    assert session.next_request() is not None
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
@@ -115,11 +120,11 @@ def test_an_eager_session_asks_for_little_at_a_time() -> None:
     session = opened(gamma=64)
     session.steer(Steering(eager=True))
     for _ in range(20):
-        ask = session.ask()
-        assert ask is not None
-        session.take(DraftResult((7,) * ask.room), 2_000 * ask.room)
-        session.commit(len(session._committed), (9,))
-    assert ask.room == 2
+        request = session.next_request()
+        assert request is not None
+        session.add_result(DraftResult((7,) * request.max_new_tokens), 2_000 * request.max_new_tokens)
+        session.commit(len(session._guesses.committed), (9,))
+    assert request.max_new_tokens == 2
 
 
 def test_nothing_to_guess_is_said_once_per_position() -> None:
@@ -135,9 +140,9 @@ def test_an_agreeing_commit_keeps_the_chain_and_the_next_guess_hangs_from_it() -
     session = opened(gamma=3)
     draft(session, 7, 8, 9)
     session.commit(3, (7, 8))
-    ask = session.ask()
-    assert ask is not None
-    assert (list(ask.tokens), ask.committed, ask.room) == ([1, 2, 3, 7, 8, 9], 5, 2)
+    request = session.next_request()
+    assert request is not None
+    assert (list(request.tokens), request.committed, request.max_new_tokens) == ([1, 2, 3, 7, 8, 9], 5, 2)
     assert draft(session, 4, 5) == [Guess(6, 4, 3, (4, 5), draft_us=100)]
 
 
@@ -145,9 +150,9 @@ def test_a_disagreeing_commit_drops_the_chain() -> None:
     session = opened(gamma=3)
     draft(session, 7, 8, 9)
     session.commit(3, (7, 5))
-    ask = session.ask()
-    assert ask is not None
-    assert (list(ask.tokens), ask.room) == ([1, 2, 3, 7, 5], 3)
+    request = session.next_request()
+    assert request is not None
+    assert (list(request.tokens), request.max_new_tokens) == ([1, 2, 3, 7, 5], 3)
     assert draft(session, 1, 2, 3) == [Guess(5, 4, 0, (1, 2, 3), draft_us=100)], "from the committed prefix again"
 
 
@@ -157,12 +162,12 @@ def test_what_was_drafted_while_a_bonus_came_follows_another_path_unless_it_was_
 ) -> None:
     session = opened(gamma=4)
     draft(session, 7, 8)
-    session.ask()
+    session.next_request()
     session.commit(3, (7, 8, 9))
-    session.take(DraftResult((token, 4), done=True), 10)
-    ask = session.ask()
-    assert ask is not None
-    assert list(ask.tokens[ask.committed :]) == list(kept)
+    session.add_result(DraftResult((token, 4), done=True), 10)
+    request = session.next_request()
+    assert request is not None
+    assert list(request.tokens[request.committed :]) == list(kept)
 
 
 def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
@@ -170,11 +175,11 @@ def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
     (guess,) = draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 0))
     assert (guess.tokens, guess.parents, guess.parent) == ((7, 8, 9, 4), (0, 0, 1, 1), 0)
     session.steer(Steering(gamma=3))
-    ask = session.ask()
-    assert ask is not None
-    assert (ask.open_tokens, ask.open_parents, ask.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
-    assert list(ask.tokens) == [1, 2, 3, 7, 9]
-    session.take(DraftResult((5, 6), parents=(2, 3)), 0)
+    request = session.next_request()
+    assert request is not None
+    assert (request.open_tokens, request.open_parents, request.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
+    assert list(request.tokens) == [1, 2, 3, 7, 9]
+    session.add_result(DraftResult((5, 6), parents=(2, 3)), 0)
     assert [(g.parent, g.tokens) for g in sent(session)] == [(3, (5,)), (4, (6,))]
 
 
@@ -182,18 +187,18 @@ def test_a_commit_prunes_the_tree_to_the_branch_that_came_true() -> None:
     session = opened(gamma=2, branches=2)
     draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 1))
     session.commit(3, (8,))
-    ask = session.ask()
-    assert ask is not None
-    assert (ask.open_tokens, ask.open_parents, list(ask.tokens)) == ((4,), (-1,), [1, 2, 3, 8, 4])
+    request = session.next_request()
+    assert request is not None
+    assert (request.open_tokens, request.open_parents, list(request.tokens)) == ((4,), (-1,), [1, 2, 3, 8, 4])
     (guess,) = draft(session, 5, 6, parents=(0, -1))[:1]
     assert (guess.position, guess.parent, guess.tokens) == (5, 4, (5,))
 
 
 def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
     session = opened(gamma=3, branches=2)
-    session.ask()
+    session.next_request()
     session.commit(3, (7,))
-    session.take(DraftResult((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
+    session.add_result(DraftResult((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
     assert sent(session) == [], "it was done for what was asked, not for what is asked now"
     guess, passed = draft(session, done=True)
     assert (guess.position, guess.tokens) == (4, (9, 6)), "8 and 5 are gone with what they hang from"
@@ -204,23 +209,23 @@ def test_an_eager_session_widens_its_tree_until_no_more_may_be_open() -> None:
     session = opened(gamma=2, branches=2)
     session.steer(Steering(eager=True, nodes=5))
     draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 1))
-    ask = session.ask()
-    assert ask is not None
-    assert (ask.room, ask.budget) == (1, 1)
+    request = session.next_request()
+    assert request is not None
+    assert (request.max_new_tokens, request.budget) == (1, 1)
     draft(session, 6, parents=(0,))
-    assert session.ask() is None
+    assert session.next_request() is None
 
 
 def test_a_drawn_token_has_no_sibling() -> None:
     session = opened(gamma=3, branches=4, verification=Verification.BLOCK)
-    ask = session.ask()
-    assert ask is not None
-    assert (ask.branches, ask.budget) == (1, 3)
+    request = session.next_request()
+    assert request is not None
+    assert (request.branches, request.budget) == (1, 3)
 
 
 def test_an_unsent_chain_that_was_committed_meanwhile_is_sent_without_its_head() -> None:
     session = opened(gamma=3)
-    session.take(DraftResult((7, 8)), 10)
+    session.add_result(DraftResult((7, 8)), 10)
     session.commit(3, (7,))
     assert draft(session, 9, 4) == [Guess(4, 1, 0, (8, 9, 4), draft_us=110)]
 
@@ -231,9 +236,9 @@ def test_commits_that_overlap_are_merged() -> None:
     session.commit(3, (7,))
     session.commit(3, (7, 8))
     session.commit(3, (7,))
-    ask = session.ask()
-    assert ask is not None
-    assert (ask.committed, list(ask.tokens)) == (5, [1, 2, 3, 7, 8, 9])
+    request = session.next_request()
+    assert request is not None
+    assert (request.committed, list(request.tokens)) == (5, [1, 2, 3, 7, 8, 9])
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,7 @@ def test_a_commit_that_cannot_be_is_refused(position: int, tokens: tuple[int, ..
 def test_distributions_travel_with_their_tokens() -> None:
     session = opened(gamma=2, verification=Verification.BLOCK)
     probs = (Distribution((7,), (WHOLE,)), Distribution((8, 9), (WHOLE - 1, 1)))
-    session.take(DraftResult((7, 8), probs), 0)
+    session.add_result(DraftResult((7, 8), probs), 0)
     (guess,) = sent(session)
     assert guess.draft_probs == probs
 
@@ -298,14 +303,16 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     underway: list[Guess] = []
     for _ in range(data.draw(st.integers(1, 14))):
         action = data.draw(st.sampled_from(["draft", "draft", "deliver", "step", "hear", "steer"]))
-        if action == "draft" and (ask := session.ask()) is not None:
-            assert list(ask.tokens[: ask.committed]) == committed[: ask.committed]
+        if action == "draft" and (request := session.next_request()) is not None:
+            assert list(request.tokens[: request.committed]) == committed[: request.committed]
             branching = not single and data.draw(st.booleans())
-            tokens = tuple(data.draw(st.lists(token, min_size=1, max_size=ask.budget if branching else ask.room)))
-            places = range(len(ask.open_tokens), len(ask.open_tokens) + len(tokens))
+            tokens = tuple(
+                data.draw(st.lists(token, min_size=1, max_size=request.budget if branching else request.max_new_tokens))
+            )
+            places = range(len(request.open_tokens), len(request.open_tokens) + len(tokens))
             parents = tuple(data.draw(st.integers(-1, place - 1)) for place in places) if branching else ()
             probs = tuple(Distribution((t,), (WHOLE,)) for t in tokens) if single else ()
-            session.take(DraftResult(tokens, probs, data.draw(st.booleans()), parents), 5)
+            session.add_result(DraftResult(tokens, probs, data.draw(st.booleans()), parents), 5)
             underway += sent(session)
         elif action == "deliver" and underway:
             tree.add(underway.pop(0))
@@ -325,7 +332,7 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     for news in unsaid:
         session.commit(*news)
     # All is said: what the drafter holds open and has sent is what the verifier can check.
-    open_ = {tuple(session._path(node)) for node in session._tree if node.node_id}
+    open_ = {tuple(session._guesses.path(node)) for node in session._guesses.nodes if node.node_id}
     block = tree.block(99, 99)
     held = {tuple(block.path_to(row)) for row in range(1, len(block.tokens) + 1)}
     assert open_ <= held
@@ -339,8 +346,8 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
     committed = list(PROMPT)
     tree = GuessTree(committed, single=False, max_nodes=64, max_ahead=64)
     for _ in range(10):
-        while (ask := session.ask()) is not None:
-            session.take(DraftResult((ask.tokens[-1] + 1,)), 0)
+        while (request := session.next_request()) is not None:
+            session.add_result(DraftResult((request.tokens[-1] + 1,)), 0)
         for guess in sent(session):
             tree.add(guess)
         block = tree.block(9, 9)
@@ -354,13 +361,13 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
 # --- prompt lookup ---------------------------------------------------------------------------------------------------
 
 
-def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **params) -> DraftRequest:
+def ask_for(tokens: list[int], max_new_tokens: int = 4, committed: int | None = None, **params) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
-    return DraftRequest("s", tokens, committed, 1, room, SamplingParams(**params), VOCAB)
+    return DraftRequest("s", tokens, committed, 1, max_new_tokens, SamplingParams(**params), VOCAB)
 
 
-def looked_up(tokens: list[int], room: int = 4, shortest: int = 2, longest: int = 4) -> DraftResult:
-    return NgramDrafter(shortest, longest).draft([ask_for(tokens, room)])[0]
+def looked_up(tokens: list[int], max_new_tokens: int = 4, shortest: int = 2, longest: int = 4) -> DraftResult:
+    return NgramDrafter(shortest, longest).draft([ask_for(tokens, max_new_tokens)])[0]
 
 
 def test_what_followed_before_is_guessed_again() -> None:
@@ -368,16 +375,16 @@ def test_what_followed_before_is_guessed_again() -> None:
 
 
 def test_the_longest_match_wins() -> None:
-    assert looked_up([7, 1, 2, 40, 8, 1, 2, 41, 9, 7, 1, 2], room=1).tokens == (40,)
+    assert looked_up([7, 1, 2, 40, 8, 1, 2, 41, 9, 7, 1, 2], max_new_tokens=1).tokens == (40,)
 
 
 def test_among_matches_of_one_length_the_latest_wins() -> None:
-    assert looked_up([1, 2, 40, 9, 1, 2, 41, 8, 1, 2], room=1).tokens == (41,)
+    assert looked_up([1, 2, 40, 9, 1, 2, 41, 8, 1, 2], max_new_tokens=1).tokens == (41,)
 
 
 def test_a_loop_is_continued_as_a_loop() -> None:
-    assert looked_up([5, 6, 7, 5, 6, 7, 5, 6], room=7).tokens == (7, 5, 6, 7, 5, 6, 7)
-    assert looked_up([9, 5, 5, 5], room=5).tokens == (5, 5, 5, 5, 5)
+    assert looked_up([5, 6, 7, 5, 6, 7, 5, 6], max_new_tokens=7).tokens == (7, 5, 6, 7, 5, 6, 7)
+    assert looked_up([9, 5, 5, 5], max_new_tokens=5).tokens == (5, 5, 5, 5, 5)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 9, 2, 9]])
@@ -388,17 +395,17 @@ def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
 def test_a_run_shorter_than_the_shortest_is_no_match() -> None:
     tokens = [1, 9, 2, 3, 9]
     assert looked_up(tokens, shortest=2).done
-    assert looked_up(tokens, shortest=1, room=1).tokens == (2,)
+    assert looked_up(tokens, shortest=1, max_new_tokens=1).tokens == (2,)
 
 
 def test_no_more_is_guessed_than_there_is_room_for() -> None:
-    assert len(looked_up([1, 2, 3, 4, 5, 1, 2], room=2).tokens) == 2
+    assert len(looked_up([1, 2, 3, 4, 5, 1, 2], max_new_tokens=2).tokens) == 2
 
 
 def test_the_index_grows_with_the_session_and_goes_with_it() -> None:
     drafter = NgramDrafter(2, 4)
     assert drafter.draft([ask_for([1, 2, 3])])[0].done
-    assert drafter.draft([ask_for([1, 2, 3, 1, 2], room=1)])[0].tokens == (3,)
+    assert drafter.draft([ask_for([1, 2, 3, 1, 2], max_new_tokens=1)])[0].tokens == (3,)
     drafter.forget("s")
     assert drafter.draft([ask_for([4, 5, 6])])[0].done
     drafter.forget("never seen")
@@ -408,31 +415,35 @@ def test_open_guesses_are_not_evidence() -> None:
     """Only committed tokens are indexed: a guess must not confirm itself."""
     drafter = NgramDrafter(2, 4)
     assert drafter.draft([ask_for([1, 2, 3, 4, 3, 4], committed=2)])[0].done
-    assert drafter.draft([ask_for([1, 2, 9, 1, 2], committed=5, room=1)])[0].tokens == (9,)
+    assert drafter.draft([ask_for([1, 2, 9, 1, 2], committed=5, max_new_tokens=1)])[0].tokens == (9,)
 
 
 def test_under_block_and_rejection_a_lookup_is_certain_of_itself() -> None:
-    ask = ask_for([1, 2, 3, 1, 2], room=2, verification=Verification.REJECTION)
-    assert NgramDrafter(2, 4).draft([ask])[0].draft_probs == (
+    request = ask_for([1, 2, 3, 1, 2], max_new_tokens=2, verification=Verification.REJECTION)
+    assert NgramDrafter(2, 4).draft([request])[0].draft_probs == (
         Distribution((3,), (WHOLE,)),
         Distribution((1,), (WHOLE,)),
     )
 
 
 @settings(max_examples=150, deadline=None)
-@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40), room=st.integers(1, 6), grow=st.integers(1, 7))
-def test_lookup_matches_a_search_from_scratch(tokens: list[int], room: int, grow: int) -> None:
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    max_new_tokens=st.integers(1, 6),
+    grow=st.integers(1, 7),
+)
+def test_lookup_matches_a_search_from_scratch(tokens: list[int], max_new_tokens: int, grow: int) -> None:
     """However the session grew, the answer is that of looking through the whole text."""
     drafter = NgramDrafter(2, 4)
     for end in range(1, len(tokens), grow):
-        drafter.draft([ask_for(tokens[:end], room)])
-    found = drafter.draft([ask_for(tokens, room)])[0]
+        drafter.draft([ask_for(tokens[:end], max_new_tokens)])
+    found = drafter.draft([ask_for(tokens, max_new_tokens)])[0]
     expected: list[int] | None = None
     for size in (4, 3, 2):
         ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:] and len(tokens) >= size]
         if ends:
             text = list(tokens)
-            for i in range(room):
+            for i in range(max_new_tokens):
                 text.append(text[ends[-1] + i])
             expected = text[len(tokens) :]
             break

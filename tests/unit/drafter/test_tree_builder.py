@@ -41,56 +41,56 @@ def choices(*shares: float) -> list[tuple[int, float]]:
     return [(token, math.log(share)) for token, share in enumerate(shares)]
 
 
-def grown(growth: TreeBuilder, shares: dict[int, tuple[float, ...]]) -> TreeBuilder:
+def grown(builder: TreeBuilder, shares: dict[int, tuple[float, ...]]) -> TreeBuilder:
     """To the end, each place offering what it is told."""
-    for place in growth.open_places():
-        growth.offer(place, choices(*shares.get(place, ())))
-    while (node := growth.add()) is not None:
-        growth.offer(node, choices(*shares.get(node, ())))
-    return growth
+    for place in builder.expandable_nodes():
+        builder.add_choices(place, choices(*shares.get(place, ())))
+    while (node := builder.add()) is not None:
+        builder.add_choices(node, choices(*shares.get(node, ())))
+    return builder
 
 
 def test_the_likeliest_path_grows_first() -> None:
-    growth = grown(TreeBuilder(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
-    assert (growth.tokens, growth.parents) == ([0, 1, 0], [ROOT, ROOT, 1]), "0.6, 0.4, then 0.36 before 0.3"
-    assert growth.path(2) == [1, 0]
-    assert math.isclose(growth.score(2), math.log(0.36))
+    builder = grown(TreeBuilder(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
+    assert (builder.tokens, builder.parents) == ([0, 1, 0], [ROOT, ROOT, 1]), "0.6, 0.4, then 0.36 before 0.3"
+    assert builder.path(2) == [1, 0]
+    assert math.isclose(builder.score(2), math.log(0.36))
 
 
 def test_no_place_has_more_children_than_branches_and_none_twice() -> None:
-    growth = grown(TreeBuilder(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
-    draft = growth.draft()
+    builder = grown(TreeBuilder(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
+    draft = builder.result()
     assert (draft.tokens, draft.parents) == ((1,), (ROOT,)), "the open guess 0 is one of the two"
 
 
 def test_an_open_guess_that_is_not_offered_counts_as_little_as_the_last_that_is() -> None:
-    growth = TreeBuilder(ask_for((9,), (ROOT,)))
-    growth.offer(ROOT, choices(0.7, 0.2))
-    assert math.isclose(growth.score(0), math.log(0.2))
+    builder = TreeBuilder(ask_for((9,), (ROOT,)))
+    builder.add_choices(ROOT, choices(0.7, 0.2))
+    assert math.isclose(builder.score(0), math.log(0.2))
 
 
 def test_nothing_is_deeper_than_depth() -> None:
-    growth = grown(TreeBuilder(ask_for(depth=2, branches=1)), dict.fromkeys(range(-1, 9), (1.0,)))
-    assert growth.tokens == [0, 0]
-    growth = TreeBuilder(ask_for((5, 6), (ROOT, 0), depth=2))
-    assert growth.open_places() == [ROOT, 0]
-    growth.offer(1, choices(1.0))
-    assert growth.add() is None
+    builder = grown(TreeBuilder(ask_for(depth=2, branches=1)), dict.fromkeys(range(-1, 9), (1.0,)))
+    assert builder.tokens == [0, 0]
+    builder = TreeBuilder(ask_for((5, 6), (ROOT, 0), depth=2))
+    assert builder.expandable_nodes() == [ROOT, 0]
+    builder.add_choices(1, choices(1.0))
+    assert builder.add() is None
 
 
 def test_a_score_may_be_asked_for() -> None:
-    growth = TreeBuilder(ask_for())
-    growth.offer(ROOT, choices(0.6, 0.1))
-    assert growth.add(math.log(0.5)) == 0
-    assert growth.add(math.log(0.5)) is None
-    assert growth.add() == 1
+    builder = TreeBuilder(ask_for())
+    builder.add_choices(ROOT, choices(0.6, 0.1))
+    assert builder.add(math.log(0.5)) == 0
+    assert builder.add(math.log(0.5)) is None
+    assert builder.add() == 1
 
 
 def test_what_is_left_is_shared_among_the_levels_to_come() -> None:
-    assert TreeBuilder(ask_for(budget=8, depth=4)).share == 2
-    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=6, depth=4)).share == 3
-    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=1, depth=4)).share == 1
-    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=5, depth=2)).share == 5
+    assert TreeBuilder(ask_for(budget=8, depth=4)).level_budget == 2
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=6, depth=4)).level_budget == 3
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=1, depth=4)).level_budget == 1
+    assert TreeBuilder(ask_for((5, 6), (ROOT, 0), budget=5, depth=2)).level_budget == 5
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,19 +100,19 @@ def test_what_grows_is_the_best_tree_there_is(data: st.DataObject) -> None:
     branches, budget, depth = (data.draw(st.integers(1, high)) for high in (3, 10, 4))
     share = st.floats(0.01, 1.0)
     shares: dict[int, tuple[float, ...]] = {}
-    growth = TreeBuilder(ask_for(branches=branches, budget=budget, depth=depth))
+    builder = TreeBuilder(ask_for(branches=branches, budget=budget, depth=depth))
     left: list[float] = []
     taken: list[float] = []
 
     def offer(place: int) -> None:
         shares[place] = tuple(sorted(data.draw(st.lists(share, max_size=4)), reverse=True))
-        growth.offer(place, choices(*shares[place]))
-        if growth.depth(place) < depth:
-            left.extend(growth.score(place) + math.log(s) for s in shares[place][:branches])
+        builder.add_choices(place, choices(*shares[place]))
+        if builder.depth(place) < depth:
+            left.extend(builder.score(place) + math.log(s) for s in shares[place][:branches])
 
     offer(ROOT)
-    while (node := growth.add()) is not None:
-        taken.append(growth.score(node))
+    while (node := builder.add()) is not None:
+        taken.append(builder.score(node))
         offer(node)
     for score in taken:
         left.remove(min(left, key=lambda other: abs(other - score)))

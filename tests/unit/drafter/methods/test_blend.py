@@ -48,11 +48,11 @@ class Model:
     clock: Clock
     cost_s: float = 0.005
     wrong: Callable[[int], bool] = lambda position: False
-    wants_features: bool = False
+    needs_hidden_states: bool = False
     vocabulary: Vocabulary | None = SPOKEN
     limit: int = 10**9
     made_for: str = ""
-    asks: list[DraftRequest] = field(default_factory=list)
+    requests: list[DraftRequest] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
     @property
@@ -66,26 +66,26 @@ class Model:
             made_for=self.made_for,
         )
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        self.asks += asks
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        self.requests += requests
         self.clock.now += self.cost_s
-        return [self._draft(ask) for ask in asks]
+        return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, ask: DraftRequest) -> DraftResult:
-        position = len(ask.tokens)
+    def _draft(self, request: DraftRequest) -> DraftResult:
+        position = len(request.tokens)
         if position >= self.limit:
             return DraftResult(done=True)
         token = (self.truth[position] + self.wrong(position)) % VOCAB
-        if ask.params.mode.needs_draft_probs:
+        if request.params.mode.needs_draft_probs:
             ids = sorted({token, (token + 1) % VOCAB})
             return DraftResult((token,), (Distribution(tuple(ids), (WHOLE - 1, 1)),))
-        if ask.branches == 1:
+        if request.branches == 1:
             return DraftResult((token,))
-        tip = max(range(-1, len(ask.open_tokens)), key=lambda node: _depth(ask.open_parents, node))
-        rest = (token, (token + 1) % VOCAB)[: ask.budget]
+        tip = max(range(-1, len(request.open_tokens)), key=lambda node: _depth(request.open_parents, node))
+        rest = (token, (token + 1) % VOCAB)[: request.budget]
         return DraftResult(rest, parents=(tip,) * len(rest))
 
 
@@ -125,9 +125,9 @@ def run(
     rounds, guesses = 0, []
     while len(committed) < length:
         for _ in range(200):
-            if (ask := session.ask()) is None:
+            if (request := session.next_request()) is None:
                 break
-            session.take(drafter.draft([ask])[0], 1)
+            session.add_result(drafter.draft([request])[0], 1)
         else:
             raise AssertionError("asked again and again")
         while not session.outbox.empty():
@@ -160,16 +160,16 @@ def blend(truth: Sequence[int], **more) -> tuple[BlendDrafter, Model, Clock]:
 def test_what_repeats_itself_is_copied_and_the_model_rests() -> None:
     drafter, model, clock = blend(LOOP)
     run(drafter, LOOP, clock, 60)
-    before = len(model.asks)
+    before = len(model.requests)
     ended = run(drafter, LOOP, clock, 300)
-    assert len(model.asks) - before < 60, "only the first time round"
+    assert len(model.requests) - before < 60, "only the first time round"
     assert ended.rounds < 300 / 5 + 10
 
 
 def test_what_is_new_is_drafted_by_the_model() -> None:
     drafter, model, clock = blend(NOVEL)
     ended = run(drafter, NOVEL, clock, 200)
-    assert len(model.asks) > 120
+    assert len(model.requests) > 120
     assert ended.rounds < 200 / 5 + 8, "chance matches of the suffix drafter have not spoilt it"
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_is_always_wrong_or_too_slow_is_not_waited_for() -> None:
     for more in ({"wrong": lambda position: True}, {"cost_s": 1.0}):
         drafter, model, clock = blend(LOOP, **more)
         run(drafter, LOOP, clock, 300)
-        late = [ask for ask in model.asks if ask.committed > 150]
+        late = [request for request in model.requests if request.committed > 150]
         assert len(late) < 15, more
 
 
@@ -187,11 +187,11 @@ def test_promises_that_are_not_kept_are_believed_less() -> None:
     truth = [token for _ in range(200) for token in (1, 2, draw.randrange(10, VOCAB))]
     drafter, model, clock = blend(truth)
     ended = run(drafter, truth, clock, 400, gamma=6)
-    kept = drafter._records["suffix"].kept_promises[2]
-    assert kept.good < 0.6 * kept.all
-    assert drafter._records["suffix"].likely(3.0, Record()) < 2
+    kept = drafter._records["suffix"].accepted_share[2]
+    assert kept.total < 0.6 * kept.weight
+    assert drafter._records["suffix"].expected_accepted(3.0, Record()) < 2
     assert ended.rounds < 400 / 7 + 40
-    assert model.asks
+    assert model.requests
 
 
 def test_a_chain_may_mix_members() -> None:
@@ -200,12 +200,12 @@ def test_a_chain_may_mix_members() -> None:
     phrase = [1, 2, 3, 4, 5, 6, 7, 8]
     text = [*phrase, 50, *phrase, 51, *phrase, 52, *phrase]
     model.truth = [*text, 53, 54, 55, 56, 57, 58]
-    ask = DraftRequest("s", text[:-3], len(text) - 3, 1, 6, SamplingParams(temperature=0.0), VOCAB)
+    request = DraftRequest("s", text[:-3], len(text) - 3, 1, 6, SamplingParams(temperature=0.0), VOCAB)
     drafter._members["suffix"]._certainty = 0.5  # the phrase is followed by something else each time
-    first = drafter.draft([ask])[0]
+    first = drafter.draft([request])[0]
     assert (first.tokens, first.done) == ((6, 7, 8), False)
-    assert not model.asks
-    again = DraftRequest("s", text, len(text) - 3, 1, 3, ask.params, VOCAB)
+    assert not model.requests
+    again = DraftRequest("s", text, len(text) - 3, 1, 3, request.params, VOCAB)
     assert drafter.draft([again])[0].tokens == (53,)
 
 
@@ -214,8 +214,8 @@ def test_a_short_copy_is_sent_alone_where_the_model_is_slow() -> None:
     drafter._seconds["model"].add(10.0)
     run(drafter, LOOP, clock, 20, gamma=1)
     text = [*LOOP[:45]]
-    ask = DraftRequest("t", text, len(text), 1, 60, SamplingParams(temperature=0.0), VOCAB)
-    draft = drafter.draft([ask])[0]
+    request = DraftRequest("t", text, len(text), 1, 60, SamplingParams(temperature=0.0), VOCAB)
+    draft = drafter.draft([request])[0]
     assert draft.tokens
     assert draft.done
 
@@ -233,10 +233,10 @@ def test_without_a_model_the_best_proposal_is_taken() -> None:
 def test_when_the_model_has_nothing_the_proposal_is_used() -> None:
     drafter, model, _ = blend(NOVEL, limit=2)
     text = [1, 2, 3, 9, 1, 2]
-    drafter._records["suffix"].judged(0.6, 0)
+    drafter._records["suffix"].record_outcome(0.6, 0)
     draft = drafter.draft([DraftRequest("s", text, len(text), 1, 1, SamplingParams(temperature=0.0), VOCAB)])[0]
     assert (draft.tokens, draft.done) == ((3,), True)
-    assert model.asks, "it was asked first"
+    assert model.requests, "it was asked first"
 
 
 def test_of_two_models_the_better_one_drafts() -> None:
@@ -245,8 +245,10 @@ def test_of_two_models_the_better_one_drafts() -> None:
     bad = Model(NOVEL, clock, wrong=lambda position: position % 2 == 0)
     drafter = BlendDrafter({"bad": bad, "good": good}, clock)
     run(drafter, NOVEL, clock, 300)
-    assert bad.asks
-    assert sum(ask.committed > 150 for ask in good.asks) > 10 * sum(ask.committed > 150 for ask in bad.asks)
+    assert bad.requests
+    assert sum(request.committed > 150 for request in good.requests) > 10 * sum(
+        request.committed > 150 for request in bad.requests
+    )
 
 
 def test_a_model_that_has_nothing_to_say_gives_way_to_the_next() -> None:
@@ -255,7 +257,7 @@ def test_a_model_that_has_nothing_to_say_gives_way_to_the_next() -> None:
     mute, other = Model(NOVEL, clock, limit=0, vocabulary=None), Model(NOVEL, clock)
     drafter = BlendDrafter({"mute": mute, "other": other, "suffix": SuffixDrafter(0, 4.0, 0.1)}, clock)
     ended = run(drafter, NOVEL, clock, 150)
-    assert mute.asks
+    assert mute.requests
     assert ended.rounds < 150 / 5 + 5
 
 
@@ -268,12 +270,12 @@ def test_a_proposal_joins_the_models_tree_as_a_branch() -> None:
     params = SamplingParams(temperature=0.0)
     drafter._rest_s = 0.05
     for _ in range(20):
-        drafter._records["suffix"].judged(1.5, 0)
-        drafter._records["suffix"].judged(0.8, 0)
+        drafter._records["suffix"].record_outcome(1.5, 0)
+        drafter._records["suffix"].record_outcome(0.8, 0)
     first = DraftRequest("s", text, len(text), 1, 2, params, VOCAB, branches=3, budget=6, depth=2)
     draft = drafter.draft([first])[0]
     assert (len(draft.tokens), draft.done) == (2, False), "the model's first level"
-    assert (model.asks[0].branches, model.asks[0].budget) == (2, 4), "room is kept for the branch"
+    assert (model.requests[0].branches, model.requests[0].budget) == (2, 4), "room is kept for the branch"
     more = DraftRequest(
         "s",
         [*text, draft.tokens[0]],
@@ -300,9 +302,9 @@ def test_trees_keep_to_what_may_be_open(truth: list[int], branches: int) -> None
     drafter, model, clock = blend(truth, wrong=lambda position: position % 5 == 0)
     ended = run(drafter, truth, clock, 250, branches=branches)
     assert ended.rounds < 120
-    for ask in model.asks:
-        assert ask.budget >= 1
-        assert ask.room >= 1
+    for request in model.requests:
+        assert request.budget >= 1
+        assert request.max_new_tokens >= 1
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -314,9 +316,9 @@ def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int])
     drawn: dict[tuple[int, int], tuple[int, Distribution]] = {}
     draft_one = model._draft
 
-    def remembering(ask: DraftRequest) -> DraftResult:
-        draft = draft_one(ask)
-        drawn[ask.committed, len(ask.tokens)] = (draft.tokens[0], draft.draft_probs[0])
+    def remembering(request: DraftRequest) -> DraftResult:
+        draft = draft_one(request)
+        drawn[request.committed, len(request.tokens)] = (draft.tokens[0], draft.draft_probs[0])
         return draft
 
     model._draft = remembering
@@ -343,51 +345,51 @@ def ask_at(tokens: Sequence[int], committed: int | None = None, **more) -> Draft
 
 def heard(judge: AccuracyTracker, tokens: Sequence[int]) -> Record:
     record = {"m": Record()}
-    judge.hear(ask_at(tokens), [record])
+    judge.update(ask_at(tokens), [record])
     return record["m"]
 
 
 def test_a_promise_is_judged_when_its_fate_is_known() -> None:
     judge = AccuracyTracker(2)
-    judge.promise("m", ask_at([1, 2]), (3, 4, 5), 2.5)
-    assert heard(judge, [1, 2, 3, 4]).kept_promises[2].all == 0, "5 may still come"
+    judge.record_chain("m", ask_at([1, 2]), (3, 4, 5), 2.5)
+    assert heard(judge, [1, 2, 3, 4]).accepted_share[2].weight == 0, "5 may still come"
     record = heard(judge, [1, 2, 3, 4, 9])
-    assert (record.kept_promises[2].good, record.kept_promises[2].all) == (2.0, 2.5)
-    assert heard(judge, [1, 2, 3, 4, 9, 9]).kept_promises[2].all == 0, "once"
+    assert (record.accepted_share[2].total, record.accepted_share[2].weight) == (2.0, 2.5)
+    assert heard(judge, [1, 2, 3, 4, 9, 9]).accepted_share[2].weight == 0, "once"
 
 
 def test_a_promise_behind_guesses_that_failed_is_dropped() -> None:
     judge = AccuracyTracker(2)
-    judge.promise("m", ask_at([1, 2, 7], 2), (3,), 0.5)
-    assert heard(judge, [1, 2, 8, 3]).kept_promises[0].all == 0
-    assert not judge._promises
+    judge.record_chain("m", ask_at([1, 2, 7], 2), (3,), 0.5)
+    assert heard(judge, [1, 2, 8, 3]).accepted_share[0].weight == 0
+    assert not judge._chains
 
 
 def test_tokens_are_hits_if_those_before_them_came_true() -> None:
     judge = AccuracyTracker(2)
-    judge.drafted("m", ask_at([1, 2]), DraftResult((3, 4, 5)))
-    assert heard(judge, [1, 2, 3]).hits.good == 1
+    judge.record_tokens("m", ask_at([1, 2]), DraftResult((3, 4, 5)))
+    assert heard(judge, [1, 2, 3]).hits.total == 1
     record = heard(judge, [1, 2, 3, 8, 5])
-    assert (record.hits.good, record.hits.all) == (0, 1), "5 was guessed behind 4"
-    assert not judge._guessed
+    assert (record.hits.total, record.hits.weight) == (0, 1), "5 was guessed behind 4"
+    assert not judge._tokens_by_position
 
 
 def test_any_sibling_is_a_hit() -> None:
     judge = AccuracyTracker(2)
-    ask = ask_at([1, 2, 7], 2, open_tokens=(7,), open_parents=(-1,), branches=2)
-    judge.drafted("m", ask, DraftResult((8, 9, 6), parents=(-1, 0, 1)))
+    request = ask_at([1, 2, 7], 2, open_tokens=(7,), open_parents=(-1,), branches=2)
+    judge.record_tokens("m", request, DraftResult((8, 9, 6), parents=(-1, 0, 1)))
     record = heard(judge, [1, 2, 8, 6])
-    assert record.hits.good == pytest.approx(2, abs=0.2)
+    assert record.hits.total == pytest.approx(2, abs=0.2)
     judge = AccuracyTracker(2)
-    judge.drafted("m", ask, DraftResult((8, 9), parents=(-1, 0)))
-    assert heard(judge, [1, 2, 7, 6]).hits.good < heard(AccuracyTracker(2), [1, 2]).hits.good + 0.1
+    judge.record_tokens("m", request, DraftResult((8, 9), parents=(-1, 0)))
+    assert heard(judge, [1, 2, 7, 6]).hits.total < heard(AccuracyTracker(2), [1, 2]).hits.total + 0.1
 
 
 def test_pending_promises_are_bounded() -> None:
     judge = AccuracyTracker(1)
     for n in range(1, 1000):
-        judge.promise("m", ask_at([0] * n, 1), (1,), 1.0)
-    assert len(judge._promises) <= 128
+        judge.record_chain("m", ask_at([0] * n, 1), (1,), 1.0)
+    assert len(judge._chains) <= 128
 
 
 # --- features, names, ends -------------------------------------------------------------------------------------------
@@ -398,31 +400,31 @@ def rows(position: int, count: int = 1) -> HiddenStates:
 
 
 def test_a_member_gets_every_hidden_state_with_its_next_ask() -> None:
-    drafter, model, clock = blend(LOOP, wants_features=True)
-    assert drafter.wants_features
+    drafter, model, clock = blend(LOOP, needs_hidden_states=True)
+    assert drafter.needs_hidden_states
     run(drafter, LOOP, clock, 130)
-    seen = len(model.asks)
+    seen = len(model.requests)
     text = LOOP[:130]
-    copied = DraftRequest("x", text, len(text), 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(1),))
+    copied = DraftRequest("x", text, len(text), 1, 4, SamplingParams(temperature=0.0), VOCAB, hidden_states=(rows(1),))
     drafter.draft([copied])
-    assert len(model.asks) == seen, "this one was copied"
+    assert len(model.requests) == seen, "this one was copied"
     novel = DraftRequest(
-        "x", [*text, 99], len(text) + 1, 1, 4, SamplingParams(temperature=0.0), VOCAB, features=(rows(2),)
+        "x", [*text, 99], len(text) + 1, 1, 4, SamplingParams(temperature=0.0), VOCAB, hidden_states=(rows(2),)
     )
     drafter.draft([novel])
-    assert model.asks[-1].features == (rows(1), rows(2))
+    assert model.requests[-1].hidden_states == (rows(1), rows(2))
     model.truth = [*text, 99, *range(200)]
     drafter.draft([DraftRequest("x", [*text, 99, 1], len(text) + 1, 1, 3, novel.params, VOCAB)])
-    assert model.asks[-1].features == (), "once"
+    assert model.requests[-1].hidden_states == (), "once"
 
 
 def test_hidden_states_that_nobody_fetches_are_dropped() -> None:
-    drafter, _, _ = blend(LOOP, wants_features=True)
+    drafter, _, _ = blend(LOOP, needs_hidden_states=True)
     for n in range(100):
         text = LOOP[: 130 + n]
         params = SamplingParams(temperature=0.0)
-        drafter.draft([DraftRequest("x", text, len(text), 1, 4, params, VOCAB, features=(rows(n, 100),))])
-    kept = drafter._sessions["x"].kept["model"]
+        drafter.draft([DraftRequest("x", text, len(text), 1, 4, params, VOCAB, hidden_states=(rows(n, 100),))])
+    kept = drafter._sessions["x"].pending_states["model"]
     assert kept._positions <= 4096
     assert kept.take()[-1] == rows(99, 100)
 
@@ -466,7 +468,7 @@ def test_the_target_that_a_member_was_made_for_is_told() -> None:
     blended = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "trained": trained, "model": Model([], clock)}, clock)
     assert (blended.info.made_for, blended.info.vocabulary_digest) == ("target", "d")
     assert blended.vocabulary == SPOKEN
-    assert blended._free == ["suffix"]
+    assert blended._proposers == ["suffix"]
     with pytest.raises(StartupError, match="targets"):
         BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, made_for="another")}, clock)
 

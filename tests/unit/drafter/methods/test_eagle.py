@@ -74,11 +74,19 @@ def sent(states: torch.Tensor, first: int, last: int) -> HiddenStates:
 
 
 def ask_for(
-    tokens: list[int], room: int, *features: HiddenStates, guesses: list[int] | None = None, **more: object
+    tokens: list[int], max_new_tokens: int, *features: HiddenStates, guesses: list[int] | None = None, **more: object
 ) -> DraftRequest:
     params = more.pop("params", SamplingParams(temperature=0.0, seed=1))
     return DraftRequest(
-        "s", tokens + (guesses or []), len(tokens), len(PROMPT), room, params, VOCAB, features=features, **more
+        "s",
+        tokens + (guesses or []),
+        len(tokens),
+        len(PROMPT),
+        max_new_tokens,
+        params,
+        VOCAB,
+        hidden_states=features,
+        **more,
     )  # type: ignore[arg-type]
 
 
@@ -192,9 +200,9 @@ def test_a_full_cache_gives_up_the_idle(target: LlamaForCausalLM, eagle: Eagle) 
     states = states_of(target, PROMPT)
     wanted = foretold(eagle, states, PROMPT, 2)
     for i in range(5):
-        ask = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
+        request = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
         (draft,) = drafter.draft(
-            [DraftRequest(**{name: getattr(ask, name) for name in ask.__slots__} | {"session": f"s{i}"})]
+            [DraftRequest(**{name: getattr(request, name) for name in request.__slots__} | {"session": f"s{i}"})]
         )
         assert list(draft.tokens) == wanted
     drafter.forget("s4")

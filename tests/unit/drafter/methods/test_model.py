@@ -56,29 +56,29 @@ def session_of(tokens: list[int], gamma: int, branches: int, **params) -> DraftS
 def grown(drafter: ModelDrafter, session: DraftSession) -> int:
     """Draft until it is sent; how many steps that took."""
     steps = 0
-    while (ask := session.ask()) is not None:
-        (draft,) = drafter.draft([ask])
-        session.take(draft, 0)
+    while (request := session.next_request()) is not None:
+        (draft,) = drafter.draft([request])
+        session.add_result(draft, 0)
         steps += 1
         assert steps < 200
     return steps
 
 
 def paths(session: DraftSession) -> set[tuple[int, ...]]:
-    return {tuple(session._path(node)) for node in session._tree}
+    return {tuple(session._guesses.path(node)) for node in session._guesses.nodes}
 
 
-def by_hand(plain: LlamaForCausalLM, ask: DraftRequest) -> DraftResult:
+def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> DraftResult:
     """The next level, from the model's own answer to every path of the tree."""
-    growth = TreeBuilder(ask)
-    for place in range(-1, len(ask.open_tokens)):
-        tokens = [*ask.tokens[: ask.committed], *growth.path(place)]
+    builder = TreeBuilder(request)
+    for place in range(-1, len(request.open_tokens)):
+        tokens = [*request.tokens[: request.committed], *builder.path(place)]
         with torch.inference_mode():
             logits = plain(torch.tensor([tokens])).logits[0, -1:]
-        logits = adjust(logits, ask.params, History(tokens, ask.prompt_length, VOCAB, logits.device), [()])
-        growth.offer(place, shared_choices(logits, ask.params, [len(tokens)], ask.branches)[0])
-    added = [growth.add() for _ in range(growth.share)]
-    return growth.draft(done=added[0] is None)
+        logits = adjust(logits, request.params, History(tokens, request.prompt_length, VOCAB, logits.device), [()])
+        builder.add_choices(place, shared_choices(logits, request.params, [len(tokens)], request.branches)[0])
+    added = [builder.add() for _ in range(builder.level_budget)]
+    return builder.result(done=added[0] is None)
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
@@ -87,14 +87,14 @@ def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedMod
     drafter, session = drafter_of(loaded), session_of([65] * len(PROMPT), 4, 3, **params)
     for n in range(3):
         steps = 0
-        while (ask := session.ask()) is not None:
-            (draft,) = drafter.draft([ask])
-            assert draft == by_hand(plain, ask)
-            session.take(draft, 0)
+        while (request := session.next_request()) is not None:
+            (draft,) = drafter.draft([request])
+            assert draft == by_hand(plain, request)
+            session.add_result(draft, 0)
             steps += 1
         assert n or steps == 4, "a level a step"
         assert len(paths(session)) == 12
-        session.commit(len(session._committed), (*max(paths(session), key=len)[:n], 7))
+        session.commit(len(session._guesses.committed), (*max(paths(session), key=len)[:n], 7))
     drafter.forget(session.key)
 
 
@@ -120,7 +120,7 @@ def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches:
         committed += new
         fresh = session_of(committed, 4, branches, **params)
         # What stayed open of the last tree is not what a fresh one would hold.
-        fresh._tree, fresh._exhausted = list(session._tree), False
+        fresh._guesses.nodes, fresh._exhausted = list(session._guesses.nodes), False
         session._calibration = fresh._calibration = Deaf()
         grown(drafter, session)
         other = drafter_of(loaded)
@@ -142,9 +142,9 @@ def test_trees_and_chains_share_a_step(loaded: LoadedModel) -> None:
         drafter.forget(session.key)
     drafter = drafter_of(loaded)
     sessions = [session_of(PROMPT, 3, branches, temperature=0.0) for branches in (1, 2)]
-    while asked := [(session, ask) for session in sessions if (ask := session.ask()) is not None]:
-        for (session, _), draft in zip(asked, drafter.draft([ask for _, ask in asked]), strict=True):
-            session.take(draft, 0)
+    while asked := [(session, request) for session in sessions if (request := session.next_request()) is not None]:
+        for (session, _), draft in zip(asked, drafter.draft([request for _, request in asked]), strict=True):
+            session.add_result(draft, 0)
     assert {1: paths(sessions[0]), 2: paths(sessions[1])} == alone
     for session in sessions:
         drafter.forget(session.key)
@@ -153,9 +153,9 @@ def test_trees_and_chains_share_a_step(loaded: LoadedModel) -> None:
 def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
     tokens = [(7 * i) % 250 for i in range(1200)]
     params = SamplingParams(temperature=0.0)
-    ask = DraftRequest("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
+    request = DraftRequest("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
     drafter = drafter_of(loaded)
-    drafts = [drafter.draft([ask])[0] for _ in range(3)]
+    drafts = [drafter.draft([request])[0] for _ in range(3)]
     assert drafts[:2] == [DraftResult(), DraftResult()]
     assert len(drafts[2].tokens) == 2
     drafter.forget("long")
@@ -164,8 +164,8 @@ def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
 def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
     drafter = drafter_of(loaded)
     params = SamplingParams(temperature=1.0, top_k=1, seed=1)
-    ask = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
-    draft = drafter.draft([ask])[0]
+    request = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
+    draft = drafter.draft([request])[0]
     assert len(draft.tokens) == 1, "top-k leaves one candidate"
     again = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
     assert drafter.draft([again])[0] == DraftResult(done=True)

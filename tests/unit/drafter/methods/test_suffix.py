@@ -48,18 +48,18 @@ def check_place(text: list[int], made: Automaton, context: list[int], place: tup
     longest = max(n for n in range(len(context) + 1) if n == 0 or (n <= LONGEST and ends(text, context[-n:])))
     assert place[1] == longest
     followed = max(n for n in range(longest + 1) if n == 0 or followers(text, context[-n:]))
-    known = made.known(place)
+    known = made.longest_followed(place)
     assert known[1] == followed
     if not followed:
         return
     run = context[-followed:]
     counts = followers(text, run)
-    assert made.best(known) == (
+    assert made.most_frequent(known) == (
         latest_of_the_most_frequent(text, run),
         max(counts.values()),
         counts.total(),
     )
-    assert dict(made.nexts(known, 99)) == dict(counts)
+    assert dict(made.continuations(known, 99)) == dict(counts)
 
 
 @settings(max_examples=300, deadline=None)
@@ -83,10 +83,10 @@ def test_a_place_stays_true_while_the_text_grows(text: list[int], more: list[int
     place = made.locate(context)
     run = context[len(context) - place[1] :]
     made.extend(more)
-    known = made.known(place)
+    known = made.longest_followed(place)
     counts = followers(text + more, run[len(run) - known[1] :])
     if known != (ROOT, 0):
-        assert dict(made.nexts(known, 99)) == dict(counts)
+        assert dict(made.continuations(known, 99)) == dict(counts)
         assert not followers(text + more, run[len(run) - known[1] - 1 :]) or known[1] == len(run)
 
 
@@ -141,27 +141,34 @@ def test_a_guess_costs_a_constant_number_of_steps(kind: str) -> None:
     drafter = SuffixDrafter(0, 2.0, 0.1)
     for committed in range(500, len(text), 1_777):
         while committed > drafter._texts.setdefault("s", _SessionText("")).automaton.size:
-            drafter.draft([ask_for(text[:committed], room=0)])
+            drafter.draft([ask_for(text[:committed], max_new_tokens=0)])
         made = drafter._texts["s"].automaton
         before = made.steps
-        drafter.draft([ask_for(text[:committed], room=16)])
+        drafter.draft([ask_for(text[:committed], max_new_tokens=16)])
         assert made.steps - before <= 16 * (LONGEST + 4)
 
 
 # --- the drafter -----------------------------------------------------------------------------------------------------
 
 
-def ask_for(tokens: list[int], room: int = 4, committed: int | None = None, **more) -> DraftRequest:
+def ask_for(tokens: list[int], max_new_tokens: int = 4, committed: int | None = None, **more) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
     fields = {name: more.pop(name) for name in list(more) if name in DraftRequest.__dataclass_fields__}
     fields = {"session": "s", "prompt_length": 1} | fields
     return DraftRequest(
-        tokens=tokens, committed=committed, room=room, params=SamplingParams(**more), vocab_size=VOCAB, **fields
+        tokens=tokens,
+        committed=committed,
+        max_new_tokens=max_new_tokens,
+        params=SamplingParams(**more),
+        vocab_size=VOCAB,
+        **fields,
     )
 
 
-def drafted(tokens: list[int], room: int = 4, factor: float = 4.0, certainty: float = 0.05, **more) -> DraftResult:
-    return SuffixDrafter(0, factor, certainty).draft([ask_for(tokens, room, **more)])[0]
+def drafted(
+    tokens: list[int], max_new_tokens: int = 4, factor: float = 4.0, certainty: float = 0.05, **more
+) -> DraftResult:
+    return SuffixDrafter(0, factor, certainty).draft([ask_for(tokens, max_new_tokens, **more)])[0]
 
 
 def test_what_followed_before_is_guessed_again() -> None:
@@ -169,17 +176,17 @@ def test_what_followed_before_is_guessed_again() -> None:
 
 
 def test_the_longest_match_wins() -> None:
-    assert drafted([7, 1, 2, 40, 8, 1, 2, 41, 9, 7, 1, 2], room=1).tokens == (40,)
+    assert drafted([7, 1, 2, 40, 8, 1, 2, 41, 9, 7, 1, 2], max_new_tokens=1).tokens == (40,)
 
 
 def test_the_most_frequent_continuation_wins_and_of_equals_the_latest() -> None:
-    assert drafted([1, 2, 40, 1, 2, 40, 9, 1, 2, 41, 8, 1, 2], room=1).tokens == (40,)
-    assert drafted([1, 2, 40, 9, 1, 2, 41, 8, 1, 2], room=1).tokens == (41,)
+    assert drafted([1, 2, 40, 1, 2, 40, 9, 1, 2, 41, 8, 1, 2], max_new_tokens=1).tokens == (40,)
+    assert drafted([1, 2, 40, 9, 1, 2, 41, 8, 1, 2], max_new_tokens=1).tokens == (41,)
 
 
 def test_a_loop_is_continued_as_a_loop() -> None:
-    assert drafted([5, 6, 7, 5, 6, 7, 5, 6], room=7).tokens == (7, 5, 6, 7, 5, 6, 7)
-    assert drafted([9, 5, 5, 5], room=5).tokens == (5, 5, 5, 5, 5)
+    assert drafted([5, 6, 7, 5, 6, 7, 5, 6], max_new_tokens=7).tokens == (7, 5, 6, 7, 5, 6, 7)
+    assert drafted([9, 5, 5, 5], max_new_tokens=5).tokens == (5, 5, 5, 5, 5)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5]])
@@ -189,10 +196,10 @@ def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
 
 def test_a_longer_match_is_trusted_further() -> None:
     text = [*range(20), 30]
-    assert len(drafted([*text, 4, 5], room=16, factor=1.0).tokens) == 2
-    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], room=16, factor=1.0).tokens) == 6
-    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], room=16, factor=1.5).tokens) == 9
-    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], room=3, factor=1.5).tokens) == 3
+    assert len(drafted([*text, 4, 5], max_new_tokens=16, factor=1.0).tokens) == 2
+    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], max_new_tokens=16, factor=1.0).tokens) == 6
+    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], max_new_tokens=16, factor=1.5).tokens) == 9
+    assert len(drafted([*text, 1, 2, 3, 4, 5, 6], max_new_tokens=3, factor=1.5).tokens) == 3
 
 
 def test_the_guess_ends_where_the_past_was_of_two_minds() -> None:
@@ -203,20 +210,20 @@ def test_the_guess_ends_where_the_past_was_of_two_minds() -> None:
 
 def test_more_is_expected_of_what_has_always_held() -> None:
     drafter = SuffixDrafter(0, 4.0, 0.05)
-    once = drafter.propose(ask_for([1, 2, 3, 9, 1, 2], session="a", room=1)).expected
-    often = drafter.propose(ask_for([1, 2, 3, 9] * 5 + [1, 2], session="b", room=1)).expected
-    torn = drafter.propose(ask_for([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], session="c", room=1)).expected
+    once = drafter.propose(ask_for([1, 2, 3, 9, 1, 2], session="a", max_new_tokens=1)).expected
+    often = drafter.propose(ask_for([1, 2, 3, 9] * 5 + [1, 2], session="b", max_new_tokens=1)).expected
+    torn = drafter.propose(ask_for([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], session="c", max_new_tokens=1)).expected
     assert 0 < torn < once < often < 1
 
 
 def test_open_guesses_are_not_evidence() -> None:
     assert drafted([1, 2, 3, 4, 3, 4], committed=2).done
-    assert drafted([1, 2, 9, 1, 2], committed=5, room=1).tokens == (9,)
-    assert drafted([1, 2, 3, 4, 1, 2, 3], committed=5, room=2).tokens == (4, 1), "a chain goes on behind them"
+    assert drafted([1, 2, 9, 1, 2], committed=5, max_new_tokens=1).tokens == (9,)
+    assert drafted([1, 2, 3, 4, 1, 2, 3], committed=5, max_new_tokens=2).tokens == (4, 1), "a chain goes on behind them"
 
 
 def test_under_block_and_rejection_a_guess_is_certain_of_itself() -> None:
-    draft = drafted([1, 2, 3, 1, 2], room=2, verification=Verification.BLOCK)
+    draft = drafted([1, 2, 3, 1, 2], max_new_tokens=2, verification=Verification.BLOCK)
     assert draft.draft_probs == (Distribution((3,), (WHOLE,)), Distribution((1,), (WHOLE,)))
 
 
@@ -250,8 +257,8 @@ def test_what_a_session_said_itself_weighs_more() -> None:
     drafter = SuffixDrafter(1000, 4.0, 0.05)
     drafter.draft([ask_for([0, 1, 2, 30], session="a")])
     drafter.forget("a")
-    assert drafter.draft([ask_for([1, 2, 40, 9, 1, 2], room=1)])[0].tokens == (40,)
-    assert drafter.draft([ask_for([8, 1, 2], room=1, session="t")])[0].tokens == (30,)
+    assert drafter.draft([ask_for([1, 2, 40, 9, 1, 2], max_new_tokens=1)])[0].tokens == (40,)
+    assert drafter.draft([ask_for([8, 1, 2], max_new_tokens=1, session="t")])[0].tokens == (30,)
 
 
 def test_memory_is_bounded() -> None:
@@ -261,8 +268,8 @@ def test_memory_is_bounded() -> None:
         drafter.draft([ask_for([number, *words(90, number)], session=session, cache_salt=str(number % 20))])
         drafter.forget(session)
         drafter.draft([ask_for([1], session=session, cache_salt=str(number % 20))])
-    assert len(drafter._memories) <= 16
-    assert all(memory.size <= 200 and len(memory._waiting) <= 200 for memory in drafter._memories.values())
+    assert len(drafter._shared_texts) <= 16
+    assert all(memory.size <= 200 and len(memory._waiting) <= 200 for memory in drafter._shared_texts.values())
     assert not set(drafter._texts) - {f"s{number}" for number in range(40)}
     for number in range(40):
         drafter.forget(f"s{number}")
@@ -273,8 +280,8 @@ def test_memory_is_bounded() -> None:
 def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
     drafter = SuffixDrafter(0, 4.0, 0.05)
     tokens = [*range(40)] * 60
-    ask = ask_for(tokens, room=3)
-    drafts = [drafter.draft([ask])[0] for _ in range(3)]
+    request = ask_for(tokens, max_new_tokens=3)
+    drafts = [drafter.draft([request])[0] for _ in range(3)]
     assert drafts[:2] == [DraftResult(), DraftResult()], "it wants to be asked again"
     assert drafts[2].tokens == (0, 1, 2)
 
@@ -285,7 +292,7 @@ TORN = [1, 2, 3, 5, 9, 1, 2, 4, 6, 8, 1, 2, 3, 5, 7, 1, 2]
 
 
 def test_runners_up_become_siblings() -> None:
-    draft = drafted(TORN, room=2, branches=2, budget=4, depth=2)
+    draft = drafted(TORN, max_new_tokens=2, branches=2, budget=4, depth=2)
     assert draft.parents.count(-1) == 2
     paths = {tuple(path(draft, i)) for i in range(len(draft.tokens))}
     assert paths == {(3,), (4,), (3, 5), (4, 6)}
@@ -301,12 +308,12 @@ def test_a_tree_keeps_to_its_limits() -> None:
 
 
 def test_a_tree_grows_from_what_is_open() -> None:
-    ask = ask_for([*TORN, 3], committed=len(TORN), room=1, branches=2, budget=2, depth=2)
-    ask = DraftRequest(
-        **{name: getattr(ask, name) for name in DraftRequest.__dataclass_fields__}
+    request = ask_for([*TORN, 3], committed=len(TORN), max_new_tokens=1, branches=2, budget=2, depth=2)
+    request = DraftRequest(
+        **{name: getattr(request, name) for name in DraftRequest.__dataclass_fields__}
         | {"open_tokens": (3,), "open_parents": (-1,)}
     )
-    draft = SuffixDrafter(0, 4.0, 0.05).draft([ask])[0]
+    draft = SuffixDrafter(0, 4.0, 0.05).draft([request])[0]
     assert dict(zip(draft.tokens, draft.parents, strict=True)) == {5: 0, 4: -1}
 
 
@@ -324,13 +331,13 @@ if __name__ == "__main__":  # how fast it is here: run this file
         made = automaton(text)
         grown = (time.perf_counter() - started) / len(text) * 1e6
         drafter = SuffixDrafter(65_536, 2.0, 0.1)
-        drafter.draft([ask_for(text[:4000], session="other", room=8)])
+        drafter.draft([ask_for(text[:4000], session="other", max_new_tokens=8)])
         drafter.forget("other")
-        asks = [ask_for(text[:n], room=8) for n in range(2000, 4000)]
-        while not drafter.draft(asks[:1])[0].done and drafter._memories[""]._waiting:
+        requests = [ask_for(text[:n], max_new_tokens=8) for n in range(2000, 4000)]
+        while not drafter.draft(requests[:1])[0].done and drafter._shared_texts[""]._waiting:
             pass
         started = time.perf_counter()
-        for ask in asks:
-            drafter.draft([ask])
-        guess = (time.perf_counter() - started) / len(asks) * 1e6
+        for request in requests:
+            drafter.draft([request])
+        guess = (time.perf_counter() - started) / len(requests) * 1e6
         print(f"{name:10} {grown:6.1f} us a token taken in, {guess:6.1f} us a guess with its commit")

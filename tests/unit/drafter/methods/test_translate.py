@@ -49,13 +49,13 @@ TONGUES = {"bytes": BYTES, "short": SHORT, "long": LONG}
 class Says:
     """A model that knows one text; what follows anything else it does not know."""
 
-    wants_features = False
+    needs_hidden_states = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, context: int = 4096, slow: int = 0) -> None:
         self._tokenizer = tokenizer
         self._text = text
         self._slow = slow
-        self.asks: list[DraftRequest] = []
+        self.requests: list[DraftRequest] = []
         self.forgotten: list[str] = []
         self.vocabulary: Vocabulary | None = Vocabulary.of(tokenizer)
         self.info = ModelInfo(
@@ -67,32 +67,37 @@ class Says:
             eos_token_ids=(tokenizer.eos_token_id,),
         )
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self._draft(ask) for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+        return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, ask: DraftRequest) -> DraftResult:
-        self.asks.append(ask)
+    def _draft(self, request: DraftRequest) -> DraftResult:
+        self.requests.append(request)
         if self._slow:
             self._slow -= 1
             return DraftResult()
-        read = self._tokenizer.decode(ask.tokens)
+        read = self._tokenizer.decode(request.tokens)
         at = self._text.find(read.rstrip("\ufffd"))
-        if at < 0 or len(ask.tokens) >= self.info.context_length:
+        if at < 0 or len(request.tokens) >= self.info.context_length:
             return DraftResult(done=True)
         # In tokens of the whole: a character may be under way.
         tokens = self._tokenizer.encode(self._text[at : at + len(read) + 50], add_special_tokens=False)
-        if ask.tokens != tokens[: len(ask.tokens)]:
-            tokens = [*ask.tokens, *self._tokenizer.encode(self._text[at + len(read) :][:50], add_special_tokens=False)]
+        if request.tokens != tokens[: len(request.tokens)]:
+            tokens = [
+                *request.tokens,
+                *self._tokenizer.encode(self._text[at + len(read) :][:50], add_special_tokens=False),
+            ]
         tokens.append(self._tokenizer.eos_token_id)
-        return DraftResult((tokens[len(ask.tokens)],))
+        return DraftResult((tokens[len(request.tokens)],))
 
 
-def ask_for(tokens: list[int], room: int = 4, **more) -> DraftRequest:
+def ask_for(tokens: list[int], max_new_tokens: int = 4, **more) -> DraftRequest:
     vocab_size = more.pop("vocab_size", 10_000)
-    return DraftRequest("s", tokens, len(tokens), 1, room, SamplingParams(**({"temperature": 0.0} | more)), vocab_size)
+    return DraftRequest(
+        "s", tokens, len(tokens), 1, max_new_tokens, SamplingParams(**({"temperature": 0.0} | more)), vocab_size
+    )
 
 
 def drafter_for(own: str, target: str, text: str = TEXT, **more) -> TranslatingDrafter:
@@ -151,8 +156,10 @@ def test_a_character_that_is_not_whole_is_not_guessed_at() -> None:
     assert drafter_for("long", "bytes").draft([ask_for(tokens[:-1])])[0] == DraftResult(done=True)
     text = "smile 🙂🙂🙂 twice"
     half = drafter_for("bytes", "bytes", text, slow=0)
-    half._inner._draft = lambda ask: (
-        DraftResult((BYTES.encode("🙂")[len(ask.tokens) - 6],)) if len(ask.tokens) < 9 else DraftResult(done=True)
+    half._model._draft = lambda request: (
+        DraftResult((BYTES.encode("🙂")[len(request.tokens) - 6],))
+        if len(request.tokens) < 9
+        else DraftResult(done=True)
     )  # type: ignore[method-assign]
     assert half.draft([ask_for(BYTES.encode("smile "))])[0].tokens == ()
 
@@ -171,8 +178,8 @@ def test_nothing_is_guessed_that_would_merge_with_what_is_committed() -> None:
 
 def test_a_word_waits_for_its_letters() -> None:
     """A model of letters, a target of words: half a word is no word."""
-    for room in (1, 2, 3):
-        draft = drafter_for("bytes", "long").draft([ask_for(LONG.encode("The lighthouse"), room)])[0]
+    for max_new_tokens in (1, 2, 3):
+        draft = drafter_for("bytes", "long").draft([ask_for(LONG.encode("The lighthouse"), max_new_tokens)])[0]
         assert draft.tokens
         assert draft.tokens == tuple(LONG.encode(" keeper counted ships")[: len(draft.tokens)])
 
@@ -185,21 +192,23 @@ def test_a_language_without_spaces_is_drafted_too() -> None:
 
 
 def test_the_end_is_told_with_the_targets_own_token() -> None:
-    draft = drafter_for("bytes", "long").draft([ask_for(LONG.encode(TEXT[: -len(" the night.")]), room=9)])[0]
+    draft = drafter_for("bytes", "long").draft([ask_for(LONG.encode(TEXT[: -len(" the night.")]), max_new_tokens=9)])[0]
     assert draft.tokens == (*LONG.encode(" the night."), LONG.eos_token_id)
     assert draft.done
 
 
 def test_open_guesses_are_read_too() -> None:
     tokens = LONG.encode("The lighthouse keeper counted")
-    ask = DraftRequest("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000)
-    assert drafter_for("short", "long").draft([ask])[0].tokens == tuple(LONG.encode(" ships"))
+    request = DraftRequest("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000)
+    assert drafter_for("short", "long").draft([request])[0].tokens == tuple(LONG.encode(" ships"))
 
 
 def test_under_block_and_rejection_a_guess_is_certain_of_itself() -> None:
-    ask = ask_for(LONG.encode("The lighthouse"), 1, temperature=1.0, verification=Verification.BLOCK)
+    request = ask_for(LONG.encode("The lighthouse"), 1, temperature=1.0, verification=Verification.BLOCK)
     (token,) = LONG.encode(" keeper")
-    assert drafter_for("short", "long").draft([ask])[0] == DraftResult((token,), (Distribution((token,), (WHOLE,)),))
+    assert drafter_for("short", "long").draft([request])[0] == DraftResult(
+        (token,), (Distribution((token,), (WHOLE,)),)
+    )
 
 
 def test_ids_that_the_target_has_not_are_left_out() -> None:
@@ -211,11 +220,11 @@ def test_ids_that_the_target_has_not_are_left_out() -> None:
 def test_sessions_write_side_by_side_and_a_slow_start_is_waited_for() -> None:
     drafter = drafter_for("short", "long", slow=3)
     starts = ["The lighthouse", "The lighthouse keeper counted", "not in the text"]
-    asks = [
+    requests = [
         DraftRequest(start, LONG.encode(start), len(LONG.encode(start)), 1, 1, SamplingParams(temperature=0.0), 10_000)
         for start in starts
     ]
-    drafts = drafter.draft(asks)
+    drafts = drafter.draft(requests)
     assert [LONG.decode(draft.tokens) for draft in drafts] == [" keeper", " ships", ""]
     assert drafts[2].done
 
@@ -224,18 +233,18 @@ def test_a_long_text_is_read_from_a_place_that_stays_until_it_must_move() -> Non
     """So that what the model has cached stays of use."""
     text = "".join(f"{n} ships, " for n in range(1000))
     drafter = drafter_for("long", "bytes", text)
-    inner = drafter._inner
+    inner = drafter._model
     assert isinstance(inner, Says)
     truth = BYTES.encode(text)
     starts = []
     for at in range(2500, 3600, 50):
         draft = drafter.draft([ask_for(truth[:at], 3)])[0]
         assert draft.tokens == tuple(truth[at : at + 3])
-        starts.append(drafter._from["s"])
+        starts.append(drafter._window_starts["s"])
         assert at - starts[-1] <= 1024
     assert len(set(starts)) <= 3
     drafter.forget("s")
-    assert not drafter._from
+    assert not drafter._window_starts
     assert inner.forgotten == ["s"]
 
 
@@ -246,7 +255,7 @@ def test_a_model_of_short_context_reads_less() -> None:
     for at in range(500, 700, 25):
         draft = drafter.draft([ask_for(truth[:at], 2)])[0]
         assert draft.tokens == tuple(truth[at : at + 2])
-    assert all(len(ask.tokens) < 300 for ask in drafter._inner.asks)  # type: ignore[attr-defined]
+    assert all(len(request.tokens) < 300 for request in drafter._model.requests)  # type: ignore[attr-defined]
 
 
 def test_it_presents_the_targets_vocabulary_and_its_own_fingerprint() -> None:
@@ -274,7 +283,7 @@ def test_a_real_model_of_other_ids_says_what_the_same_model_says(models: Models,
     drafter, plain = made(other, models.target), made(models.draft, models.draft)
     assert isinstance(drafter, TranslatingDrafter)
     assert drafter.info.vocabulary_digest == plain.info.vocabulary_digest
-    assert drafter._inner.info.vocabulary_digest != plain.info.vocabulary_digest
+    assert drafter._model.info.vocabulary_digest != plain.info.vocabulary_digest
     alike = 0
     for start in ("ships at night", "the keeper", "night of the ships", "and went by the light", "3 ships", "x"):
         tokens = BYTES.encode(start)
