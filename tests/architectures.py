@@ -290,15 +290,15 @@ def fates(names: Sequence[str]) -> Iterator[Fate]:
 
 _HEAD = """# What can be a target
 
-Every causal architecture of transformers {version}, built tiny with random weights, loaded as a target, and held
-against its own eager forward: in one pass, in pieces, token by token, as a tree and beside another session, on texts
-past its windows, its chunks and the length at which its rotation changes. Made by `python -m tests.architectures`;
-`make prove` says when it is no longer true.
+Every causal architecture of transformers {version}, built as a toy model with random weights and loaded as a
+target. Its logits are compared with its own eager forward pass: in one pass, in pieces, token by token, as a
+tree and beside another session, on texts past its windows, its chunks and the length at which its rotation
+changes. `python -m tests.architectures` writes this page; `make prove` fails when it is out of date.
 
-This page is about architectures. A model is held against its own forward besides, whenever it is loaded: see
-[the engine](engine.md#held-against-the-model-itself).
+The table covers architectures. Each model is also checked against its own forward pass whenever it is loaded:
+[the engine](engine.md#checked-against-the-model-itself).
 
-`native` stands for the kernels on a CPU, and on CUDA for `graphs`, which runs the same plan.
+`native` means the kernels on a CPU. On CUDA it means `graphs`, which runs the same model spec.
 """
 
 
@@ -321,7 +321,7 @@ def page(found: Sequence[Fate]) -> str:
         "",
         f"## Not tried ({len(unbuilt)})",
         "",
-        "Tiny ones could not be built here. A real one is held against itself at start like any other.",
+        "No toy model could be built here. A real model is checked against itself at start like any other.",
         "",
     ]
     lines += [", ".join(each.name for each in unbuilt) + ".", ""]
