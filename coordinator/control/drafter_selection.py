@@ -1,4 +1,7 @@
-"""Which of a session's drafters may guess: the one that keeps being right, and those that come near it. Pure."""
+"""Drafter selection: which of a session's drafters may guess. Pure.
+
+The drafter with the most accepted tokens guesses, and those that come near it.
+"""
 
 from __future__ import annotations
 
@@ -8,96 +11,97 @@ from dataclasses import dataclass
 from outrider.protocol.speculation import SourceTally
 
 SMOOTHING = 0.1
-PROBE_SMOOTHING = 0.4  # what a benched drafter shows is rare, and newer than what is known of it
-LEAD = 1.1  # how many times as much another must bring to be the best
-STAY = 0.5  # of the best one's accepted length, or it is benched
-RETURN = 0.6  # of the same, to be let back
-TRIAL = 6  # steps with guesses of its own before a drafter is judged
-PROBE_EVERY = 32  # steps on the bench before it is looked at again
-PROBE_GUESSES = 2  # steps with poor guesses that end such a look
-PROBE_AT_MOST = 8  # steps that it takes at most
+PROBE_SMOOTHING = 0.4  # of a benched drafter: its results are rare and recent, so each weighs more
+LEAD = 1.1  # factor of accepted tokens per step by which another drafter becomes the best
+BENCH_BELOW = 0.5  # share of the best drafter's accepted length below which a drafter is benched
+RETURN_ABOVE = 0.6  # the share from which on it returns; higher, so that it does not alternate
+TRIAL_STEPS = 6  # steps with its own guesses before a drafter may be benched
+PROBE_EVERY = 32  # steps on the bench between two probes
+PROBE_POOR_STEPS = 2  # steps with poor guesses that end a probe
+PROBE_MAX_STEPS = 8
 
 
 @dataclass(slots=True)
 class _Standing:
-    """How one drafter does."""
+    """Measured results of one drafter."""
 
-    length: float  # accepted tokens per step with guesses of its own
-    brings: float  # the same per step at all: many short guesses may be worth more than a rare long one
-    seen: int = 0
+    length: float  # accepted tokens per step that checked its guesses
+    per_step: float  # accepted tokens per step of any kind: many short guesses may beat a rare long one
+    trials: int = 0
     benched: bool = False
-    since: int = 0  # steps since it was benched or looked at
-    probe: int = 0  # poor guesses still to be seen before a look ends; 0: there is none going on
+    since: int = 0  # steps since it was benched or probed
+    probe: int = 0  # poor steps left until the probe ends; 0: no probe
 
     @property
-    def plays(self) -> bool:
+    def active(self) -> bool:
         return not self.benched or self.probe > 0
 
-    def saw(self, tally: SourceTally | None) -> None:
-        share = PROBE_SMOOTHING if self.benched else SMOOTHING
+    def observe(self, tally: SourceTally | None) -> None:
+        weight = PROBE_SMOOTHING if self.benched else SMOOTHING
         accepted = tally.accepted if tally is not None else 0
-        if self.plays or tally is not None:
-            self.brings += share * (accepted - self.brings)
+        if self.active or tally is not None:
+            self.per_step += weight * (accepted - self.per_step)
         if tally is not None:
-            self.length += share * (accepted - self.length)
-            self.seen += 1
+            self.length += weight * (accepted - self.length)
+            self.trials += 1
 
-    def compare(self, best: float, tally: SourceTally | None) -> None:
-        """With the best one's accepted length. Between the two bounds everything stays as it is."""
-        if self.benched and self.length >= RETURN * best:
+    def compare(self, best_length: float, tally: SourceTally | None) -> None:
+        """Bench or return the drafter by the best one's accepted length; between the two bounds nothing changes."""
+        if self.benched and self.length >= RETURN_ABOVE * best_length:
             self.benched, self.probe = False, 0
-        elif not self.benched and self.seen >= TRIAL and self.length < STAY * best:
+        elif not self.benched and self.trials >= TRIAL_STEPS and self.length < BENCH_BELOW * best_length:
             self.benched, self.probe, self.since = True, 0, 0
         elif self.benched:
-            self._look(poor=tally is not None and tally.accepted < RETURN * best)
+            self._advance_probe(poor=tally is not None and tally.accepted < RETURN_ABOVE * best_length)
 
-    def _look(self, *, poor: bool) -> None:
-        """Now and then a benched drafter plays for a moment."""
+    def _advance_probe(self, *, poor: bool) -> None:
         self.since += 1
         if self.probe:
             self.probe -= poor
-            if not self.probe or self.since == PROBE_AT_MOST:
+            if not self.probe or self.since == PROBE_MAX_STEPS:
                 self.probe = self.since = 0
         elif self.since == PROBE_EVERY:
-            self.probe, self.since = PROBE_GUESSES, 0
+            self.probe, self.since = PROBE_POOR_STEPS, 0
 
 
 class DrafterSelection:
+    """Standings of a session's drafters, by source."""
+
     def __init__(self) -> None:
         self._standings: dict[int, _Standing] = {}
         self.best: int | None = None
 
-    def join(self, source: int, length: float, offer_rate: float) -> None:
-        """A drafter was attached; what to expect of it."""
-        self._standings[source] = _Standing(length, length * offer_rate)
+    def add(self, source: int, accepted_tokens: float, proposal_rate: float) -> None:
+        """Add an attached drafter with the results expected of it."""
+        self._standings[source] = _Standing(accepted_tokens, accepted_tokens * proposal_rate)
         self._find_best()
 
-    def leave(self, source: int) -> None:
+    def remove(self, source: int) -> None:
         self._standings.pop(source, None)
         self._find_best()
 
-    def judged(self, tallies: Iterable[SourceTally]) -> None:
-        """A verdict arrived, at a time when there was a γ to share."""
-        shown = {tally.source: tally for tally in tallies}
+    def observe(self, tallies: Iterable[SourceTally]) -> None:
+        """Record the tallies of a verdict that was made while guesses were allowed."""
+        by_source = {tally.source: tally for tally in tallies}
         for source, standing in self._standings.items():
-            standing.saw(shown.get(source))
+            standing.observe(by_source.get(source))
         self._find_best()
         for source, standing in self._standings.items():
             if self.best is not None and source != self.best:
-                standing.compare(self._standings[self.best].length, shown.get(source))
+                standing.compare(self._standings[self.best].length, by_source.get(source))
 
-    def shares(self, gamma: int) -> dict[int, int]:
-        """γ per drafter."""
-        return {source: gamma if standing.plays else 0 for source, standing in self._standings.items()}
+    def gammas(self, gamma: int) -> dict[int, int]:
+        """Return γ of each drafter: the session's, or 0 on the bench."""
+        return {source: gamma if standing.active else 0 for source, standing in self._standings.items()}
 
     def _find_best(self) -> None:
-        """What stands, unless another brings clearly more."""
+        """Keep the best drafter unless another one is clearly better."""
         if not self._standings:
             self.best = None
             return
-        leader = max(self._standings, key=lambda source: self._standings[source].brings)
-        held = self._standings.get(self.best) if self.best is not None else None
-        if held is None or self._standings[leader].brings > LEAD * held.brings:
+        leader = max(self._standings, key=lambda source: self._standings[source].per_step)
+        present = self._standings.get(self.best) if self.best is not None else None
+        if present is None or self._standings[leader].per_step > LEAD * present.per_step:
             self.best = leader
         assert self.best is not None
         self._standings[self.best].benched = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import structlog
 
-from coordinator.control.gamma import PairHistory
+from coordinator.control.estimator import PairHistory
 from coordinator.persistence.store import Store, StoreDown
 
 log = structlog.get_logger(__name__)

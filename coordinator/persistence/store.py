@@ -20,7 +20,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from coordinator.control.gamma import PairHistory
+from coordinator.control.estimator import PairHistory
 from coordinator.persistence import lua_scripts, stored_records
 from coordinator.persistence.session_record import SessionRecord, logprobs_size, pack, pack_logprobs
 from coordinator.persistence.stored_records import Unreadable

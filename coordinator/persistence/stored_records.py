@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from coordinator.control.gamma import PairHistory
+from coordinator.control.estimator import PairHistory
 from coordinator.control.throughput_model import Mode
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, unpack, unpack_logprobs
 from outrider.protocol import convert

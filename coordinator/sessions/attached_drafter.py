@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.control.gamma import PairEstimate
+from coordinator.control.estimator import PairEstimate
 from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
 from coordinator.sessions.streams import DrafterStream
 from coordinator.workers.worker_pool import WorkerConnection
@@ -101,16 +101,16 @@ class AttachedDrafter:
         except InvalidRequest as error:
             raise ProtocolViolation(error.message) from error
         guess.draft_us = self._pace.believed_us(guess.draft_us, now, ahead=self.plan.ahead)
-        self.pair.drafted(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=self.plan.branches > 1)
+        self.pair.observe_draft(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=self.plan.branches > 1)
         if not guess.tokens:
             self.passed = guess
 
     def judged(self, tally: SourceTally | None, *, awaited: bool) -> None:
         """`awaited`: the verifier waited, and no drafter had anything."""
         if tally is not None:
-            self.pair.judged(tally.offered, tally.accepted, due=self.plan.gamma > 0)
+            self.pair.observe_verdict(tally.offered, tally.accepted, due=self.plan.gamma > 0)
         else:
-            self.pair.judged(0, 0, due=self.plan.gamma > 0 and awaited)
+            self.pair.observe_verdict(0, 0, due=self.plan.gamma > 0 and awaited)
 
     def committed(self, position: int, tokens: tuple[int, ...], features: HiddenStates | None, now: float) -> int:
         """Tell it; how many bytes of hidden states went along."""

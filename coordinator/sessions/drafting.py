@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.gamma import Controller, Estimator, FixedChoices, PairEstimate, PairHistory
+from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
+from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN, SpeculationPlan
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
@@ -70,7 +71,7 @@ class Drafting:
         single = record.request.params.mode.needs_draft_probs
         self._control = Controller(means.gamma_max, Estimator(self._positions), wishes, single=single)
         stats.control = self._control
-        self._budget = DrafterSelection()
+        self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
         self._verifier: VerifierStream | None = None
         self._attached: dict[int, AttachedDrafter] = {}  # by source
@@ -102,7 +103,7 @@ class Drafting:
         self._features_on = features
         self._passed_at = -1
         load = verifier.link.info.load
-        self._control.estimator.priced(load.cost, load.sessions)
+        self._control.estimator.attach_verifier(load.cost, load.sessions)
         try:
             async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
                 yield
@@ -111,13 +112,13 @@ class Drafting:
 
     def judged(self, verdict: Verdict) -> None:
         """Learn from a verdict."""
-        awaited = self._control.patience_ms > 0 and not verdict.offered
+        awaited = self._control.wait_timeout_ms > 0 and not verdict.offered
         tallies = {tally.source: tally for tally in verdict.sources}
         for drafter in self._joined:
             drafter.judged(tallies.get(drafter.source), awaited=awaited)
         if self._control.plan.gamma or tallies:
-            self._budget.judged(verdict.sources)
-        self._control.judged(verdict)
+            self._selection.observe(verdict.sources)
+        self._control.observe(verdict)
 
     def committed(self, verdict: Verdict) -> None:
         """Pass on what is final, and let γ follow."""
@@ -186,7 +187,7 @@ class Drafting:
         drafter.joined = True
         drafter.wants_features = wants_features
         self._stats.attached(drafter.source, drafter.link.info.kind)
-        self._budget.join(drafter.source, drafter.pair.length, drafter.pair.offer_rate)
+        self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate)
         self._ask_for_features()
         held = self._window.held()
         if wants_features and held is not None:
@@ -198,7 +199,8 @@ class Drafting:
         pair, together = drafter.pair, self._control.estimator.pair
         if history is not None:
             pair.start_from(history)
-        if self._joined and pair.length * pair.offer_rate > together.length * together.offer_rate:
+        expected = pair.accepted_tokens * pair.proposal_rate
+        if self._joined and expected > together.accepted_tokens * together.proposal_rate:
             together.start_from(history or PairHistory())
         elif not self._joined and history is not None:
             together.start_from(history)
@@ -216,14 +218,14 @@ class Drafting:
         """What was committed before a guess came judges it here."""
         at = guess.position - len(self._record.request.prompt)
         if guess.parent == 0 and guess.tokens and 0 <= at < len(self._record.tokens):
-            held = self._record.tokens[at] == guess.tokens[0]
-            drafter.pair.late(held=held)
-            self._control.estimator.pair.late(held=held)
+            hit = self._record.tokens[at] == guess.tokens[0]
+            drafter.pair.observe_late_guess(hit=hit)
+            self._control.estimator.pair.observe_late_guess(hit=hit)
 
     def _leave(self, drafter: AttachedDrafter) -> None:
         del self._attached[drafter.source]
-        self._budget.leave(drafter.source)
-        if drafter.pair.seen:
+        self._selection.remove(drafter.source)
+        if drafter.pair.checked_steps:
             target, model = self._target.info.fingerprint, drafter.link.info.model.fingerprint
             together = self._control.estimator.pair.history()
             own = drafter.pair.history()
@@ -250,12 +252,12 @@ class Drafting:
         if verifier is None:
             return
         round_trips_ms = verifier.link.round_trip_ms
-        best = self._attached.get(self._budget.best or 0)
+        best = self._attached.get(self._selection.best or 0)
         if best is not None:
             round_trips_ms += best.link.round_trip_ms
             self._control.estimator.pair.draft_ms = best.pair.draft_ms
             self._control.estimator.pair.level_ms = best.pair.level_ms
-            self._control.shared = share_cores(verifier.link.info, best.link.info)
+            self._control.shared_cores = share_cores(verifier.link.info, best.link.info)
             self._stats.drafter_kind = best.link.info.kind
         steering = self._control.decide(round_trips_ms, attached=best is not None)
         plan = self._control.plan
@@ -263,14 +265,14 @@ class Drafting:
             self._tell_of_plan()
             verifier.steer(steering)
         now = time.monotonic()
-        for source, gamma in self._budget.shares(plan.gamma).items():
+        for source, gamma in self._selection.gammas(plan.gamma).items():
             self._attached[source].steer(plan if gamma else PLAIN, now)
         self._pass_on()
 
     def _tell_of_plan(self) -> None:
         if not log.is_enabled_for(logging.DEBUG):
             return  # what else was considered takes a millisecond to find
-        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.considered()}
+        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.best_per_mode()}
         log.debug("plan", plan=self._control.plan.label, considered=considered)
 
     def _pass_on(self) -> None:

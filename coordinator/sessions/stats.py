@@ -91,7 +91,7 @@ class RequestStats:
 
     def judged(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
-        self._metrics.judged(verdict, plan.gamma, plan.way)
+        self._metrics.judged(verdict, plan.gamma, plan.mode)
         self._steps += 1
         self._gamma_sum += plan.gamma
         self._step_us += verdict.timings.step_us
@@ -278,13 +278,13 @@ class RequestStats:
             )
             for plan, tally in self.taken
         ]
-        ways = {plan.way for plan in self.control.tallies}
+        modes = {plan.mode for plan in self.control.tallies}
         return (
             *taken,
             *(
                 PlanStats(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
-                for choice in self.control.considered()
-                if choice.plan.way not in ways
+                for choice in self.control.best_per_mode()
+                if choice.plan.mode not in modes
             ),
         )
 

@@ -11,22 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coordinator.control import estimator as estimator_module
 from coordinator.control import gamma
-from coordinator.control.gamma import Controller, CostLine, Estimator, FixedChoices, HitRate, PairEstimate, PairHistory
-from coordinator.control.simulation import Simulation, World
-from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, rate
+from coordinator.control.estimator import CostLine, Estimator, HitRate, PairEstimate, PairHistory
+from coordinator.control.gamma import Controller, FixedChoices
+from coordinator.control.simulated_world import World
+from coordinator.control.simulation import Simulation
+from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, throughput
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import MAX_GAMMA, Steering, TokenKind, Verdict, VerifyTimings
 
 GAMMA_MAX = 16
-PATIENCE_MS = 100.0
+TIMEOUT_MS = 100.0
 FREE = FixedChoices()
 FLAT = CostCurve.line(40.0, 0.0)
 STEEP = CostCurve.line(40.0, 10.0)
 TREE = SpeculationPlan(4, 3)
-TREE_AHEAD = SpeculationPlan(16, 3, ahead=True, rows=16)
+TREE_AHEAD = SpeculationPlan(16, 3, ahead=True, budget=16)
 
 
 def verdict(
@@ -89,7 +92,7 @@ def test_a_flat_verifier_is_seen_as_flat() -> None:
 def test_with_one_kind_of_step_the_slope_is_the_prior() -> None:
     one, more = line_of(40.0, 0.0, lambda source: 1)
     assert one == pytest.approx(40.0)
-    assert more == pytest.approx(40.0 * gamma.PRIOR_ROW_SHARE)
+    assert more == pytest.approx(40.0 * estimator_module.PRIOR_TOKEN_SHARE)
 
 
 def test_the_cost_line_follows_a_machine_that_slows_down() -> None:
@@ -115,7 +118,7 @@ def test_any_steps_give_a_sane_line(steps: list[tuple[int, float]]) -> None:
 def test_acceptance_is_learnt_per_position() -> None:
     estimator = Estimator(3)
     for _ in range(200):
-        estimator.judged(verdict(1, 3), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
+        estimator.observe(verdict(1, 3), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
     first, second, _ = estimator.pair.acceptance
     assert first > 0.95
     assert second < 0.05
@@ -124,7 +127,7 @@ def test_acceptance_is_learnt_per_position() -> None:
 def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
     pair = PairEstimate(8)
     for _ in range(200):
-        pair.judged(2, 2, due=True)
+        pair.observe_verdict(2, 2, due=True)
     assert pair.acceptance[7] == pytest.approx(pair.acceptance[1])
     assert pair.acceptance[1] > 0.9
 
@@ -132,7 +135,7 @@ def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
 def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
     pair = PairEstimate(2)
     for _ in range(200):
-        pair.judged(2, 2, due=True, beside=1)
+        pair.observe_verdict(2, 2, due=True, beside=1)
     first, second = pair.acceptance
     assert first > 0.95
     assert second < 0.05
@@ -142,10 +145,10 @@ def test_a_share_is_what_held_lately() -> None:
     share = HitRate(0.4)
     assert share.mean == pytest.approx(0.4)
     for _ in range(300):
-        share.add(held=True)
+        share.add(hit=True)
     assert share.mean > 0.95
     for _ in range(300):
-        share.add(held=False)
+        share.add(hit=False)
     assert share.mean < 0.05
 
 
@@ -153,16 +156,16 @@ def test_a_share_is_what_held_lately() -> None:
 def test_runners_up_that_hold_are_a_gain(ahead: bool) -> None:
     pair = PairEstimate(4)
     for _ in range(200):
-        pair.branched(verdict(2, 2, nodes=6, beside=1), ahead=ahead)
+        pair.observe_tree(verdict(2, 2, nodes=6, beside=1), ahead=ahead)
     gain, other = (pair.ahead_gain, pair.tree_gain) if ahead else (pair.tree_gain, pair.ahead_gain)
     assert gain > 0.95
-    assert other == pytest.approx(gamma.PRIOR_GAIN), "nothing was seen of it"
+    assert other == pytest.approx(estimator_module.PRIOR_GAIN), "nothing was seen of it"
 
 
 def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
     pair = PairEstimate(4)
     for _ in range(200):
-        pair.branched(verdict(1, 2, nodes=6, left=3), ahead=False)
+        pair.observe_tree(verdict(1, 2, nodes=6, left=3), ahead=False)
     assert pair.tree_gain < 0.05
 
 
@@ -170,56 +173,56 @@ def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
 def test_ahead_a_miss_is_made_good_by_what_is_at_hand(left: int) -> None:
     pair = PairEstimate(4)
     for _ in range(200):
-        pair.branched(verdict(1, 2, nodes=6, left=left), ahead=True)
+        pair.observe_tree(verdict(1, 2, nodes=6, left=left), ahead=True)
     assert pair.ahead_gain > 0.95 if left else pair.ahead_gain < 0.05
 
 
 def test_branches_say_how_many_rows_a_level_takes() -> None:
     pair = PairEstimate(4)
     for _ in range(100):
-        pair.branched(verdict(2, 4, nodes=12), ahead=True)
-    assert pair.tree_rows == pytest.approx(3.0, rel=0.01)
-    pair.branched(verdict(), ahead=True)
-    assert pair.tree_rows == pytest.approx(3.0, rel=0.01), "a step without guesses says nothing"
+        pair.observe_tree(verdict(2, 4, nodes=12), ahead=True)
+    assert pair.nodes_per_level == pytest.approx(3.0, rel=0.01)
+    pair.observe_tree(verdict(), ahead=True)
+    assert pair.nodes_per_level == pytest.approx(3.0, rel=0.01), "a step without guesses says nothing"
 
 
 def test_chains_say_nothing_about_trees() -> None:
     estimator = Estimator(4)
     for _ in range(50):
-        estimator.judged(verdict(2, 4), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
+        estimator.observe(verdict(2, 4), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
     conditions = estimator.conditions(0.0)
-    assert (conditions.tree_gain, conditions.ahead_gain, conditions.tree_rows) == (
-        pytest.approx(gamma.PRIOR_GAIN),
-        pytest.approx(gamma.PRIOR_GAIN),
-        gamma.PRIOR_TREE_ROWS,
+    assert (conditions.tree_gain, conditions.ahead_gain, conditions.nodes_per_level) == (
+        pytest.approx(estimator_module.PRIOR_GAIN),
+        pytest.approx(estimator_module.PRIOR_GAIN),
+        estimator_module.PRIOR_TREE_ROWS,
     )
 
 
 def test_the_session_learns_from_trees_by_the_plan_in_force() -> None:
     in_turns, ahead = Estimator(4), Estimator(16)
     for _ in range(100):
-        in_turns.judged(verdict(4, 4, nodes=12, beside=1), plan=TREE, patience_ms=PATIENCE_MS)
-        ahead.judged(verdict(4, 4, nodes=12, beside=1), plan=TREE_AHEAD, patience_ms=0.0)
+        in_turns.observe(verdict(4, 4, nodes=12, beside=1), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
+        ahead.observe(verdict(4, 4, nodes=12, beside=1), plan=TREE_AHEAD, wait_timeout_ms=0.0)
     assert in_turns.pair.tree_gain > 0.8 > in_turns.pair.ahead_gain
     assert ahead.pair.ahead_gain > 0.8 > ahead.pair.tree_gain
-    assert ahead.conditions(0.0).tree_rows == pytest.approx(3.0, rel=0.01)
+    assert ahead.conditions(0.0).nodes_per_level == pytest.approx(3.0, rel=0.01)
 
 
 def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> None:
     pair = PairEstimate(4)
     for _ in range(100):
-        pair.drafted(4, 8_000)
-        pair.drafted(2, 10_000, tree=True)
+        pair.observe_draft(4, 8_000)
+        pair.observe_draft(2, 10_000, tree=True)
     assert pair.draft_ms == pytest.approx(2.0, rel=0.01)
     assert pair.level_ms == pytest.approx(5.0, rel=0.01)
 
 
 def test_what_goes_out_without_its_time_says_nothing_about_drafting() -> None:
     pair = PairEstimate(4)
-    pair.drafted(4, 8_000)
+    pair.observe_draft(4, 8_000)
     before = pair.draft_ms
-    pair.drafted(4, 0)
-    pair.drafted(0, 8_000)
+    pair.observe_draft(4, 0)
+    pair.observe_draft(0, 8_000)
     assert pair.draft_ms == before
 
 
@@ -258,19 +261,19 @@ def test_a_session_starts_from_the_pairs_history() -> None:
     conditions = estimator.conditions(11.0)
     assert conditions.acceptance[:4] == pytest.approx((0.9, 0.3, 0.2, 0.1))
     assert len(conditions.acceptance) == 6
-    assert (conditions.offer_rate, conditions.draft_ms, conditions.level_ms) == (0.7, 2.5, 4.5)
+    assert (conditions.proposal_rate, conditions.draft_ms, conditions.level_ms) == (0.7, 2.5, 4.5)
     assert (conditions.tree_gain, conditions.ahead_gain) == (pytest.approx(0.55), pytest.approx(0.65))
-    assert conditions.tree_rows == 3.5
-    assert conditions.link_ms == 11.0
-    assert conditions.paces == {Mode.TURNS: 0.9, Mode.TREE_AHEAD_WAITING: 1.2}
+    assert conditions.nodes_per_level == 3.5
+    assert conditions.network_ms == 11.0
+    assert conditions.throughput_ratios == {Mode.TURNS: 0.9, Mode.TREE_AHEAD_WAITING: 1.2}
 
 
 def test_a_pair_that_learns_leaves_what_was_remembered_alone() -> None:
     pair = PairEstimate(4)
     pair.start_from(REMEMBERED)
-    pair.paces[Mode.TURNS] = 0.1
+    pair.throughput_ratios[Mode.TURNS] = 0.1
     for _ in range(50):
-        pair.judged(4, 4, due=True)
+        pair.observe_verdict(4, 4, due=True)
     assert REMEMBERED.paces[Mode.TURNS.value] == 0.9
     assert REMEMBERED.acceptance == [0.9, 0.3, 0.2, 0.1]
 
@@ -279,7 +282,7 @@ def test_what_a_session_shows_outweighs_what_was_remembered() -> None:
     pair = PairEstimate(4)
     pair.start_from(replace(REMEMBERED, acceptance=[0.1] * 4))
     for _ in range(50):
-        pair.judged(4, 4, due=True)
+        pair.observe_verdict(4, 4, due=True)
     assert min(pair.acceptance) > 0.9
 
 
@@ -289,56 +292,58 @@ def test_what_a_session_shows_outweighs_what_was_remembered() -> None:
 def test_the_link_is_what_waiting_costs_beside_drafting() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.pair.drafted(4, 8_000)
-        estimator.judged(verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
+        estimator.pair.observe_draft(4, 8_000)
+        estimator.observe(verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
     conditions = estimator.conditions(999.0)
     assert conditions.draft_ms == pytest.approx(2.0, rel=0.05)
-    assert conditions.link_ms == pytest.approx(12.0, rel=0.15)
+    assert conditions.network_ms == pytest.approx(12.0, rel=0.15)
 
 
 def test_beside_a_tree_it_is_by_the_levels() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.pair.drafted(4, 12_000, tree=True)
-        estimator.judged(verdict(4, 4, nodes=12, wait_ms=20.0), plan=TREE, patience_ms=PATIENCE_MS)
-    assert estimator.conditions(999.0).link_ms == pytest.approx(8.0, rel=0.15)
+        estimator.pair.observe_draft(4, 12_000, tree=True)
+        estimator.observe(verdict(4, 4, nodes=12, wait_ms=20.0), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
+    assert estimator.conditions(999.0).network_ms == pytest.approx(8.0, rel=0.15)
 
 
 def test_waits_ahead_say_nothing_about_the_link() -> None:
     """Most of it may have passed while the step before was under way."""
     estimator = Estimator(4)
-    estimator.judged(
-        verdict(2, 2, wait_ms=1.0), plan=SpeculationPlan(16, ahead=True, rows=8, want=2), patience_ms=PATIENCE_MS
+    estimator.observe(
+        verdict(2, 2, wait_ms=1.0),
+        plan=SpeculationPlan(16, ahead=True, budget=8, awaited=2),
+        wait_timeout_ms=TIMEOUT_MS,
     )
-    assert estimator.conditions(70.0).link_ms == 70.0
+    assert estimator.conditions(70.0).network_ms == 70.0
 
 
 def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
     estimator = Estimator(4)
-    estimator.judged(verdict(0, 0), plan=SpeculationPlan(3), patience_ms=0.0)
-    assert estimator.conditions(7.0).offer_rate == 1.0
-    assert estimator.conditions(7.0).link_ms == 7.0
+    estimator.observe(verdict(0, 0), plan=SpeculationPlan(3), wait_timeout_ms=0.0)
+    assert estimator.conditions(7.0).proposal_rate == 1.0
+    assert estimator.conditions(7.0).network_ms == 7.0
 
 
 def test_a_step_that_waited_in_vain_does() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.judged(verdict(0, 0, wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
-    assert estimator.conditions(7.0).offer_rate < 0.05
-    assert estimator.conditions(7.0).link_ms == pytest.approx(9.0)
+        estimator.observe(verdict(0, 0, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert estimator.conditions(7.0).proposal_rate < 0.05
+    assert estimator.conditions(7.0).network_ms == pytest.approx(9.0)
 
 
 def test_a_drafter_that_says_nothing_to_the_end_of_patience_is_silent() -> None:
     """One that has no guess says so, and costs a link's time only."""
     passing, silent = Estimator(4), Estimator(4)
     for _ in range(5):
-        assert not passing.judged(verdict(wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
-        assert silent.judged(verdict(wait_ms=PATIENCE_MS), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
-    assert passing.conditions(7.0).silence == 0.0
-    assert silent.conditions(7.0).silence > 0.9
+        assert not passing.observe(verdict(wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+        assert silent.observe(verdict(wait_ms=TIMEOUT_MS), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert passing.conditions(7.0).timeout_rate == 0.0
+    assert silent.conditions(7.0).timeout_rate > 0.9
     for _ in range(10):
-        assert not silent.judged(verdict(3, 3, wait_ms=9.0), plan=SpeculationPlan(3), patience_ms=PATIENCE_MS)
-    assert silent.conditions(7.0).silence < 0.1
+        assert not silent.observe(verdict(3, 3, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert silent.conditions(7.0).timeout_rate < 0.1
 
 
 def test_a_silent_drafter_is_not_waited_for_again() -> None:
@@ -346,45 +351,45 @@ def test_a_silent_drafter_is_not_waited_for_again() -> None:
     made.decide(4.0, attached=True)
     assert made.plan.gamma
     for _ in range(4):
-        made.judged(verdict(wait_ms=made.patience_ms))
+        made.observe(verdict(wait_ms=made.wait_timeout_ms))
         made.decide(4.0, attached=True)
-    assert made.patience_ms == 0.0, "at once, not at the next choice only"
+    assert made.wait_timeout_ms == 0.0, "at once, not at the next choice only"
 
 
 def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
     estimator = Estimator(4)
     for _ in range(50):
-        estimator.judged(verdict(), plan=PLAIN, patience_ms=0.0)
-    estimator.judged(verdict(rows=512, step_ms=3000.0), plan=PLAIN, patience_ms=0.0)
+        estimator.observe(verdict(), plan=PLAIN, wait_timeout_ms=0.0)
+    estimator.observe(verdict(rows=512, step_ms=3000.0), plan=PLAIN, wait_timeout_ms=0.0)
     assert estimator.conditions(0.0).verify_ms(0) == pytest.approx(40.0, rel=0.02)
 
 
 def test_a_published_curve_is_taken_at_the_pace_of_our_own_steps() -> None:
     estimator = Estimator(4)
-    estimator.priced(CostCurve.line(20.0, 1.0))
+    estimator.attach_verifier(CostCurve.line(20.0, 1.0))
     assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(24.0)
     for _ in range(100):
-        estimator.judged(verdict(step_ms=40.0), plan=PLAIN, patience_ms=0.0)
+        estimator.observe(verdict(step_ms=40.0), plan=PLAIN, wait_timeout_ms=0.0)
     assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(48.0)
-    estimator.priced(CostCurve.line(5.0, 0.0))
+    estimator.attach_verifier(CostCurve.line(5.0, 0.0))
     assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(5.0), "another machine, its own pace"
 
 
 def test_the_rows_of_others_are_part_of_our_steps() -> None:
     estimator = Estimator(4)
-    estimator.priced(CostCurve.line(40.0, 1.0))
+    estimator.attach_verifier(CostCurve.line(40.0, 1.0))
     for _ in range(100):
-        estimator.judged(verdict(2, 4, rows=15, step_ms=54.0), plan=SpeculationPlan(4), patience_ms=PATIENCE_MS)
-    assert estimator.conditions(0.0).other_rows == pytest.approx(10.0, rel=0.01)
+        estimator.observe(verdict(2, 4, rows=15, step_ms=54.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    assert estimator.conditions(0.0).other_tokens == pytest.approx(10.0, rel=0.01)
     assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(54.0, rel=0.01)
 
 
 def test_zeros_everywhere_do_not_raise() -> None:
     estimator = Estimator(0)
     controller = Controller(GAMMA_MAX, estimator)
-    estimator.pair.drafted(0, 0)
+    estimator.pair.observe_draft(0, 0)
     for _ in range(60):
-        controller.judged(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(rows=0, session_rows=0)))
+        controller.observe(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(rows=0, session_rows=0)))
         controller.decide(0.0, attached=True)
     assert 0 <= controller.plan.gamma <= GAMMA_MAX
 
@@ -393,45 +398,45 @@ def test_zeros_everywhere_do_not_raise() -> None:
 
 
 def controller(
-    wishes: FixedChoices = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
+    fixed: FixedChoices = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
 ) -> Controller:
     """With a drafter known to be quick and right so often."""
-    made = Controller(gamma_max, Estimator(gamma_max), wishes)
-    made.estimator.priced(cost)
+    made = Controller(gamma_max, Estimator(gamma_max), fixed)
+    made.estimator.attach_verifier(cost)
     made.estimator.pair.start_from(PairHistory(acceptance=[acceptance] * 16, draft_ms=2.0))
     return made
 
 
 def promised(made: Controller, round_trips_ms: float, plan: SpeculationPlan) -> float:
-    return rate(made.estimator.conditions(round_trips_ms), plan)
+    return throughput(made.estimator.conditions(round_trips_ms), plan)
 
 
 def test_what_is_chosen_is_the_best_of_all() -> None:
     made = controller()
     steering = made.decide(4.0, attached=True)
-    assert steering == made.plan.for_verifier(made.patience_ms)
+    assert steering == made.plan.for_verifier(made.wait_timeout_ms)
     assert made.plan.gamma > 0
-    assert promised(made, 4.0, made.plan) == max(choice.tokens_per_s for choice in made.considered())
+    assert promised(made, 4.0, made.plan) == max(choice.tokens_per_s for choice in made.best_per_mode())
 
 
 def test_the_best_of_every_way_is_shown() -> None:
     made = controller()
-    assert made.considered() == [], "nothing was chosen yet"
+    assert made.best_per_mode() == [], "nothing was chosen yet"
     made.decide(4.0, attached=True)
-    shown = made.considered()
-    assert sorted(choice.plan.way for choice in shown) == sorted(Mode)
+    shown = made.best_per_mode()
+    assert sorted(choice.plan.mode for choice in shown) == sorted(Mode)
     for choice in shown:
         assert choice.tokens_per_s == promised(made, 4.0, choice.plan)
-    assert controller(FixedChoices(gamma=4)).considered() == [], "there was nothing to choose"
+    assert controller(FixedChoices(gamma=4)).best_per_mode() == [], "there was nothing to choose"
 
 
 def test_tallies_tell_what_each_plan_brought() -> None:
     made = controller()
-    made.judged(verdict(step_ms=40.0, wait_ms=1.0))
+    made.observe(verdict(step_ms=40.0, wait_ms=1.0))
     made.decide(4.0, attached=True)
     chosen = made.plan
     for _ in range(3):
-        made.judged(verdict(3, 4, step_ms=40.0, wait_ms=10.0))
+        made.observe(verdict(3, 4, step_ms=40.0, wait_ms=10.0))
     plain, tally = made.tallies[PLAIN], made.tallies[chosen]
     assert (plain.steps, plain.tokens, plain.ms) == (1, 1, 41.0)
     assert (tally.steps, tally.tokens, tally.ms) == (3, 12, 150.0)
@@ -443,7 +448,7 @@ def test_between_two_choices_some_verdicts_pass() -> None:
     made.decide(4.0, attached=True)
     before = made.plan
     for _ in range(gamma.DECIDE_EVERY - 1):
-        made.judged(verdict(0, 4, wait_ms=999.0))
+        made.observe(verdict(0, 4, wait_ms=999.0))
         assert made.decide(4.0, attached=True) is None
     assert made.plan == before
 
@@ -465,7 +470,7 @@ def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
         assert made.plan.gamma
 
 
-# --- wishes ----------------------------------------------------------------------------------------------------------
+# --- fixed ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
@@ -476,7 +481,7 @@ def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
     assert steering.patience_us is not None
     assert steering.patience_us >= 50_000
     for _ in range(50):
-        made.judged(verdict(0, 5))
+        made.observe(verdict(0, 5))
         made.decide(3.0, attached=True)
     assert made.plan == SpeculationPlan(5)
 
@@ -487,27 +492,27 @@ def test_a_fixed_patience_is_kept() -> None:
     free = controller(FixedChoices(patience_us=1234))
     free.decide(3.0, attached=True)
     assert free.plan.gamma
-    assert free.patience_ms == 1.234
+    assert free.wait_timeout_ms == 1.234
 
 
 def test_a_patience_means_nothing_where_there_is_no_guess() -> None:
     made = controller(FixedChoices(gamma=0, patience_us=1234))
     made.decide(3.0, attached=True)
-    assert (made.plan, made.patience_ms) == (PLAIN, 0.0)
+    assert (made.plan, made.wait_timeout_ms) == (PLAIN, 0.0)
 
 
 def decided(
-    wishes: FixedChoices, *, gamma_max: int = GAMMA_MAX, single: bool = False
+    fixed: FixedChoices, *, gamma_max: int = GAMMA_MAX, single: bool = False
 ) -> tuple[Controller, set[SpeculationPlan]]:
     """The plans of a controller whose world turns over and over."""
-    made = Controller(gamma_max, Estimator(gamma_max), wishes, single=single)
-    made.estimator.priced(FLAT)
+    made = Controller(gamma_max, Estimator(gamma_max), fixed, single=single)
+    made.estimator.attach_verifier(FLAT)
     found = set()
     for step in range(400):
         gain = 0.4 if step < 200 else 0.0
         held = step // 40 % 5 / 4
         made.estimator.pair.start_from(PairHistory([held] * 16, draft_ms=2.0, tree_gain=gain, ahead_gain=gain))
-        made.judged(verdict())
+        made.observe(verdict())
         made.decide(4.0 + 40.0 * (step % 5), attached=True)
         found.add(made.plan)
     return made, found
@@ -515,16 +520,16 @@ def decided(
 
 def looks(plan: SpeculationPlan) -> bool:
     """Whether guesses are only taken as they come, to see whether they would pay."""
-    return plan.ahead and plan.rows == 0 and plan.branches == 1
+    return plan.ahead and plan.budget == 0 and plan.branches == 1
 
 
 def test_left_alone_it_takes_many_a_plan() -> None:
     _, found = decided(FixedChoices())
-    assert len({plan.way for plan in found}) >= 4
+    assert len({plan.mode for plan in found}) >= 4
 
 
 @pytest.mark.parametrize(
-    ("wishes", "single", "plan"),
+    ("fixed", "single", "plan"),
     [
         (FixedChoices(gamma=0), False, PLAIN),
         (FixedChoices(gamma=0, branches=3, ahead=True), False, PLAIN),
@@ -535,8 +540,8 @@ def test_left_alone_it_takes_many_a_plan() -> None:
         (FixedChoices(gamma=MAX_GAMMA), False, SpeculationPlan(MAX_GAMMA)),
     ],
 )
-def test_what_is_wished_for_in_full_is_all_there_is(wishes: FixedChoices, single: bool, plan: SpeculationPlan) -> None:
-    _, found = decided(wishes, single=single)
+def test_what_is_wished_for_in_full_is_all_there_is(fixed: FixedChoices, single: bool, plan: SpeculationPlan) -> None:
+    _, found = decided(fixed, single=single)
     assert found == {plan}
 
 
@@ -583,40 +588,42 @@ def test_a_drafter_is_wanted_only_where_guesses_are_allowed(gamma_max: int, wish
 
 
 def drive(made: Controller, steps: int, slow: dict[Mode, float]) -> None:
-    """As promised, but for ways that take so many times as long."""
+    """As promised, but for modes that take so many times as long."""
     luck = random.Random(0)
     owed = 0.0
     for _ in range(steps):
         made.decide(4.0, attached=True)
         plan = made.plan
-        deep = min(plan.gamma, plan.rows or plan.gamma, 8)
+        deep = min(plan.gamma, plan.budget or plan.gamma, 8)
         held = 0
         while held < deep and luck.random() < 0.8:
             held += 1
-        raw = promised(made, 4.0, plan) / made.estimator.pair.paces.get(plan.way, 1.0)
-        owed += (held + 1) * 1000 / raw * slow.get(plan.way, 1.0) - 40.0
+        raw = promised(made, 4.0, plan) / made.estimator.pair.throughput_ratios.get(plan.mode, 1.0)
+        owed += (held + 1) * 1000 / raw * slow.get(plan.mode, 1.0) - 40.0
         waited = max(0.0, owed)  # and nobody knows why
         owed -= waited
-        made.judged(verdict(held, deep, wait_ms=waited))
+        made.observe(verdict(held, deep, wait_ms=waited))
 
 
 def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
     made = controller(FixedChoices(branches=1))
     made.decide(4.0, attached=True)
-    first = made.plan.way
+    first = made.plan.mode
     assert first in (Mode.AHEAD, Mode.AHEAD_WAITING)
     drive(made, 120, {first: 2.5})
-    assert made.plan.way != first
-    assert made.estimator.pair.paces[first] < 0.9
-    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.paces[first], "and it is remembered"
+    assert made.plan.mode != first
+    assert made.estimator.pair.throughput_ratios[first] < 0.9
+    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.throughput_ratios[first], (
+        "and it is remembered"
+    )
 
 
 def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
     made = controller(FixedChoices(branches=1))
     made.decide(4.0, attached=True)
-    first = made.plan.way
+    first = made.plan.mode
     drive(made, 120, {})
-    paces = made.estimator.pair.paces
+    paces = made.estimator.pair.throughput_ratios
     assert first in paces
     assert all(pace == pytest.approx(1.0, abs=0.2) for pace in paces.values())
 
@@ -624,11 +631,11 @@ def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
 def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
     fresh, known = controller(FixedChoices(branches=1)), controller(FixedChoices(branches=1))
     fresh.decide(4.0, attached=True)
-    way = fresh.plan.way
-    known.estimator.pair.paces[way] = 1.0
+    way = fresh.plan.mode
+    known.estimator.pair.throughput_ratios[way] = 1.0
     for made in (fresh, known):
-        drive(made, gamma.SETTLING + gamma.PACE_STEPS + 1, {way: 2.0})
-    assert fresh.estimator.pair.paces[way] < known.estimator.pair.paces[way] < 1.0
+        drive(made, gamma.SETTLING + gamma.COMPARE_STEPS + 1, {way: 2.0})
+    assert fresh.estimator.pair.throughput_ratios[way] < known.estimator.pair.throughput_ratios[way] < 1.0
 
 
 @settings(max_examples=10, deadline=None)
@@ -637,9 +644,9 @@ def test_no_pace_leaves_its_bounds(steps: list[tuple[int, float, float]]) -> Non
     made = controller()
     for accepted, wait_ms, step_ms in steps:
         made.decide(4.0, attached=True)
-        made.judged(verdict(accepted, 4, wait_ms=wait_ms, step_ms=step_ms))
-    low, high = gamma.PACE_BOUNDS
-    assert all(low <= pace <= high for pace in made.estimator.pair.paces.values())
+        made.observe(verdict(accepted, 4, wait_ms=wait_ms, step_ms=step_ms))
+    low, high = gamma.RATIO_BOUNDS
+    assert all(low <= pace <= high for pace in made.estimator.pair.throughput_ratios.values())
 
 
 # --- in virtual time -------------------------------------------------------------------------------------------------
@@ -668,7 +675,7 @@ def test_speculation_stops_when_guesses_turn_bad_and_comes_back_when_they_are_go
 def test_probing_sees_that_guesses_are_good_again_behind_a_long_link() -> None:
     """A guess that was not waited for comes some plain steps late: the look must reach beyond them."""
     far = replace(GOOD, acceptance=0.95, rtt_ms=160.0)
-    simulation = Simulation(replace(BAD, rtt_ms=160.0), wishes=FixedChoices(branches=1))
+    simulation = Simulation(replace(BAD, rtt_ms=160.0), fixed=FixedChoices(branches=1))
     simulation.run(200)
     simulation.world = far
     simulation.run(600)
@@ -683,7 +690,7 @@ def test_probing_costs_little_even_where_rows_are_dear() -> None:
 
 
 def test_a_fixed_gamma_is_what_happens() -> None:
-    simulation = Simulation(GOOD, wishes=FixedChoices(gamma=4))
+    simulation = Simulation(GOOD, fixed=FixedChoices(gamma=4))
     result = simulation.run(300)
     assert simulation.controller.plan == SpeculationPlan(4)
     assert result.checked >= result.steps - 2, "nearly every step had guesses"
@@ -694,12 +701,12 @@ def test_a_fixed_gamma_is_what_happens() -> None:
 
 
 def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None:
-    for wishes, ahead in ((FixedChoices(), False), (FixedChoices(ahead=True), True)):
-        made = controller(wishes)
-        made.shared = True
+    for fixed, ahead in ((FixedChoices(), False), (FixedChoices(ahead=True), True)):
+        made = controller(fixed)
+        made.shared_cores = True
         made.decide(0.5, attached=True)
         assert made.plan.ahead is ahead
-        assert any(choice.plan.ahead for choice in made.considered()) is ahead
+        assert any(choice.plan.ahead for choice in made.best_per_mode()) is ahead
 
 
 @pytest.mark.parametrize(
@@ -736,7 +743,7 @@ def beside(others: int, steps: int, controller: Controller) -> list[SpeculationP
             session_rows=1,
             step_tokens=1 + others,
         )
-        controller.judged(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
+        controller.observe(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
         controller.decide(2.0, attached=True)
         taken.append(controller.plan)
     return taken
@@ -744,7 +751,7 @@ def beside(others: int, steps: int, controller: Controller) -> list[SpeculationP
 
 def promising(sessions: int) -> Controller:
     controller = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FREE)
-    controller.estimator.priced(FULL, sessions)
+    controller.estimator.attach_verifier(FULL, sessions)
     controller.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
     controller.decide(2.0, attached=True)
     return controller
@@ -781,10 +788,10 @@ def waited_for(control: Controller, answers: Callable[[int], int], steps: int = 
         control.decide(1.0, attached=True)
         offered = answers(step)
         enough = offered >= control.plan.gamma
-        wait_ms = min(5.0, control.patience_ms) if enough else control.patience_ms
+        wait_ms = min(5.0, control.wait_timeout_ms) if enough else control.wait_timeout_ms
         waited += wait_ms
-        control.estimator.pair.drafted(offered, 1_000)
-        control.judged(verdict(0, offered, wait_ms=wait_ms))
+        control.estimator.pair.observe_draft(offered, 1_000)
+        control.observe(verdict(0, offered, wait_ms=wait_ms))
     return waited / steps
 
 
@@ -799,5 +806,5 @@ def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
     control = Controller(GAMMA_MAX, Estimator(4), FixedChoices(gamma=4))
     waited_for(control, lambda _: 0)
     waited_for(control, lambda _: 4, steps=30)
-    assert control.patience_ms >= gamma.FIXED_PATIENCE_MS
-    assert control.estimator.unmet < 0.1
+    assert control.wait_timeout_ms >= gamma.FIXED_WAIT_TIMEOUT_MS
+    assert control.estimator.shortfall_rate < 0.1

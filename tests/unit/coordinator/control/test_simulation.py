@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.gamma import Controller, Estimator, FixedChoices
-from coordinator.control.simulation import Simulation, SimulationResult, World
-from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, patience_for, window
+from coordinator.control.estimator import Estimator
+from coordinator.control.gamma import Controller, FixedChoices
+from coordinator.control.simulated_world import World
+from coordinator.control.simulation import Simulation, SimulationResult
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms, window
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import Steering
 
@@ -22,8 +24,8 @@ HOUSE = World(acceptance=0.8, gain=0.6, draft_ms=4.0)
 FAST = CostCurve((1, 17, 33), (10.0, 10.0, 20.0))
 STEEP = CostCurve.line(40.0, 10.0)
 GAMMA_MAX = 16
-CHAIN_AHEAD = SpeculationPlan(window(GAMMA_MAX), ahead=True, rows=16, want=0)
-TREE_AHEAD = SpeculationPlan(GAMMA_MAX, 3, ahead=True, rows=16, want=0)  # what is not spent on depth goes beside
+CHAIN_AHEAD = SpeculationPlan(window(GAMMA_MAX), ahead=True, budget=16, awaited=0)
+TREE_AHEAD = SpeculationPlan(GAMMA_MAX, 3, ahead=True, budget=16, awaited=0)  # what is not spent on depth goes beside
 
 
 class Keeping(Controller):
@@ -31,18 +33,18 @@ class Keeping(Controller):
 
     def __init__(self, world: World, plan: SpeculationPlan) -> None:
         super().__init__(GAMMA_MAX, Estimator(GAMMA_MAX))
-        link_ms = world.rtt_ms + world.overhead_ms
-        known = Conditions((world.acceptance,) * GAMMA_MAX, 1.0, world.draft_ms, link_ms, world.cost)
+        network_ms = world.rtt_ms + world.overhead_ms
+        known = Conditions((world.acceptance,) * GAMMA_MAX, 1.0, world.draft_ms, network_ms, world.cost)
         self._kept = plan
-        self._for_ms = max(50.0, patience_for(known, plan)) if plan.want or not plan.ahead else 0.0
+        self._for_ms = max(50.0, draft_wait_timeout_ms(known, plan)) if plan.awaited or not plan.ahead else 0.0
 
     def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
-        self.plan, self.patience_ms = self._kept, self._for_ms
+        self.plan, self.wait_timeout_ms = self._kept, self._for_ms
         return None
 
 
 def kept(world: World, plan: SpeculationPlan, seed: int = 0) -> Simulation:
-    simulation = Simulation(world, wishes=FixedChoices(gamma=0), seed=seed)
+    simulation = Simulation(world, fixed=FixedChoices(gamma=0), seed=seed)
     simulation.controller = Keeping(world, plan)
     return simulation
 
@@ -215,7 +217,7 @@ def test_a_verifier_that_pauses_changes_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "ways"),
+    ("fixed", "modes"),
     [
         (FixedChoices(gamma=0), {Mode.PLAIN}),
         (FixedChoices(gamma=5), {Mode.TURNS}),
@@ -224,7 +226,7 @@ def test_a_verifier_that_pauses_changes_little() -> None:
         (FixedChoices(gamma=8, ahead=True, branches=3), {Mode.TREE_AHEAD, Mode.TREE_AHEAD_WAITING}),
     ],
 )
-def test_what_is_wished_for_is_what_runs(wishes: FixedChoices, ways: set[Mode]) -> None:
-    simulation = Simulation(replace(HOUSE, rtt_ms=15.0), wishes=wishes)
+def test_what_is_wished_for_is_what_runs(fixed: FixedChoices, modes: set[Mode]) -> None:
+    simulation = Simulation(replace(HOUSE, rtt_ms=15.0), fixed=fixed)
     simulation.run(150)
-    assert {plan.way for plan in simulation.controller.tallies} <= ways
+    assert {plan.mode for plan in simulation.controller.tallies} <= modes

@@ -1,4 +1,4 @@
-"""The ways to speculate, and what each would bring."""
+"""The modes to speculate, and what each would bring."""
 
 from __future__ import annotations
 
@@ -12,60 +12,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.control import gamma, throughput_model
-from coordinator.control.gamma import choose
+from coordinator.control.gamma import choose_plan
 from coordinator.control.throughput_model import (
     BRANCHES,
-    MAX_PATIENCE_MS,
-    MIN_PATIENCE_MS,
-    MOST_NODES,
+    MAX_TREE_NODES,
+    MAX_WAIT_TIMEOUT_MS,
+    MIN_WAIT_TIMEOUT_MS,
     PLAIN,
     Conditions,
     Mode,
     SpeculationPlan,
+    draft_wait_ms,
+    draft_wait_timeout_ms,
     expected_tokens,
     mean_acceptance,
-    patience_for,
-    rate,
-    wait_ms,
+    throughput,
 )
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_NODES
 
-FAIR = Conditions(acceptance=(0.8,) * 16, offer_rate=1.0, draft_ms=2.0, link_ms=4.0, cost=CostCurve.line(40.0, 1.0))
+FAIR = Conditions(
+    acceptance=(0.8,) * 16, proposal_rate=1.0, draft_ms=2.0, network_ms=4.0, cost=CostCurve.line(40.0, 1.0)
+)
 FLAT = replace(FAIR, cost=CostCurve.line(40.0, 0.0))
 PLAIN_RATE = 25.0  # tokens per second of both
 
-ALL = tuple(throughput_model.plans(16))
-CHAINS_IN_TURNS = tuple(plan for plan in throughput_model.plans(16, (1,)) if not plan.ahead)
+ALL = tuple(throughput_model.candidate_plans(16))
+CHAINS_IN_TURNS = tuple(plan for plan in throughput_model.candidate_plans(16, (1,)) if not plan.ahead)
 
 chances = st.floats(0.0, 1.0)
 costs = st.builds(CostCurve.line, st.floats(0.01, 500.0), st.floats(0.0, 50.0))
 any_conditions = st.builds(
     Conditions,
     acceptance=st.lists(chances, min_size=1, max_size=16).map(tuple),
-    offer_rate=chances,
+    proposal_rate=chances,
     draft_ms=st.floats(0.0, 100.0),
-    link_ms=st.floats(0.0, 500.0),
+    network_ms=st.floats(0.0, 500.0),
     cost=costs,
-    other_rows=st.floats(0.0, 64.0),
+    other_tokens=st.floats(0.0, 64.0),
     tree_gain=chances,
     ahead_gain=chances,
-    tree_rows=st.floats(1.0, 16.0),
+    nodes_per_level=st.floats(1.0, 16.0),
     level_ms=st.none() | st.floats(0.0, 100.0),
-    silence=chances,
+    timeout_rate=chances,
 )
-any_paces = st.dictionaries(st.sampled_from([way for way in Mode if way is not Mode.PLAIN]), st.floats(0.3, 1.5))
+any_paces = st.dictionaries(st.sampled_from([mode for mode in Mode if mode is not Mode.PLAIN]), st.floats(0.3, 1.5))
 any_plan = st.sampled_from(ALL)
 few = settings(max_examples=40, deadline=None)
 
 
 def chosen_gamma(conditions: Conditions) -> int:
-    return choose(conditions, CHAINS_IN_TURNS).plan.gamma
+    return choose_plan(conditions, CHAINS_IN_TURNS).plan.gamma
 
 
 def chance(held: float) -> Conditions:
     """Cheap rows, no link, and every guess holds with this chance."""
-    return replace(FLAT, acceptance=(held,) * 16, link_ms=0.0)
+    return replace(FLAT, acceptance=(held,) * 16, network_ms=0.0)
 
 
 # --- tokens per step -------------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def test_expected_tokens_by_position() -> None:
 def test_the_mean_acceptance_lies_between_the_worst_place_and_the_best(acceptance: list[float]) -> None:
     """Nearly: rows are counted up to a length only."""
     mean = mean_acceptance(acceptance)
-    assert 0.96 * min(acceptance) - 1e-9 <= mean <= min(throughput_model.CERTAIN, max(acceptance)) + 1e-9
+    assert 0.96 * min(acceptance) - 1e-9 <= mean <= min(throughput_model.MAX_ACCEPTANCE, max(acceptance)) + 1e-9
 
 
 @pytest.mark.parametrize("held", [0.0, 0.3, 0.8, 0.9])
@@ -95,51 +97,57 @@ def test_the_mean_of_equal_places_is_their_chance(held: float) -> None:
 
 
 def test_certainty_is_never_believed() -> None:
-    assert mean_acceptance((1.0,) * 64) <= throughput_model.CERTAIN < 1.0
+    assert mean_acceptance((1.0,) * 64) <= throughput_model.MAX_ACCEPTANCE < 1.0
 
 
 # --- in turns --------------------------------------------------------------------------------------------------------
 
 
 def test_plain_is_a_token_per_step() -> None:
-    assert rate(FAIR, PLAIN) == pytest.approx(1000 / 40)
-    assert rate(replace(FAIR, other_rows=10.0), PLAIN) == pytest.approx(1000 / 50), "others' rows share our steps"
+    assert throughput(FAIR, PLAIN) == pytest.approx(1000 / 40)
+    assert throughput(replace(FAIR, other_tokens=10.0), PLAIN) == pytest.approx(1000 / 50), (
+        "others' rows share our steps"
+    )
 
 
 def test_rate_counts_waiting_and_rows() -> None:
-    assert rate(replace(FAIR, acceptance=(0.5,)), SpeculationPlan(2)) == pytest.approx(
+    assert throughput(replace(FAIR, acceptance=(0.5,)), SpeculationPlan(2)) == pytest.approx(
         1000 * 1.75 / (4 + 2 * 2 + 40 + 2 * 1)
     )
 
 
 def test_a_drafter_that_often_has_nothing_costs_a_link_each_time() -> None:
-    half = replace(FAIR, acceptance=(1.0,), offer_rate=0.5)
-    assert rate(half, SpeculationPlan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
+    half = replace(FAIR, acceptance=(1.0,), proposal_rate=0.5)
+    assert throughput(half, SpeculationPlan(1)) == pytest.approx(1000 * 1.5 / (0.5 * 6 + 0.5 * 4 + 40 + 0.5 * 1))
 
 
 def test_a_tree_holds_where_a_runner_up_does_and_costs_all_its_rows() -> None:
     tree = replace(FAIR, acceptance=(0.5,), tree_gain=0.4, level_ms=3.0)
     held = 0.5 + 0.4 * 0.5
-    assert rate(tree, SpeculationPlan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1))
+    assert throughput(tree, SpeculationPlan(2, 3)) == pytest.approx(
+        1000 * (1 + held + held**2) / (4 + 2 * 3 + 40 + 6 * 1)
+    )
     without = replace(tree, level_ms=None)
-    assert rate(without, SpeculationPlan(2, 3)) == pytest.approx(1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1))
+    assert throughput(without, SpeculationPlan(2, 3)) == pytest.approx(
+        1000 * (1 + held + held**2) / (4 + 2 * 2 + 40 + 6 * 1)
+    )
 
 
 def test_more_branches_hold_more_often() -> None:
-    held = [FAIR.accepted(SpeculationPlan(4, branches))[0] for branches in (1, *BRANCHES)]
+    held = [FAIR.acceptance_of(SpeculationPlan(4, branches))[0] for branches in (1, *BRANCHES)]
     assert held[0] == 0.8
     assert held == sorted(set(held))
     full = replace(FAIR, tree_gain=1.0, ahead_gain=1.0)
-    assert max(full.accepted(SpeculationPlan(4, MAX_BRANCHES))) <= 1.0
+    assert max(full.acceptance_of(SpeculationPlan(4, MAX_BRANCHES))) <= 1.0
 
 
 def test_a_silent_drafter_costs_all_patience_and_brings_a_plain_token() -> None:
     plan = SpeculationPlan(2)
-    patience = patience_for(FAIR, plan)
+    patience = draft_wait_timeout_ms(FAIR, plan)
     late = 1000 / (40 + patience)
-    assert rate(replace(FAIR, silence=1.0), plan) == pytest.approx(late)
-    assert rate(replace(FAIR, silence=0.5), plan) == pytest.approx((rate(FAIR, plan) + late) / 2)
-    assert rate(replace(FAIR, silence=1.0), PLAIN) == PLAIN_RATE
+    assert throughput(replace(FAIR, timeout_rate=1.0), plan) == pytest.approx(late)
+    assert throughput(replace(FAIR, timeout_rate=0.5), plan) == pytest.approx((throughput(FAIR, plan) + late) / 2)
+    assert throughput(replace(FAIR, timeout_rate=1.0), PLAIN) == PLAIN_RATE
 
 
 # --- ahead -----------------------------------------------------------------------------------------------------------
@@ -150,44 +158,47 @@ def test_ahead_and_waiting_by_hand() -> None:
     later = 1 / (1 - 0.5**9)
     steps = 1 + 0.5**3 * later
     expected = 1000 * 2 / (steps * 40 + 2 * 2)
-    assert rate(chance(0.5), SpeculationPlan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-3)
-    linked = replace(chance(0.5), link_ms=10.0)
+    assert throughput(chance(0.5), SpeculationPlan(16, ahead=True, budget=8, awaited=2)) == pytest.approx(
+        expected, rel=1e-3
+    )
+    linked = replace(chance(0.5), network_ms=10.0)
     expected = 1000 * 2 / (steps * 40 + 10 + 2 * 2)
-    assert rate(linked, SpeculationPlan(16, ahead=True, rows=8, want=2)) == pytest.approx(expected, rel=1e-2)
+    assert throughput(linked, SpeculationPlan(16, ahead=True, budget=8, awaited=2)) == pytest.approx(expected, rel=1e-2)
 
 
 def test_ahead_without_waiting_by_hand() -> None:
     """After a miss one plain token passes before the drafter has caught up, if it guessed that one: two on average."""
     later = 1 / (1 - 0.5**9)
     expected = 1000 * (2 + 2) / (2 * 40 + 40 * (1 + 0.5**9 * later))
-    assert rate(chance(0.5), SpeculationPlan(16, ahead=True, rows=8)) == pytest.approx(expected, rel=1e-3)
+    assert throughput(chance(0.5), SpeculationPlan(16, ahead=True, budget=8)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_ahead_a_drafter_that_is_as_fast_as_the_verifier_at_least_is_no_help() -> None:
     for draft_ms in (40.0, 41.0, 500.0):
         slow = replace(FLAT, draft_ms=draft_ms)
-        assert rate(slow, SpeculationPlan(16, ahead=True, rows=8)) == pytest.approx(PLAIN_RATE)
-    assert rate(replace(FLAT, draft_ms=500.0), SpeculationPlan(16, ahead=True, rows=8, want=4)) < PLAIN_RATE
+        assert throughput(slow, SpeculationPlan(16, ahead=True, budget=8)) == pytest.approx(PLAIN_RATE)
+    assert throughput(replace(FLAT, draft_ms=500.0), SpeculationPlan(16, ahead=True, budget=8, awaited=4)) < PLAIN_RATE
 
 
 def test_a_long_link_is_hidden_by_drafting_ahead() -> None:
-    far = replace(FLAT, link_ms=100.0)
-    in_turns = max(rate(far, SpeculationPlan(g)) for g in range(1, 17))
-    assert rate(far, SpeculationPlan(16, ahead=True, rows=8)) > 1.2 * in_turns
-    assert choose(far, ALL).plan.ahead
+    far = replace(FLAT, network_ms=100.0)
+    in_turns = max(throughput(far, SpeculationPlan(g)) for g in range(1, 17))
+    assert throughput(far, SpeculationPlan(16, ahead=True, budget=8)) > 1.2 * in_turns
+    assert choose_plan(far, ALL).plan.ahead
 
 
 def test_a_tree_ahead_adds_what_it_has_at_hand() -> None:
     for want in (0, 2):
         chain, tree = (
-            rate(replace(FLAT, ahead_gain=0.6), SpeculationPlan(16, b, ahead=True, rows=16, want=want)) for b in (1, 3)
+            throughput(replace(FLAT, ahead_gain=0.6), SpeculationPlan(16, b, ahead=True, budget=16, awaited=want))
+            for b in (1, 3)
         )
         assert tree > 1.2 * chain
 
 
 def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
-    tree = SpeculationPlan(16, 3, ahead=True, rows=4, want=2)
-    assert rate(replace(FLAT, tree_rows=4.0), tree) < rate(replace(FLAT, tree_rows=1.0), tree)
+    tree = SpeculationPlan(16, 3, ahead=True, budget=4, awaited=2)
+    assert throughput(replace(FLAT, nodes_per_level=4.0), tree) < throughput(replace(FLAT, nodes_per_level=1.0), tree)
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
@@ -196,25 +207,27 @@ def test_a_tree_ahead_fits_fewer_levels_in_its_rows() -> None:
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
 def test_guesses_that_never_hold_bring_nothing(plan: SpeculationPlan) -> None:
     nothing = replace(FLAT, acceptance=(0.0,) * 16, tree_gain=0.0, ahead_gain=0.0)
-    assert rate(nothing, plan) <= PLAIN_RATE * (1 + 1e-9)
+    assert throughput(nothing, plan) <= PLAIN_RATE * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("plan", [plan for plan in ALL if plan.gamma and not plan.ahead], ids=lambda plan: plan.label)
 def test_guesses_that_always_hold_bring_all_of_them_in_turns(plan: SpeculationPlan) -> None:
     wait = 4.0 + 2.0 * plan.gamma
-    assert rate(replace(FLAT, acceptance=(1.0,) * 16), plan) == pytest.approx(1000 * (plan.gamma + 1) / (40 + wait))
+    assert throughput(replace(FLAT, acceptance=(1.0,) * 16), plan) == pytest.approx(
+        1000 * (plan.gamma + 1) / (40 + wait)
+    )
 
 
 def test_ahead_guesses_that_always_hold_come_as_fast_as_they_are_drafted() -> None:
     sure = replace(FLAT, acceptance=(1.0,) * 16, draft_ms=10.0)
     for want in (0, 1, 2, 4):
-        assert 0.9 * 1000 / 10 < rate(sure, SpeculationPlan(16, ahead=True, rows=16, want=want)) <= 1000 / 10
+        assert 0.9 * 1000 / 10 < throughput(sure, SpeculationPlan(16, ahead=True, budget=16, awaited=want)) <= 1000 / 10
 
 
 @pytest.mark.parametrize("plan", ALL, ids=lambda plan: plan.label)
 def test_at_the_end_of_the_world_what_waits_brings_nothing_and_what_does_not_is_plain(plan: SpeculationPlan) -> None:
-    far = rate(replace(FLAT, link_ms=1e7), plan)
-    if plan.gamma == 0 or (plan.ahead and plan.want == 0):
+    far = throughput(replace(FLAT, network_ms=1e7), plan)
+    if plan.gamma == 0 or (plan.ahead and plan.awaited == 0):
         assert far == pytest.approx(PLAIN_RATE, rel=0.01)
     else:
         assert far < 0.01 * PLAIN_RATE
@@ -233,11 +246,11 @@ def test_absurd_conditions_do_not_raise() -> None:
             PLAIN,
             SpeculationPlan(3),
             SpeculationPlan(64, 8),
-            SpeculationPlan(16, ahead=True, rows=8),
+            SpeculationPlan(16, ahead=True, budget=8),
         ):
-            choice = choose(conditions, throughput_model.plans(MAX_GAMMA), current)
+            choice = choose_plan(conditions, throughput_model.candidate_plans(MAX_GAMMA), current)
             assert math.isfinite(choice.tokens_per_s)
-            choice.plan.for_verifier(choice.patience_ms).check()
+            choice.plan.for_verifier(choice.wait_timeout_ms).check()
 
 
 @few
@@ -245,11 +258,11 @@ def test_absurd_conditions_do_not_raise() -> None:
 def test_a_rate_is_a_number_that_can_be(
     conditions: Conditions, paces: dict[Mode, float], plan: SpeculationPlan
 ) -> None:
-    found = rate(replace(conditions, paces=paces), plan)
+    found = throughput(replace(conditions, throughput_ratios=paces), plan)
     assert math.isfinite(found)
     assert found >= 0.0
-    bare, pace = rate(conditions, plan), paces.get(plan.way, 1.0)
-    if bare <= rate(conditions, PLAIN):
+    bare, pace = throughput(conditions, plan), paces.get(plan.mode, 1.0)
+    if bare <= throughput(conditions, PLAIN):
         pace = min(1.0, pace)  # luck is no reason to leave plain
     assert found == pytest.approx(bare * pace), "what a way brought scales it"
 
@@ -264,28 +277,28 @@ def falls(rates: Sequence[float]) -> bool:
 @given(any_conditions, any_plan, st.lists(chances, min_size=3, max_size=3))
 def test_what_holds_more_often_is_not_slower(conditions: Conditions, plan: SpeculationPlan, held: list[float]) -> None:
     flat = replace(conditions, cost=CostCurve.line(conditions.cost.at(1), 0.0))
-    rates = [rate(replace(flat, acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
+    rates = [throughput(replace(flat, acceptance=(each,)), plan) for each in sorted(held, reverse=True)]
     assert falls(rates)
 
 
 @given(any_conditions, any_plan, st.lists(st.floats(0.0, 500.0), min_size=3, max_size=3))
 def test_a_longer_link_is_never_faster(conditions: Conditions, plan: SpeculationPlan, links: list[float]) -> None:
     """Where guessing is better than plain: the further off the drafter is, the fewer are the steps with dear rows."""
-    plain = rate(conditions, PLAIN)
-    assert falls([max(plain, rate(replace(conditions, link_ms=each), plan)) for each in sorted(links)])
+    plain = throughput(conditions, PLAIN)
+    assert falls([max(plain, throughput(replace(conditions, network_ms=each), plan)) for each in sorted(links)])
 
 
 @given(any_conditions, any_plan, st.lists(st.floats(0.0, 100.0), min_size=3, max_size=3))
 def test_a_slower_drafter_is_never_faster(conditions: Conditions, plan: SpeculationPlan, drafts: list[float]) -> None:
     """Where guessing is better than plain: a drafter too slow for it is counted as plain, whatever its rows cost."""
-    same, plain = replace(conditions, level_ms=None), rate(conditions, PLAIN)
-    assert falls([max(plain, rate(replace(same, draft_ms=each), plan)) for each in sorted(drafts)])
+    same, plain = replace(conditions, level_ms=None), throughput(conditions, PLAIN)
+    assert falls([max(plain, throughput(replace(same, draft_ms=each), plan)) for each in sorted(drafts)])
 
 
 @given(any_conditions, any_plan, st.floats(0.0, 50.0))
 def test_dearer_rows_are_never_faster(conditions: Conditions, plan: SpeculationPlan, more: float) -> None:
     dearer = CostCurve.line(conditions.cost.at(1), conditions.cost.at(2) - conditions.cost.at(1) + more)
-    assert falls([rate(conditions, plan), rate(replace(conditions, cost=dearer), plan)])
+    assert falls([throughput(conditions, plan), throughput(replace(conditions, cost=dearer), plan)])
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -294,13 +307,13 @@ def test_dearer_rows_are_never_faster(conditions: Conditions, plan: SpeculationP
 def test_nothing_is_guessed_when_nothing_is_accepted() -> None:
     assert chosen_gamma(replace(FAIR, acceptance=(0.0,) * 8)) == 0
     nothing = replace(FAIR, acceptance=(0.0,) * 8, tree_gain=0.0, ahead_gain=0.0)
-    assert choose(nothing, ALL).plan == PLAIN
+    assert choose_plan(nothing, ALL).plan == PLAIN
 
 
 def test_plain_wins_when_the_drafter_is_too_slow_or_too_far() -> None:
     assert chosen_gamma(replace(FAIR, draft_ms=100.0)) == 0
-    assert chosen_gamma(replace(FAIR, link_ms=1000.0)) == 0
-    assert choose(replace(FAIR, draft_ms=100.0, level_ms=None), ALL).plan == PLAIN
+    assert chosen_gamma(replace(FAIR, network_ms=1000.0)) == 0
+    assert choose_plan(replace(FAIR, draft_ms=100.0, level_ms=None), ALL).plan == PLAIN
 
 
 def test_gamma_grows_with_acceptance() -> None:
@@ -321,7 +334,7 @@ def test_gamma_falls_with_the_cost_of_drafting_and_of_rows() -> None:
 
 
 def test_a_longer_link_asks_for_longer_guesses_until_it_is_too_long() -> None:
-    near, far = (chosen_gamma(replace(FAIR, link_ms=link)) for link in (0.0, 60.0))
+    near, far = (chosen_gamma(replace(FAIR, network_ms=link)) for link in (0.0, 60.0))
     assert 0 < near < far
 
 
@@ -329,13 +342,13 @@ def test_gamma_stops_where_the_curve_turns_up() -> None:
     """A line through the first points would ask for all."""
     turn = CostCurve((1, 6, 7, 17), (40.0, 41.0, 80.0, 480.0))
     assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn)) == 5
-    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn, other_rows=3.0)) == 2
+    assert chosen_gamma(replace(FAIR, acceptance=(0.95,) * 16, cost=turn, other_tokens=3.0)) == 2
 
 
 def test_a_way_that_brought_little_is_left_for_another() -> None:
-    first = choose(FLAT, ALL).plan
-    second = choose(replace(FLAT, paces={first.way: 0.5}), ALL).plan
-    assert first.way != second.way
+    first = choose_plan(FLAT, ALL).plan
+    second = choose_plan(replace(FLAT, throughput_ratios={first.mode: 0.5}), ALL).plan
+    assert first.mode != second.mode
 
 
 @few
@@ -343,13 +356,17 @@ def test_a_way_that_brought_little_is_left_for_another() -> None:
 def test_the_choice_is_the_best_and_never_below_plain(
     conditions: Conditions, paces: dict[Mode, float], gamma_max: int
 ) -> None:
-    conditions = replace(conditions, paces=paces)
-    candidates = list(throughput_model.plans(gamma_max))
-    choice = choose(conditions, candidates)
+    conditions = replace(conditions, throughput_ratios=paces)
+    candidates = list(throughput_model.candidate_plans(gamma_max))
+    choice = choose_plan(conditions, candidates)
     assert choice.plan in candidates
-    assert choice.tokens_per_s == rate(conditions, choice.plan) == max(rate(conditions, plan) for plan in candidates)
-    assert choice.tokens_per_s >= rate(conditions, PLAIN)
-    assert choice.patience_ms == patience_for(conditions, choice.plan)
+    assert (
+        choice.tokens_per_s
+        == throughput(conditions, choice.plan)
+        == max(throughput(conditions, plan) for plan in candidates)
+    )
+    assert choice.tokens_per_s >= throughput(conditions, PLAIN)
+    assert choice.wait_timeout_ms == draft_wait_timeout_ms(conditions, choice.plan)
 
 
 @few
@@ -357,20 +374,22 @@ def test_the_choice_is_the_best_and_never_below_plain(
 def test_hysteresis_keeps_the_current_unless_another_is_clearly_better(
     conditions: Conditions, current: SpeculationPlan
 ) -> None:
-    choice = choose(conditions, ALL, current)
-    best = max(rate(conditions, plan) for plan in ALL)
-    if rate(conditions, current) * gamma.HYSTERESIS > best and rate(conditions, current) >= rate(conditions, PLAIN):
+    choice = choose_plan(conditions, ALL, current)
+    best = max(throughput(conditions, plan) for plan in ALL)
+    if throughput(conditions, current) * gamma.HYSTERESIS > best and throughput(conditions, current) >= throughput(
+        conditions, PLAIN
+    ):
         assert choice.plan == current
     else:
         assert choice.tokens_per_s == best
     assert choice.tokens_per_s >= best / gamma.HYSTERESIS * (1 - 1e-12)
-    assert choice.tokens_per_s >= rate(conditions, PLAIN), "never slower than plain by choice"
+    assert choice.tokens_per_s >= throughput(conditions, PLAIN), "never slower than plain by choice"
 
 
 @few
 @given(any_conditions, st.integers(17, 99))
 def test_a_current_plan_that_is_no_longer_allowed_is_left(conditions: Conditions, current: int) -> None:
-    assert choose(conditions, ALL, SpeculationPlan(current)).plan in ALL
+    assert choose_plan(conditions, ALL, SpeculationPlan(current)).plan in ALL
 
 
 # --- all there is to choose from -------------------------------------------------------------------------------------
@@ -378,7 +397,7 @@ def test_a_current_plan_that_is_no_longer_allowed_is_left(conditions: Conditions
 
 @pytest.mark.parametrize("gamma_max", [0, 1, 2, 3, 4, 8, 16, MAX_GAMMA])
 def test_the_plans_are_sane(gamma_max: int) -> None:
-    found = list(throughput_model.plans(gamma_max))
+    found = list(throughput_model.candidate_plans(gamma_max))
     assert found[0] == PLAIN
     assert len(set(found)) == len(found)
     assert len({plan.label for plan in found}) == len(found), "a label tells which"
@@ -387,52 +406,55 @@ def test_the_plans_are_sane(gamma_max: int) -> None:
         assert plan.branches in (1, *BRANCHES)
         if plan.ahead:
             assert plan.gamma >= gamma_max, "it is never too early"
-            assert plan.rows in throughput_model.ROWS_AHEAD
-            assert 0 <= plan.want <= min(plan.rows, plan.gamma)
+            assert plan.budget in throughput_model.BUDGETS_AHEAD
+            assert 0 <= plan.awaited <= min(plan.budget, plan.gamma)
         else:
-            assert plan.branches == 1 or plan.gamma * plan.branches <= MOST_NODES
-            assert (plan.rows, plan.want) == (0, 0)
-    ways = {plan.way for plan in found}
+            assert plan.branches == 1 or plan.gamma * plan.branches <= MAX_TREE_NODES
+            assert (plan.budget, plan.awaited) == (0, 0)
+    modes = {plan.mode for plan in found}
     if gamma_max >= 4:
-        assert ways == set(Mode)
+        assert modes == set(Mode)
     if gamma_max == 0:
-        assert ways == {Mode.PLAIN}
+        assert modes == {Mode.PLAIN}
 
 
 def test_the_plans_can_be_narrowed() -> None:
-    assert {plan.branches for plan in throughput_model.plans(16, (1,))} == {1}
-    assert {plan.branches for plan in throughput_model.plans(16, (2,)) if plan.gamma} == {2}
-    assert any(plan.ahead and plan.branches == 2 for plan in throughput_model.plans(16, (2,))), (
+    assert {plan.branches for plan in throughput_model.candidate_plans(16, (1,))} == {1}
+    assert {plan.branches for plan in throughput_model.candidate_plans(16, (2,)) if plan.gamma} == {2}
+    assert any(plan.ahead and plan.branches == 2 for plan in throughput_model.candidate_plans(16, (2,))), (
         "also ahead, when it is asked for"
     )
 
 
 @pytest.mark.parametrize(
-    ("plan", "way"),
+    ("plan", "mode"),
     [
         (PLAIN, Mode.PLAIN),
         (SpeculationPlan(4), Mode.TURNS),
         (SpeculationPlan(4, 2), Mode.TREE_TURNS),
-        (SpeculationPlan(16, ahead=True, rows=8), Mode.AHEAD),
-        (SpeculationPlan(16, ahead=True, rows=8, want=2), Mode.AHEAD_WAITING),
-        (SpeculationPlan(16, 3, ahead=True, rows=8), Mode.TREE_AHEAD),
-        (SpeculationPlan(16, 3, ahead=True, rows=8, want=2), Mode.TREE_AHEAD_WAITING),
+        (SpeculationPlan(16, ahead=True, budget=8), Mode.AHEAD),
+        (SpeculationPlan(16, ahead=True, budget=8, awaited=2), Mode.AHEAD_WAITING),
+        (SpeculationPlan(16, 3, ahead=True, budget=8), Mode.TREE_AHEAD),
+        (SpeculationPlan(16, 3, ahead=True, budget=8, awaited=2), Mode.TREE_AHEAD_WAITING),
     ],
     ids=lambda value: value.label if isinstance(value, SpeculationPlan) else "",
 )
-def test_a_plan_knows_its_way(plan: SpeculationPlan, way: Mode) -> None:
-    assert plan.way is way
+def test_a_plan_knows_its_way(plan: SpeculationPlan, mode: Mode) -> None:
+    assert plan.mode is mode
 
 
 @few
 @given(
     any_conditions,
     st.sampled_from(
-        [*throughput_model.plans(MAX_GAMMA), *(SpeculationPlan(MAX_GAMMA, b) for b in range(1, MAX_BRANCHES + 1))]
+        [
+            *throughput_model.candidate_plans(MAX_GAMMA),
+            *(SpeculationPlan(MAX_GAMMA, b) for b in range(1, MAX_BRANCHES + 1)),
+        ]
     ),
 )
 def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: SpeculationPlan) -> None:
-    drafter, verifier = plan.for_drafter(), plan.for_verifier(patience_for(conditions, plan))
+    drafter, verifier = plan.for_drafter(), plan.for_verifier(draft_wait_timeout_ms(conditions, plan))
     drafter.check()
     verifier.check()
     assert (drafter.gamma, drafter.branches, drafter.eager) == (plan.gamma, plan.branches, plan.ahead)
@@ -443,9 +465,9 @@ def test_the_verifier_waits_for_what_the_plan_wants() -> None:
     assert SpeculationPlan(5).for_verifier(3.5).gamma == 5
     assert SpeculationPlan(5).for_verifier(3.5).patience_us == 3500
     assert SpeculationPlan(5).for_verifier(3.5).nodes == 0, "it checks all there are"
-    waits = SpeculationPlan(16, 3, ahead=True, rows=8, want=2).for_verifier(3.5)
+    waits = SpeculationPlan(16, 3, ahead=True, budget=8, awaited=2).for_verifier(3.5)
     assert (waits.gamma, waits.nodes) == (2, 8)
-    goes_on = SpeculationPlan(16, 3, ahead=True, rows=8).for_verifier(0.0)
+    goes_on = SpeculationPlan(16, 3, ahead=True, budget=8).for_verifier(0.0)
     assert (goes_on.gamma, goes_on.patience_us) == (0, 0)
 
 
@@ -455,13 +477,13 @@ def test_the_verifier_waits_for_what_the_plan_wants() -> None:
 @few
 @given(any_conditions, any_plan)
 def test_patience_covers_the_wait_and_is_bounded(conditions: Conditions, plan: SpeculationPlan) -> None:
-    patience = patience_for(conditions, plan)
-    awaited = plan.want if plan.ahead else plan.gamma
+    patience = draft_wait_timeout_ms(conditions, plan)
+    awaited = plan.awaited if plan.ahead else plan.gamma
     if awaited == 0:
         assert patience == 0.0
         return
-    assert MIN_PATIENCE_MS <= patience <= MAX_PATIENCE_MS
-    assert patience >= min(wait_ms(conditions, awaited, plan.branches), MAX_PATIENCE_MS)
+    assert MIN_WAIT_TIMEOUT_MS <= patience <= MAX_WAIT_TIMEOUT_MS
+    assert patience >= min(draft_wait_ms(conditions, awaited, plan.branches), MAX_WAIT_TIMEOUT_MS)
 
 
 # --- several sessions ------------------------------------------------------------------------------------------------
@@ -476,14 +498,17 @@ def crowd(taken: Sequence[SpeculationPlan], number: int) -> Conditions:
     rows = sum(1 + plan.gamma for plan in taken)
     tokens = sum(expected_tokens(lone.acceptance, plan.gamma) for plan in others)
     return replace(
-        lone, other_rows=rows - 1 - taken[number].gamma, others=len(others), other_rate=tokens / FULL.at(rows)
+        lone,
+        other_tokens=rows - 1 - taken[number].gamma,
+        other_sessions=len(others),
+        other_tokens_per_ms=tokens / FULL.at(rows),
     )
 
 
 def goodput(taken: Sequence[SpeculationPlan]) -> float:
     """Tokens of all sessions per millisecond."""
     rows = sum(1 + plan.gamma for plan in taken)
-    wait = max(wait_ms(FAIR, plan.gamma) if plan.gamma else 0.0 for plan in taken)
+    wait = max(draft_wait_ms(FAIR, plan.gamma) if plan.gamma else 0.0 for plan in taken)
     return sum(expected_tokens(FAIR.acceptance, plan.gamma) for plan in taken) / (FULL.at(rows) + wait)
 
 
@@ -497,14 +522,18 @@ def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, beg
     for _ in range(12):
         for number in range(sessions):
             conditions = crowd(taken, number)
-            taken[number] = choose(conditions, CHAINS_IN_TURNS, taken[number]).plan
+            taken[number] = choose_plan(conditions, CHAINS_IN_TURNS, taken[number]).plan
     best = max(goodput([SpeculationPlan(gamma)] * sessions) for gamma in range(17))
     assert goodput(taken) >= 0.93 * best
     assert sum(1 + plan.gamma for plan in taken) <= max(20, 2 * sessions)
 
 
 def test_a_row_that_delays_nobody_is_free() -> None:
-    beside = replace(FAIR, cost=FULL, other_rows=3.0, others=2.0, other_rate=0.2)
-    assert throughput_model.worth(beside, SpeculationPlan(4)) == pytest.approx(rate(beside, SpeculationPlan(4)))
-    crowded = replace(beside, other_rows=16.0, others=16.0, other_rate=0.4)
-    assert throughput_model.worth(crowded, SpeculationPlan(4)) < throughput_model.worth(crowded, PLAIN)
+    beside = replace(FAIR, cost=FULL, other_tokens=3.0, other_sessions=2.0, other_tokens_per_ms=0.2)
+    assert throughput_model.net_throughput(beside, SpeculationPlan(4)) == pytest.approx(
+        throughput(beside, SpeculationPlan(4))
+    )
+    crowded = replace(beside, other_tokens=16.0, other_sessions=16.0, other_tokens_per_ms=0.4)
+    assert throughput_model.net_throughput(crowded, SpeculationPlan(4)) < throughput_model.net_throughput(
+        crowded, PLAIN
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.control.gamma import PairEstimate, PairHistory
+from coordinator.control.estimator import PairEstimate, PairHistory
 from coordinator.persistence import stored_records
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions, pack
 from coordinator.persistence.stored_records import Unreadable

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from coordinator.control.gamma import PairHistory
+from coordinator.control.estimator import PairHistory
 from coordinator.persistence import stored_records
 from coordinator.persistence.session_record import SessionRequest
 from outrider.protocol import convert

@@ -8,7 +8,8 @@ from typing import cast
 import pytest
 
 from coordinator.api.http.replies import metrics, usage
-from coordinator.control.gamma import Controller, Estimator, FixedChoices, PairHistory
+from coordinator.control.estimator import Estimator, PairHistory
+from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import Mode
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
@@ -25,7 +26,7 @@ def session_after(*accepted: int, offered: int = 4) -> Session:
     """One whose steps accepted so many of `offered` guesses, with γ control at work."""
     stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
     stats.control = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FixedChoices())
-    stats.control.estimator.priced(CostCurve.line(40.0, 0.0))
+    stats.control.estimator.attach_verifier(CostCurve.line(40.0, 0.0))
     stats.control.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
     stats.control.decide(4.0, attached=True)
     stats.attached(1, "ngram")
@@ -33,7 +34,7 @@ def session_after(*accepted: int, offered: int = 4) -> Session:
     for count in accepted:
         stats.guessed(common.Guess(tokens=[7] * offered, source=1))
         verdict = _verdict(count, offered)
-        stats.control.judged(verdict)
+        stats.control.observe(verdict)
         stats.judged(verdict, stats.control.plan)
     params = SimpleNamespace(seed=5)
     record = SimpleNamespace(session_id="s", tokens=[7] * 9, request=SimpleNamespace(prompt=(1,) * 6, params=params))
@@ -58,9 +59,9 @@ def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch
     session = session_after(4, 1)
 
     def looked(*_: object) -> None:
-        pytest.fail("considered() blocks the event loop for a number that is not told")
+        pytest.fail("best_per_mode() blocks the event loop for a number that is not told")
 
-    monkeypatch.setattr(Controller, "considered", looked)
+    monkeypatch.setattr(Controller, "best_per_mode", looked)
     assert usage([session], 1)["prompt_tokens_details"] == {"cached_tokens": 3}
     assert metrics([session])["metrics"]["outrider"]["plans"]
 

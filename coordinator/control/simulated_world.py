@@ -1,0 +1,79 @@
+"""Simulated world: virtual time, link and text of a simulation."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.protocol.cost_curve import CostCurve
+
+_BRANCH_SHARES = (0.65, 0.25, 0.10)  # of `gain`, by rank after the first guess
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Parameters of drafter, verifier and link. Times are in milliseconds; the link is that of the drafter."""
+
+    acceptance: float = 0.8  # of a first guess on a correct path
+    gain: float = 0.6  # share of the misses for which a later candidate is right
+    draft_ms: float = 4.0  # per token of a chain or level of a tree
+    cost: CostCurve = field(default_factory=lambda: CostCurve((1, 17, 33), (40.0, 40.0, 80.0)))
+    rtt_ms: float = 0.0
+    jitter_ms: float = 0.0
+    overhead_ms: float = 1.2  # of a round through three services
+
+    def chances(self) -> list[float]:
+        """Return the chance of each of the drafter's candidates to be right, by rank."""
+        return [self.acceptance, *(share * self.gain * (1 - self.acceptance) for share in _BRANCH_SHARES)]
+
+
+class SimulatedWorld:
+    """Event queue in virtual time, with messages over the link and the right tokens of the text."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.now = 0.0
+        self._seed = seed
+        self._jitter = random.Random(seed)
+        self._ranks: dict[int, int] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._arrives_up = self._arrives_down = 0.0
+
+    def run_next(self) -> None:
+        self.now, _, action = heapq.heappop(self._events)
+        action()
+
+    def after(self, ms: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + ms, self._count, action))
+
+    def send_up(self, action: Callable[[], None]) -> None:
+        """Schedule an arrival at the verifier. Messages never overtake each other."""
+        self._arrives_up = max(self._arrives_up, self.now + self._one_way_ms())
+        self.after(self._arrives_up - self.now, action)
+
+    def send_down(self, action: Callable[[], None]) -> None:
+        """Schedule an arrival at the drafter."""
+        self._arrives_down = max(self._arrives_down, self.now + self._one_way_ms())
+        self.after(self._arrives_down - self.now, action)
+
+    def _one_way_ms(self) -> float:
+        world = self.world
+        return (world.rtt_ms + world.overhead_ms) / 2 + self._jitter.uniform(0, world.jitter_ms)
+
+    def right_rank(self, position: int) -> int:
+        """Return the rank of the drafter's candidate that is right after a correct path; −1: none is."""
+        if position not in self._ranks:
+            # A generator per position, so that every plan meets the same text.
+            drawn = random.Random(self._seed * 1_000_003 + position).random()
+            right = -1
+            for rank, chance in enumerate(self.world.chances()):
+                drawn -= chance
+                if drawn < 0:
+                    right = rank
+                    break
+            self._ranks[position] = right
+        return self._ranks[position]
