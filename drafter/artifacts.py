@@ -12,7 +12,7 @@ from outrider.engine.loading.loader import pick_device
 from outrider.protocol.fleet import ModelInfo
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_ends
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,6 @@ def read_trained(settings: DrafterSettings, method: str, progress: Callable[[str
     """Load a trained drafter; raise StartupError if it is damaged, of another kind or for another target."""
     folder = cards.locate(settings.model, method)
     card, weights = cards.load(folder, method)
-    matrices = read_ends(settings.target, progress)
+    matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
     return TrainedArtifacts(card, weights, matrices.on(pick_device(settings.device)), card.info(folder, weights))

@@ -94,5 +94,5 @@ def _draw_with_own_noise(
     key = noise.key(request.params.seed, noise.Use.DRAFT, len(tokens), request.committed)
     for token in tokens[request.committed :]:
         key = noise.key(key, noise.Use.DRAFT, token)
-    columns = noise.race([key], torch.tensor(distribution.ids), torch.tensor([distribution.weights]))
+    columns = noise.exponential_race([key], torch.tensor(distribution.ids), torch.tensor([distribution.weights]))
     return distribution.ids[int(columns[0])], distribution

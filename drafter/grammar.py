@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from drafter.settings import DrafterSettings
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
-from outrider.models.tokenizer import as_json
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.speculation.grammar import Grammars, Guide, Masks
+from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher, Masks
 
 log = structlog.get_logger(__name__)
 
@@ -28,8 +28,8 @@ log = structlog.get_logger(__name__)
 class GrammarCursor:
     """State of one session's output in its grammar, at the committed position. Used by the drafter's thread."""
 
-    def __init__(self, guide: Guide, position: int) -> None:
-        self._guide: Guide | None = guide
+    def __init__(self, guide: GrammarMatcher, position: int) -> None:
+        self._guide: GrammarMatcher | None = guide
         self._position = position  # committed tokens that the guide has consumed
 
     def allowed(
@@ -49,9 +49,9 @@ class GrammarCursor:
     def allowed_length(self, tokens: Sequence[int], committed: int, path: Sequence[int]) -> int:
         """Return the length of the longest prefix of `path` that the grammar allows."""
         guide = self._advance(tokens, committed)
-        return len(path) if guide is None else guide.fitting(path)
+        return len(path) if guide is None else guide.count_allowed(path)
 
-    def _advance(self, tokens: Sequence[int], committed: int) -> Guide | None:
+    def _advance(self, tokens: Sequence[int], committed: int) -> GrammarMatcher | None:
         new, self._position = tokens[self._position : committed], committed
         if self._guide is not None and new:
             try:
@@ -70,7 +70,7 @@ class TargetGrammars:
 
     def __init__(self, settings: DrafterSettings) -> None:
         self._names = [name for name in (settings.model, settings.target) if name and not name.isdecimal()]
-        self._loaded: dict[tuple[str, tuple[int, ...]], asyncio.Future[Grammars | None]] = {}
+        self._loaded: dict[tuple[str, tuple[int, ...]], asyncio.Future[GrammarCompiler | None]] = {}
 
     async def cursor(
         self, params: SamplingParams, tokens: Sequence[int], prompt_length: int, digest: str, eos_ids: Sequence[int]
@@ -88,12 +88,12 @@ class TargetGrammars:
         grammars = await asyncio.shield(self._loaded[key])
         if grammars is None:
             return None
-        return GrammarCursor(await grammars.begin(params, tokens[prompt_length:]), len(tokens))
+        return GrammarCursor(await grammars.compile_async(params, tokens[prompt_length:]), len(tokens))
 
-    def _load(self, digest: str, eos_ids: tuple[int, ...]) -> Grammars | None:
+    def _load(self, digest: str, eos_ids: tuple[int, ...]) -> GrammarCompiler | None:
         for tokenizer in self._tokenizers():
             if Vocabulary.of(tokenizer).digest == digest:
-                return Grammars(partial(as_json, tokenizer), eos_ids)
+                return GrammarCompiler(partial(tokenizer_json, tokenizer), eos_ids)
         log.warning("target's tokenizer not found, drafting without grammars; set --target")
         return None
 

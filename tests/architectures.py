@@ -270,7 +270,7 @@ def difference(engine: Engine, folder: Path, tolerance: float = TOLERANCE) -> st
         [true([*text[:tree], *wrong])[tree:], true([*text[: tree + 1], wrong[1]])[tree:], whole[tree + 1 : tree + 3]]
     )
     ask("tree", (SessionTokens("a", guesses, (-1, 0, -1, 2, 2, 4)), branch))
-    engine.keep("a", tree, [2, 4, 5])
+    engine.compact("a", tree, [2, 4, 5])
     ask("after a tree", (SessionTokens("a", text[tree + 3 :]), whole[tree + 3 :]))
     for way, got, wanted in found:
         distance = float((got - wanted).norm() / wanted.norm())

@@ -20,13 +20,13 @@ import structlog
 import torch
 
 from outrider.engine import Engine, SessionTokens, StepResult
-from outrider.engine.block_manager import PAGE_TOKENS, pages_for
+from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
-from outrider.speculation.grammar import Guide, Masks
+from outrider.speculation.grammar import GrammarMatcher, Masks
 from outrider.speculation.tree import Block
 from verifier.fair_shares import FairShares
 from verifier.hidden_states import as_sent
@@ -63,12 +63,12 @@ class Work:
     pending: tuple[int, ...]  # committed tokens not cached yet
     block: Block
     judged: bool  # False: a piece of the prompt, nothing to decide
-    features_from: int | None  # first row whose hidden state is wanted; None: of none
+    hidden_from: int | None  # first row whose hidden state is wanted; None: of none
 
     @classmethod
     def of(cls, session: VerifySession, pending: Sequence[int], block: Block, *, judged: bool) -> Work:
-        features_from = session.hidden.wanted_from(session.cached, len(pending), len(session.committed))
-        return cls(session, tuple(pending), block, judged, features_from)
+        hidden_from = session.hidden.wanted_from(session.cached, len(pending), len(session.committed))
+        return cls(session, tuple(pending), block, judged, hidden_from)
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +78,10 @@ class Work:
         offset = len(self.pending) - 1
         if not self.judged:
             return SessionTokens(
-                self.session.key, self.pending, logits_from=len(self.pending), features_from=self.features_from
+                self.session.key,
+                self.pending,
+                logits_from=len(self.pending),
+                hidden_from=self.hidden_from,
             )
         parents = (*range(-1, offset), *(offset + parent for parent in self.block.parents))
         return SessionTokens(
@@ -87,14 +90,14 @@ class Work:
             # Most blocks are chains, which the engine masks without looking at every pair of rows.
             parents if parents != tuple(range(-1, len(parents) - 1)) else (),
             logits_from=offset,
-            features_from=self.features_from,
+            hidden_from=self.hidden_from,
         )
 
     def hidden(self, rows: torch.Tensor, path: Sequence[int]) -> torch.Tensor | None:
         """Of the wanted rows those of committed tokens and of the accepted `path`."""
-        if self.features_from is None:
+        if self.hidden_from is None:
             return None
-        committed = len(self.pending) - self.features_from
+        committed = len(self.pending) - self.hidden_from
         return as_sent(rows, [*range(committed), *(committed - 1 + row for row in path)])
 
 
@@ -135,11 +138,11 @@ class Scheduler:
         metrics.shows(metrics.sessions, lambda: len(self._sessions))
         metrics.shows(metrics.waiting, lambda: len(self._waiting))
         metrics.shows(metrics.cache_usage, lambda: self._reserved / limits.kv_tokens)
-        metrics.shows(metrics.cache_idle, lambda: engine.idle_tokens / limits.kv_tokens)
+        metrics.shows(metrics.cache_idle, lambda: engine.evictable_tokens / limits.kv_tokens)
 
     # Called by the streams.
 
-    def open(self, opening: VerifyOpening, guide: Guide | None = None) -> VerifySession:
+    def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
         """Admit a session or queue it; `guide` is for its grammar. Raises what is wrong with it, or Overloaded."""
         if self._draining:
             raise Unavailable("this verifier is leaving")
@@ -209,7 +212,7 @@ class Scheduler:
             kv_tokens_total=self._limits.kv_tokens,
             step_ms=self._step_ms,
             cost=self._pace.curve(),
-            kv_tokens_idle=self._engine.idle_tokens,
+            kv_tokens_idle=self._engine.evictable_tokens,
         )
 
     # The loop.
@@ -247,7 +250,9 @@ class Scheduler:
         for session in self._sessions.values():
             if not session.begun:
                 session.begun = True
-                session.cached = session.found = self._engine.adopt(session.key, session.committed, session.cache_salt)
+                session.cached = session.found = self._engine.match_prefix(
+                    session.key, session.committed, session.cache_salt
+                )
                 self._metrics.began(tokens=len(session.committed), found=session.found)
 
     def _schedule(self) -> tuple[list[Work], float | None]:
@@ -344,7 +349,7 @@ class Scheduler:
     ) -> ForwardResult:
         session = item.session
         if not item.judged:
-            return ForwardResult(None, item.hidden(done.features[index], ()))
+            return ForwardResult(None, item.hidden(done.hidden_states[index], ()))
         judgement = judge(
             done.logits[index],
             item.block,
@@ -358,8 +363,8 @@ class Scheduler:
         complete = None if session.guide is None else session.guide.advance(judgement.tokens)
         offset = len(item.pending) - 1
         kept = (*range(offset + 1), *(offset + row for row in judgement.outcome.path))
-        self._engine.keep(session.key, session.cached, kept)
-        return ForwardResult(judgement, item.hidden(done.features[index], judgement.outcome.path), complete)
+        self._engine.compact(session.key, session.cached, kept)
+        return ForwardResult(judgement, item.hidden(done.hidden_states[index], judgement.outcome.path), complete)
 
     def _commit(self, work: list[Work], step: ScheduledStep, started: float) -> None:
         rows = sum(item.num_rows for item in work)
@@ -422,7 +427,7 @@ class Scheduler:
     def _needs(self, session: VerifySession) -> int:
         """Room in the cache, in whole pages, that a session may come to need: a step never finds the cache full."""
         tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
-        return pages_for(tokens) * PAGE_TOKENS
+        return blocks_for(tokens) * BLOCK_TOKENS
 
     def _free_gone(self) -> None:
         for session in self._gone:

@@ -27,7 +27,7 @@ from outrider.runtime.worker import WorkerIdentity
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
-from outrider.speculation.grammar import Grammars, Guide
+from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
@@ -75,7 +75,7 @@ class VerifierService(rpc.VerifierServicer):
             cost,
         )
         self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
-        self._grammars = Grammars(self._tokenizer, engine.info.eos_token_ids)
+        self._grammars = GrammarCompiler(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
         self._enlistment = RegistrationClient(
             self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
@@ -158,12 +158,12 @@ class VerifierService(rpc.VerifierServicer):
     ) -> common.ProbeReply:
         return common.ProbeReply(load=convert.load_to_proto(self._scheduler.load()), draining=self._draining)
 
-    async def _guide(self, opening: VerifyOpening) -> Guide | None:
+    async def _guide(self, opening: VerifyOpening) -> GrammarMatcher | None:
         """Through its grammar, from where its output is."""
         if opening.params.grammar is None:
             return None
         opening.check(self._engine.info)
-        return await self._grammars.begin(opening.params, opening.tokens[opening.prompt_length :])
+        return await self._grammars.compile_async(opening.params, opening.tokens[opening.prompt_length :])
 
     async def _take(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
         """Guesses and steers, for as long as the stream brings them."""

@@ -24,8 +24,8 @@ from outrider.protocol.speculation import (
     Verdict,
     check_opening,
 )
-from outrider.speculation.acceptance import Chance, NoiseChance
-from outrider.speculation.grammar import Guide
+from outrider.speculation.acceptance import RandomSource, SeededNoise
+from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
 from outrider.speculation.tree import Block, GuessTree
 from verifier.hidden_states import HiddenStateBuffer
@@ -97,7 +97,7 @@ class VerifySession:
     """Owned by the scheduler; the stream sends what is in `outbox`."""
 
     def __init__(
-        self, opening: VerifyOpening, model: ModelInfo, device: torch.device, guide: Guide | None = None
+        self, opening: VerifyOpening, model: ModelInfo, device: torch.device, guide: GrammarMatcher | None = None
     ) -> None:
         self.id = opening.session_id
         self.epoch = opening.epoch
@@ -113,7 +113,7 @@ class VerifySession:
             max_ahead=MAX_GAMMA,
         )
         assert self.params.seed is not None
-        self.chance: Chance = NoiseChance(self.params.seed)
+        self.chance: RandomSource = SeededNoise(self.params.seed)
         self.history = (
             History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
         )
@@ -185,13 +185,13 @@ class VerifySession:
         """When the next step may run: now if there is something to check or nothing to wait for."""
         wanted = min(self.gamma, self.remaining - 1)
         nothing_to_wait_for = not self._started or self.tree.passed_at >= len(self.committed)
-        if nothing_to_wait_for or self.patience_s == 0.0 or self.tree.reaches(wanted):
+        if nothing_to_wait_for or self.patience_s == 0.0 or self.tree.has_depth(wanted):
             return now
         return self.idle_since + self.patience_s
 
     def block(self, max_rows: int) -> Block:
         if self.guide is not None:
-            max_rows = min(max_rows, self.guide.masks_within(_MASKS_S))
+            max_rows = min(max_rows, self.guide.affordable_masks(_MASKS_S))
         return self.tree.block(min(max_rows, self.nodes or max_rows), self.remaining - 1)
 
     def cut(self, tokens: Sequence[int], complete: int | None = None) -> tuple[list[int], FinishReason]:

@@ -12,7 +12,7 @@ from outrider.engine import StepResult
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import TokenLogprobs
 from outrider.speculation import acceptance, sampling
-from outrider.speculation.acceptance import Chance, Outcome
+from outrider.speculation.acceptance import Outcome, RandomSource
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.grammar import Masks
 from outrider.speculation.sampling import History
@@ -32,7 +32,7 @@ def judge(
     position: int,
     params: SamplingParams,
     history: History | None,
-    chance: Chance,
+    chance: RandomSource,
     likeliest: Sequence[int] = (),
     allowed: Masks | None = None,
 ) -> VerifyResult:
@@ -64,7 +64,7 @@ def likeliest_of_all(done: StepResult, params: Sequence[SamplingParams]) -> list
     """The argmax of every row of a step at once, per Rows; empty when no session of it draws that way."""
     if not any(plainly_greedy(each) for each in params):
         return [[] for _ in done.logits]
-    rows = iter(done.together.argmax(dim=-1).tolist())
+    rows = iter(done.all_logits.argmax(dim=-1).tolist())
     return [list(islice(rows, len(part))) for part in done.logits]
 
 
@@ -78,7 +78,7 @@ def _outcome(
     paths: Sequence[Sequence[int]],
     position: int,
     params: SamplingParams,
-    chance: Chance,
+    chance: RandomSource,
 ) -> Outcome:
     if not params.mode.needs_draft_probs:
         drawn = shared_draw(adjusted, params, [position + len(path) for path in paths])

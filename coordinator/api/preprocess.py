@@ -101,7 +101,7 @@ def resolve(
         params = params.with_seed(secrets.randbits(64))
     check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
-        target.grammars.guide(params)  # report an invalid grammar now, not in the middle of a stream
+        target.grammars.compile(params)  # report an invalid grammar now, not in the middle of a stream
     return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)
 
 

@@ -104,7 +104,7 @@ class Simulation:
         timeout_ms = self.controller.wait_timeout_ms
         steering = self.controller.plan.for_verifier(timeout_ms)
         passed = self._tree.passed_at >= len(self._committed)
-        waiting = self._committed and timeout_ms and not passed and not self._tree.reaches(steering.gamma or 0)
+        waiting = self._committed and timeout_ms and not passed and not self._tree.has_depth(steering.gamma or 0)
         if waiting and self.now < self._idle_since + timeout_ms - 1e-6:
             return
         block = self._tree.block(steering.nodes or MAX_NODES, MAX_GAMMA)

@@ -50,4 +50,4 @@ def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
 
 def _complete(record: SessionRecord, target: Target) -> int | None:
     """After how many tokens the grammar's end is reached."""
-    return target.grammars.guide(record.request.params).advance(record.tokens)
+    return target.grammars.compile(record.request.params).advance(record.tokens)

@@ -14,11 +14,11 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from coordinator.workers.chat_template import Cut, control_tokens
-from outrider.models.tokenizer import as_json, load_tokenizer, write_file
+from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 
@@ -44,7 +44,7 @@ class Target:
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
-    grammars: Grammars
+    grammars: GrammarCompiler
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
@@ -118,4 +118,9 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
             tokenizer = await asyncio.to_thread(load_tokenizer, folder)
         except Exception as error:  # files of a stranger, read by a library that raises what it likes
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
-    return Target(info, tokenizer, Vocabulary.of(tokenizer), Grammars(partial(as_json, tokenizer), info.eos_token_ids))
+    return Target(
+        info,
+        tokenizer,
+        Vocabulary.of(tokenizer),
+        GrammarCompiler(partial(tokenizer_json, tokenizer), info.eos_token_ids),
+    )

@@ -414,13 +414,13 @@ class WorkerPool:
         name, target = info.model.name, self._target.info
         if self.vocabulary_differs(info):
             raise ModelMismatch(f"drafter {name} has another vocabulary than target {target.name}")
-        if info.model.made_for not in ("", target.lineage):
+        if info.model.target_digest not in ("", target.weights_digest):
             raise ModelMismatch(
                 f"drafter {name} was trained for another target than {target.name}: it would guess nonsense. Train one "
                 "for this target with `outrider train`",
                 field="model.made_for",
-                value=info.model.made_for,
-                limit=target.lineage,
+                value=info.model.target_digest,
+                limit=target.weights_digest,
             )
 
     async def _check_verifier(self, info: WorkerInfo) -> None:

@@ -119,12 +119,12 @@ class BlendDrafter:
         infos = {name: member.info for name, member in self._members.items()}
         fingerprint = hashlib.sha256("+".join(info.fingerprint for info in infos.values()).encode()).hexdigest()[:32]
         ranked = sorted(infos, key=lambda name: (name in self._proposers, self._members[name].vocabulary is None))
-        made_for = {info.made_for for info in infos.values()} - {""}
+        target_digest = {info.target_digest for info in infos.values()} - {""}
         return replace(
             infos[ranked[0]],
             name="+".join(self._members),
             fingerprint=fingerprint,
-            made_for=next(iter(made_for), ""),
+            target_digest=next(iter(target_digest), ""),
         )
 
     @property
@@ -278,7 +278,7 @@ class BlendDrafter:
 
 def _check_same_target(members: Mapping[str, Drafter]) -> None:
     vocabularies = {name: member.vocabulary for name, member in members.items() if member.vocabulary is not None}
-    targets = {name: member.info.made_for for name, member in members.items() if member.info.made_for}
+    targets = {name: member.info.target_digest for name, member in members.items() if member.info.target_digest}
     for problem, values in (("have different vocabularies", vocabularies), ("have different targets", targets)):
         first = next(iter(values), "")
         other = next((name for name in values if values[name] != values[first]), None)

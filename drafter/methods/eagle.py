@@ -89,7 +89,7 @@ class EagleDrafter:
 
     def __init__(self, eagle: Eagle, engine: Engine, info: ModelInfo, candidates: int) -> None:
         self.info = info
-        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.made_for
+        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.target_digest
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates
@@ -111,7 +111,7 @@ class EagleDrafter:
                 self._evict_session(running, results)
                 batch = running
                 continue
-            for session, logits, states in zip(running, computed.logits, computed.features, strict=True):
+            for session, logits, states in zip(running, computed.logits, computed.hidden_states, strict=True):
                 output = _LayerOutput(states.clone(), logits.clone())
                 _advance(session, steps[session], output, batch, results)
         return [results[request.session] for request in requests]
@@ -241,7 +241,7 @@ class EagleDrafter:
         """Return the layer's input for consecutive tokens, with an output for the last one."""
         inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
         last = len(tokens) - 1
-        return SessionTokens(session, tokens, logits_from=last, features_from=last, inputs=inputs)
+        return SessionTokens(session, tokens, logits_from=last, hidden_from=last, inputs=inputs)
 
     def _tree_input(
         self,
@@ -261,7 +261,7 @@ class EagleDrafter:
             tokens,
             tuple(index.get(builder.parents[node], -1) for node in nodes),
             logits_from=first_new,
-            features_from=first_new,
+            hidden_from=first_new,
             inputs=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
         )
 

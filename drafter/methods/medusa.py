@@ -27,7 +27,7 @@ class MedusaDrafter:
 
     def __init__(self, medusa: Medusa, info: ModelInfo, candidates: int) -> None:
         self.info = info
-        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.made_for
+        self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.target_digest
         self._medusa = medusa
         self._candidates = candidates
         self._states: dict[str, tuple[int, torch.Tensor]] = {}  # by session: position and last hidden state
@@ -50,7 +50,7 @@ class MedusaDrafter:
         token = torch.tensor(request.tokens[position + 1], device=state.device)
         # Head 0 predicts the token at position + 2. Skip the heads whose tokens are committed by now.
         first = request.committed - position - 2
-        states = [self._medusa.foretell(state, token, head) for head in range(first, len(self._medusa.heads))]
+        states = [self._medusa.predict(state, token, head) for head in range(first, len(self._medusa.heads))]
         if not states:
             return DraftResult(done=True)
         logits = scatter_to_vocabulary(self._medusa.logits(torch.stack(states)), self._medusa.ids, request.vocab_size)

@@ -57,9 +57,9 @@ class ModelDrafter:
         vocabulary: Vocabulary,
         candidates: int,
         head_ids: Sequence[int] | None = None,
-        made_for: str = "",
+        target_digest: str = "",
     ) -> None:
-        self.info = replace(engine.info, made_for=made_for)
+        self.info = replace(engine.info, target_digest=target_digest)
         self._engine = engine
         self._candidates = candidates
         # The token ids of the engine's logits, if they cover only part of the vocabulary.
@@ -103,7 +103,7 @@ class ModelDrafter:
         chain = request.tokens if request.branches == 1 else request.tokens[: request.committed]
         cached = self._cached.pop(request.session, None)
         if cached is None:
-            cached = list(chain[: self._engine.adopt(request.session, chain, request.cache_salt)])
+            cached = list(chain[: self._engine.match_prefix(request.session, chain, request.cache_salt)])
         self._cached[request.session] = cached  # now the most recently drafted
         same = min(_common_length(cached, chain), len(chain) - 1)  # the last token is always computed for its logits
         del cached[same:]
@@ -138,7 +138,7 @@ class ModelDrafter:
         chain = range(len(computed.tokens))
         if computed.parents:
             chain = range(computed.logits_from + 1)
-            self._engine.keep(request.session, len(cached), chain)
+            self._engine.compact(request.session, len(cached), chain)
         cached.extend(computed.tokens[: len(chain)])
         if not len(logits):
             return DraftResult()  # the prefill is not complete: call again
@@ -204,8 +204,8 @@ def load(settings: DrafterSettings, progress: Callable[[str], None]) -> tuple[Mo
         )
     head_ids = read_vocabulary(settings.draft_vocabulary) if settings.draft_vocabulary else None
     loaded = load_model(settings.model, replace(EngineOptions.of(settings), head_ids=head_ids), progress)
-    made_for = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
-    drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, made_for)
+    target_digest = cards.read_card(Path(settings.model)).target_lineage if cards.is_trained(settings.model) else ""
+    drafter = ModelDrafter(loaded.engine, loaded.vocabulary, settings.draft_candidates, head_ids, target_digest)
     return drafter, loaded
 
 

@@ -24,7 +24,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.kv_cache import KvStore, Where
 from outrider.engine.paged import ForwardStep, Segment
 from outrider.protocol.errors import ModelMismatch
@@ -50,10 +50,10 @@ class AttentionSegment:
         pages, length = self.segment.pages, self.segment.base + self.segment.count
         first = pages[0]
         if all(page == first + i for i, page in enumerate(pages)):
-            self.where = slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
+            self.where = slice(first * BLOCK_TOKENS, first * BLOCK_TOKENS + length)
         else:
-            starts = torch.tensor(pages)[:, None] * PAGE_TOKENS
-            self.where = (starts + torch.arange(PAGE_TOKENS)).flatten()[:length].to(self.device)
+            starts = torch.tensor(pages)[:, None] * BLOCK_TOKENS
+            self.where = (starts + torch.arange(BLOCK_TOKENS)).flatten()[:length].to(self.device)
 
     def new_slots(self) -> torch.Tensor:
         base = self.segment.base

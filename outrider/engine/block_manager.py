@@ -1,6 +1,6 @@
 """Which page of the key and value cache holds which tokens of whom.
 
-Bookkeeping only: no tensors. A page holds PAGE_TOKENS tokens of one path from
+Bookkeeping only: no tensors. A page holds BLOCK_TOKENS tokens of one path from
 the beginning; what is in it depends on that path alone, so sessions that
 begin alike share pages, and a page that nobody uses stays as an idle offer to
 later sessions until its room is needed. A shared or offered page is never
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.errors import Overloaded
 
-PAGE_TOKENS = 32
+BLOCK_TOKENS = 32
 
 Key = tuple[int | str, tuple[int, ...]]  # the offer before it, or the salt at the beginning; its tokens
 
 
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE_TOKENS)
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
 
 
 @dataclass(slots=True)
@@ -45,10 +45,10 @@ class BlockTable:
 
 
 class BlockManager:
-    def __init__(self, num_pages: int, max_idle: int | None = None) -> None:
-        self.num_pages = num_pages
-        self._max_idle = num_pages if max_idle is None else max_idle
-        self._users = [0] * num_pages
+    def __init__(self, num_blocks: int, max_idle: int | None = None) -> None:
+        self.num_blocks = num_blocks
+        self._max_idle = num_blocks if max_idle is None else max_idle
+        self._users = [0] * num_blocks
         self._fresh = 0  # pages from here on were never used: used ones first, so that memory is touched late
         self._free: list[int] = []
         self._idle: OrderedDict[int, None] = OrderedDict()  # offered pages without users, oldest first
@@ -58,25 +58,25 @@ class BlockManager:
         self._held: dict[str, BlockTable] = {}
 
     @property
-    def pages_in_use(self) -> int:
+    def blocks_in_use(self) -> int:
         return self._fresh - len(self._free) - len(self._idle)
 
     @property
-    def pages_idle(self) -> int:
+    def evictable_blocks(self) -> int:
         return len(self._idle)
 
     def held(self, session: str) -> BlockTable | None:
         return self._held.get(session)
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         """Begin a session with the pages that others left of the same tokens; how many tokens that saves.
 
         The last token is never among them: somebody wants its logits.
         """
         assert session not in self._held
         held = self._held[session] = BlockTable(salt)
-        for start in range(0, len(tokens) - PAGE_TOKENS, PAGE_TOKENS):
-            part = tuple(tokens[start : start + PAGE_TOKENS])
+        for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
+            part = tuple(tokens[start : start + BLOCK_TOKENS])
             offer = self._offers.get((held.last_offer, part))
             if offer is None:
                 break
@@ -92,15 +92,15 @@ class BlockManager:
         held = self._held.setdefault(session, BlockTable())
         self._offer(held)
         length = len(held.tokens)
-        needed = pages_for(length + more) - len(held.pages)
-        index, inside = divmod(length, PAGE_TOKENS)
+        needed = blocks_for(length + more) - len(held.pages)
+        index, inside = divmod(length, BLOCK_TOKENS)
         copies = inside > 0 and self._is_shared(held.pages[index])
         if needed + copies > self._available():
             raise Overloaded(
-                f"the cache of {self.num_pages * PAGE_TOKENS} tokens is full",
+                f"the cache of {self.num_blocks * BLOCK_TOKENS} tokens is full",
                 field="kv_tokens",
-                value=(self.num_pages - self._available()) * PAGE_TOKENS,
-                limit=self.num_pages * PAGE_TOKENS,
+                value=(self.num_blocks - self._available()) * BLOCK_TOKENS,
+                limit=self.num_blocks * BLOCK_TOKENS,
             )
         made: list[tuple[int, int]] = []
         if copies:
@@ -125,13 +125,13 @@ class BlockManager:
         del held.tokens[length:]
         if held.branches_from is not None and length <= held.branches_from:
             held.branches_from = None
-        kept = pages_for(length)
+        kept = blocks_for(length)
         for page in reversed(held.pages[kept:]):
             self._release(page)
         del held.pages[kept:]
-        del held.offers[length // PAGE_TOKENS :]
+        del held.offers[length // BLOCK_TOKENS :]
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
         """Of the tokens behind `base`, these in this order are the session's."""
         held = self._held[session]
         chosen = [held.tokens[base + row] for row in rows]
@@ -154,15 +154,15 @@ class BlockManager:
         for page in reversed(held.pages):  # the end of a text is forgotten before its beginning
             self._release(page)
 
-    def forget_idle(self) -> None:
+    def evict_all(self) -> None:
         while self._idle:
             self._forget_oldest()
 
     def _offer(self, held: BlockTable) -> None:
         """Let others find this session's full pages."""
-        while len(held.offers) < held.path_length // PAGE_TOKENS:
+        while len(held.offers) < held.path_length // BLOCK_TOKENS:
             index = len(held.offers)
-            key = (held.last_offer, tuple(held.tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]))
+            key = (held.last_offer, tuple(held.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]))
             if key not in self._offers:
                 self._offers[key] = (held.pages[index], self._next_offer)
                 self._key_of[held.pages[index]] = key
@@ -173,10 +173,10 @@ class BlockManager:
         return self._users[page] > 1 or page in self._key_of
 
     def _available(self) -> int:
-        return len(self._free) + len(self._idle) + self.num_pages - self._fresh
+        return len(self._free) + len(self._idle) + self.num_blocks - self._fresh
 
     def _take(self) -> int:
-        if not self._free and (len(self._idle) >= self._max_idle or self._fresh == self.num_pages) and self._idle:
+        if not self._free and (len(self._idle) >= self._max_idle or self._fresh == self.num_blocks) and self._idle:
             self._forget_oldest()
         if self._free:
             page = self._free.pop()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from outrider.engine.block_manager import PAGE_TOKENS, pages_for
+from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.engine.decoder import FEW_ROWS, Decoder, SessionGroup
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.paged import ForwardStep, PagedEngine, Segment, slot_of, wanted_rows
@@ -59,18 +59,20 @@ class GraphShape:
 
     @property
     def pages(self) -> int:
-        return self.context // PAGE_TOKENS
+        return self.context // BLOCK_TOKENS
 
 
 class CudaGraphEngine(PagedEngine):
     """A result of `extend` is good until the next one."""
 
-    def __init__(self, plan: ModelSpec, info: ModelInfo, *, kv_tokens: int, idle_tokens: int | None = None) -> None:
-        super().__init__(info, plan.head.weight.device, kv_tokens, idle_tokens)
+    def __init__(
+        self, plan: ModelSpec, info: ModelInfo, *, kv_tokens: int, evictable_tokens: int | None = None
+    ) -> None:
+        super().__init__(info, plan.head.weight.device, kv_tokens, evictable_tokens)
         capacity = self.capacity_tokens
         positions = min(capacity, info.context_length + _BEYOND) if info.context_length else capacity
-        self._scratch = capacity // PAGE_TOKENS  # a page that padding writes to
-        self._skeleton = Decoder(plan, capacity + PAGE_TOKENS, positions)
+        self._scratch = capacity // BLOCK_TOKENS  # a page that padding writes to
+        self._skeleton = Decoder(plan, capacity + BLOCK_TOKENS, positions)
         self._buckets: dict[GraphShape, GraphBucket] = {}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -133,7 +135,7 @@ class CudaGraphEngine(PagedEngine):
             rows = max(segment.count for segment in segments)
             longest = max(segment.base for segment in segments) + rows
             padded = Padded(
-                GraphShape(len(segments), rows, pages_for(longest) * PAGE_TOKENS), self._scratch, self.device
+                GraphShape(len(segments), rows, blocks_for(longest) * BLOCK_TOKENS), self._scratch, self.device
             )
             padded.send(segments)
             at |= {segment.start: first + i * rows for i, segment in enumerate(segments)}
@@ -171,7 +173,7 @@ class Padded:
         self._device = device
         self._fields = _Fields.of(self._here, shape)
         self._inputs = _Fields.of(self._there, shape)
-        self._fields.slots.fill_(scratch * PAGE_TOKENS)
+        self._fields.slots.fill_(scratch * BLOCK_TOKENS)
         self._fields.table.fill_(scratch)
         self._fields.sees.fill_(True).tril_()  # as in a chain
         self._empty = self._here.numpy().copy()

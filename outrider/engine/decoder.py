@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 
 FEW_ROWS = 64  # up to here a session's scores are written out; above, they would not fit
@@ -40,7 +40,7 @@ class SessionGroup:
 
     @property
     def context(self) -> int:
-        return self.table.shape[0] // self.sessions * PAGE_TOKENS
+        return self.table.shape[0] // self.sessions * BLOCK_TOKENS
 
     @property
     def end(self) -> int:
@@ -125,10 +125,10 @@ class Decoder:
         return _capped(logits, plan.logit_softcap), final
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        pages = self._pool.view(*self._pool.shape[:2], -1, PAGE_TOKENS, self._pool.shape[3])
+        pages = self._pool.view(*self._pool.shape[:2], -1, BLOCK_TOKENS, self._pool.shape[3])
         for source, target in copies:
             pages[:, :, target] = pages[:, :, source]
-            bad = self._bad.view(-1, PAGE_TOKENS)
+            bad = self._bad.view(-1, BLOCK_TOKENS)
             bad[target] = bad[source]
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
@@ -145,7 +145,7 @@ class Decoder:
         the page later, since a weight of 0 does not stop it.
         """
         self._bad.index_copy_(0, slots, bad)
-        pages = self._bad.view(-1, PAGE_TOKENS)
+        pages = self._bad.view(-1, BLOCK_TOKENS)
         found = [
             # "Greater" is "and not": one kernel.
             (pages.index_select(0, part.table).view(part.sessions, 1, -1) > unseen).any(dim=2).view(-1)
@@ -204,7 +204,7 @@ class Decoder:
     def _cached(self, index: int, part: SessionGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Copied page by page, in the widest numbers there are: what they mean is no matter here."""
         heads, dim = 2 * self._plan.kv_heads, self._plan.head_dim
-        pages = self._pool[index].view(heads, -1, PAGE_TOKENS * dim).view(torch.int64)
+        pages = self._pool[index].view(heads, -1, BLOCK_TOKENS * dim).view(torch.int64)
         copied = pages.index_select(1, part.table).view(self._pool.dtype)
         keys, values = copied.view(2, -1, part.context, dim)
         return keys, values

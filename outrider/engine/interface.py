@@ -20,7 +20,7 @@ class SessionTokens:
     They follow the session's cached tokens. `parents[i]` is the index in
     `tokens` that token i hangs from, −1 for the cached prefix; empty means a
     chain. `logits_from` is the first row whose logits are wanted,
-    `features_from` the first whose hidden state is (None: of none).
+    `hidden_from` the first whose hidden state is (None: of none).
     `inputs` stand for what the model's own embeddings would give.
     """
 
@@ -28,7 +28,7 @@ class SessionTokens:
     tokens: Sequence[int]
     parents: Sequence[int] = CHAIN
     logits_from: int = 0
-    features_from: int | None = None
+    hidden_from: int | None = None
     inputs: torch.Tensor | None = None  # [tokens, width]
 
     def depths(self) -> list[int]:
@@ -45,12 +45,12 @@ class SessionTokens:
 class StepResult:
     """Per Rows, in order: logits [rows wanted, vocab] and hidden states [rows wanted, width].
 
-    `together` are the logits of all of them in one tensor.
+    `all_logits` are the logits of all of them in one tensor.
     """
 
-    together: torch.Tensor
+    all_logits: torch.Tensor
     logits: list[torch.Tensor]
-    features: list[torch.Tensor]
+    hidden_states: list[torch.Tensor]
 
 
 class Engine(Protocol):
@@ -62,7 +62,7 @@ class Engine(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Room for tokens, all sessions together."""
+        """Room for tokens, all sessions all_logits."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def idle_tokens(self) -> int:
+    def evictable_tokens(self) -> int:
         """Room that holds prefixes of ended sessions, given up when needed."""
         ...
 
@@ -79,7 +79,7 @@ class Engine(Protocol):
         """Tokens in this session's cache; 0 for a new one."""
         ...
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         """Begin a session with what others under the same salt left of these tokens; how many that saves."""
         ...
 
@@ -94,7 +94,7 @@ class Engine(Protocol):
         """Forget what comes after the first `length` tokens."""
         ...
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
         """After extending from length `base`: keep only these rows, in order, as the cache's new end."""
         ...
 

@@ -51,10 +51,10 @@ class MockEngine:
         return sum(self._lengths.values())
 
     @property
-    def idle_tokens(self) -> int:
+    def evictable_tokens(self) -> int:
         return 0
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return 0
 
     def length(self, session: str) -> int:
@@ -65,15 +65,15 @@ class MockEngine:
         for rows in batch:
             self._lengths[rows.session] = self.length(rows.session) + len(rows.tokens)
             logits.append(self._answers[list(rows.tokens[rows.logits_from :])])
-        features = [
-            torch.zeros(0 if rows.features_from is None else len(rows.tokens) - rows.features_from, 1) for rows in batch
+        hidden_states = [
+            torch.zeros(0 if rows.hidden_from is None else len(rows.tokens) - rows.hidden_from, 1) for rows in batch
         ]
-        return StepResult(torch.cat(logits), logits, features)
+        return StepResult(torch.cat(logits), logits, hidden_states)
 
     def truncate(self, session: str, length: int) -> None:
         self._lengths[session] = min(self.length(session), length)
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
         self._lengths[session] = base + len(rows)
 
     def fork(self, session: str, copy: str) -> None:

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from outrider.engine.block_manager import PAGE_TOKENS, BlockManager, pages_for
+from outrider.engine.block_manager import BLOCK_TOKENS, BlockManager, blocks_for
 from outrider.engine.checks.arithmetic import of_torch, signed
 from outrider.engine.interface import SessionTokens, StepResult
 from outrider.protocol.fleet import ModelInfo
@@ -66,18 +66,22 @@ def wanted_rows(segments: Sequence[Segment], at: Mapping[int, int]) -> list[int]
     for segment in segments:
         rows, first = segment.rows, at[segment.start]
         logits += range(first + rows.logits_from, first + segment.count)
-        if rows.features_from is not None:
-            hidden += range(first + rows.features_from, first + rows.logits_from)
+        if rows.hidden_from is not None:
+            hidden += range(first + rows.hidden_from, first + rows.logits_from)
     return logits + hidden
 
 
 class PagedEngine(ABC):
     """Sessions come and go between any two steps; rolling back is forgetting tokens, whatever the context."""
 
-    def __init__(self, info: ModelInfo, device: torch.device, kv_tokens: int, idle_tokens: int | None = None) -> None:
+    def __init__(
+        self, info: ModelInfo, device: torch.device, kv_tokens: int, evictable_tokens: int | None = None
+    ) -> None:
         self._info = info
         self._device = device
-        self._book = BlockManager(pages_for(kv_tokens), None if idle_tokens is None else pages_for(idle_tokens))
+        self._book = BlockManager(
+            blocks_for(kv_tokens), None if evictable_tokens is None else blocks_for(evictable_tokens)
+        )
 
     @property
     def info(self) -> ModelInfo:
@@ -101,22 +105,22 @@ class PagedEngine(ABC):
 
     @property
     def capacity_tokens(self) -> int:
-        return self._book.num_pages * PAGE_TOKENS
+        return self._book.num_blocks * BLOCK_TOKENS
 
     @property
     def cached_tokens(self) -> int:
-        return self._book.pages_in_use * PAGE_TOKENS
+        return self._book.blocks_in_use * BLOCK_TOKENS
 
     @property
-    def idle_tokens(self) -> int:
-        return self._book.pages_idle * PAGE_TOKENS
+    def evictable_tokens(self) -> int:
+        return self._book.evictable_blocks * BLOCK_TOKENS
 
     def length(self, session: str) -> int:
         held = self._book.held(session)
         return len(held.tokens) if held else 0
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self._book.adopt(session, tokens, salt)
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return self._book.match_prefix(session, tokens, salt)
 
     @torch.inference_mode()
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
@@ -143,20 +147,20 @@ class PagedEngine(ABC):
         return StepResult(
             logits,
             list(torch.split(logits, step.counts)),
-            list(_features(step, hidden)),
+            list(_hidden_states(step, hidden)),
         )
 
     def truncate(self, session: str, length: int) -> None:
         self._book.truncate(session, length)
 
     @torch.inference_mode()
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
         held = self._book.held(session)
         assert held is not None
         moved = [(base + row, base + i) for i, row in enumerate(rows) if row != i]
         if moved:
             self._move([slot_of(held.pages, old) for old, _ in moved], [slot_of(held.pages, new) for _, new in moved])
-        self._book.keep(session, base, rows)
+        self._book.compact(session, base, rows)
 
     def fork(self, session: str, copy: str) -> None:
         self._book.fork(session, copy)
@@ -164,9 +168,9 @@ class PagedEngine(ABC):
     def free(self, session: str) -> None:
         self._book.free(session)
 
-    def forget_idle(self) -> None:
+    def evict_all(self) -> None:
         """Offer nothing of ended sessions any more."""
-        self._book.forget_idle()
+        self._book.evict_all()
 
     @abstractmethod
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,15 +182,15 @@ class PagedEngine(ABC):
 
     @abstractmethod
     def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Keys and values from slots to slots; a slot is page · PAGE_TOKENS + offset. All are read before any is
+        """Keys and values from slots to slots; a slot is page · BLOCK_TOKENS + offset. All are read before any is
         written."""
 
 
-def _features(step: ForwardStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+def _hidden_states(step: ForwardStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
     """Per segment what of the wanted rows' hidden states was asked for, in the order of its rows."""
     with_logits, only = 0, step.num_logits
     for segment, count in zip(step.segments, step.counts, strict=True):
-        first = segment.rows.features_from
+        first = segment.rows.hidden_from
         if first is None:
             yield hidden[:0]
         else:
@@ -198,4 +202,4 @@ def _features(step: ForwardStep, hidden: torch.Tensor) -> Iterator[torch.Tensor]
 
 
 def slot_of(pages: Sequence[int], index: int) -> int:
-    return pages[index // PAGE_TOKENS] * PAGE_TOKENS + index % PAGE_TOKENS
+    return pages[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS

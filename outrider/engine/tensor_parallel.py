@@ -218,22 +218,21 @@ class TensorParallelEngine:
         return self._engine.cached_tokens
 
     @property
-    def idle_tokens(self) -> int:
-        return self._engine.idle_tokens
+    def evictable_tokens(self) -> int:
+        return self._engine.evictable_tokens
 
     def length(self, session: str) -> int:
         return self._engine.length(session)
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        saved = self._engine.adopt(session, tokens, salt)
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        saved = self._engine.match_prefix(session, tokens, salt)
         # The last token is never adopted: with one more than was found the others find the same.
-        self._untold.append(["adopt", session, list(tokens[: saved + 1]), salt])
+        self._untold.append(["match_prefix", session, list(tokens[: saved + 1]), salt])
         return saved
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         rows = [
-            [part.session, list(part.tokens), list(part.parents), part.logits_from, part.features_from]
-            for part in batch
+            [part.session, list(part.tokens), list(part.parents), part.logits_from, part.hidden_from] for part in batch
         ]
         told, self._untold = [*self._untold, ["extend", rows]], []
         with self._team.step():
@@ -247,9 +246,9 @@ class TensorParallelEngine:
         self._engine.truncate(session, length)
         self._untold.append(["truncate", session, length])
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
-        self._engine.keep(session, base, rows)
-        self._untold.append(["keep", session, base, list(rows)])
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
+        self._engine.compact(session, base, rows)
+        self._untold.append(["compact", session, base, list(rows)])
 
     def fork(self, session: str, copy: str) -> None:
         self._engine.fork(session, copy)

@@ -48,14 +48,14 @@ class ThrottledEngine:
         return self._engine.cached_tokens
 
     @property
-    def idle_tokens(self) -> int:
-        return self._engine.idle_tokens
+    def evictable_tokens(self) -> int:
+        return self._engine.evictable_tokens
 
     def length(self, session: str) -> int:
         return self._engine.length(session)
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self._engine.adopt(session, tokens, salt)
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+        return self._engine.match_prefix(session, tokens, salt)
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         until = time.perf_counter() + self._pace.at(sum(len(rows.tokens) for rows in batch)) / 1000
@@ -81,7 +81,7 @@ class ThrottledEngine:
                     noise = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(position))
                     noisy[row] += amount * logits[row].std() * noise.to(logits)
             blurred.append(noisy)
-        return replace(result, logits=blurred, together=torch.cat(blurred))
+        return replace(result, logits=blurred, all_logits=torch.cat(blurred))
 
     def _blur_at(self, position: int) -> float:
         part = bisect_right(self._blur, position, key=lambda point: point[0])
@@ -90,8 +90,8 @@ class ThrottledEngine:
     def truncate(self, session: str, length: int) -> None:
         self._engine.truncate(session, length)
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None:
-        self._engine.keep(session, base, rows)
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
+        self._engine.compact(session, base, rows)
 
     def fork(self, session: str, copy: str) -> None:
         self._engine.fork(session, copy)

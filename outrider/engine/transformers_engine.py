@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.engine.attention import NAME, RaggedStep, Rule, current_step
-from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.kv_cache import KvStore
 from outrider.engine.paged import ForwardStep, PagedEngine
 from outrider.protocol.errors import ModelMismatch
@@ -21,9 +21,9 @@ class TransformersEngine(PagedEngine):
     """Sets the model to the ragged attention. `rules` says by which rule each layer attended in the last step."""
 
     def __init__(
-        self, model: PreTrainedModel, info: ModelInfo, *, kv_tokens: int, idle_tokens: int | None = None
+        self, model: PreTrainedModel, info: ModelInfo, *, kv_tokens: int, evictable_tokens: int | None = None
     ) -> None:
-        super().__init__(info, next(model.parameters()).device, kv_tokens, idle_tokens)
+        super().__init__(info, next(model.parameters()).device, kv_tokens, evictable_tokens)
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:  # noqa: SLF001 - there is no other way to ask
             raise ModelMismatch("its attention does not go through transformers' attention interface", field="target")
@@ -69,8 +69,8 @@ class TransformersEngine(PagedEngine):
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
-            slots = range(PAGE_TOKENS)
-            self._store.move([source * PAGE_TOKENS + i for i in slots], [target * PAGE_TOKENS + i for i in slots])
+            slots = range(BLOCK_TOKENS)
+            self._store.move([source * BLOCK_TOKENS + i for i in slots], [target * BLOCK_TOKENS + i for i in slots])
 
     def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
         self._store.move(old, new)

@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def as_json(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of its tokenizer.json. Raises ValueError for one that has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -260,8 +260,8 @@ def model_to_proto(info: ModelInfo) -> common.ModelInfo:
         dtype=info.dtype,
         device=info.device,
         parameters=info.parameters,
-        lineage=info.lineage,
-        made_for=info.made_for,
+        lineage=info.weights_digest,
+        made_for=info.target_digest,
     )
 
 
@@ -277,8 +277,8 @@ def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
         dtype=proto.dtype,
         device=proto.device,
         parameters=proto.parameters,
-        lineage=proto.lineage,
-        made_for=proto.made_for,
+        weights_digest=proto.lineage,
+        target_digest=proto.made_for,
     )
 
 

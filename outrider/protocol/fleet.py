@@ -22,8 +22,8 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     parameters: int = 0
-    lineage: str = ""
-    made_for: str = ""
+    weights_digest: str = ""
+    target_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Grammar:
         return [name for name in GRAMMAR_FORMS if getattr(self, name)]
 
     def check(self) -> None:
-        """Whether it can be one at all; see `grammar.Grammars` for whether it says something."""
+        """Whether it can be one at all; see `grammar.GrammarCompiler` for whether it says something."""
         if len(self._given) != 1:
             given = " and ".join(self._given) or "empty"
             raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")

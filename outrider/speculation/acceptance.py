@@ -1,7 +1,7 @@
 """Which guesses hold: the lossless rules, pure.
 
 No I/O, no global randomness: whatever is decided by chance is asked of a
-`Chance`, which in production is the counter-based noise and in the proofs an
+`RandomSource`, which in production is the counter-based noise and in the proofs an
 enumerator that takes every branch. The target's rows are those of a block:
 row 0 answers the last committed token, row i the i-th guess.
 """
@@ -27,7 +27,7 @@ class Outcome:
     kind: TokenKind
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """Where a rule's luck comes from. Every question is asked at most once per (position, block)."""
 
     def accept(self, probability: float, position: int, block: int) -> bool: ...
@@ -37,7 +37,7 @@ class Chance(Protocol):
         ...
 
 
-class NoiseChance:
+class SeededNoise:
     """Luck that is a function of the request's seed."""
 
     def __init__(self, seed: int) -> None:
@@ -48,7 +48,7 @@ class NoiseChance:
 
     def draw(self, weights: torch.Tensor, position: int) -> int:
         ids = torch.arange(weights.shape[-1], device=weights.device)
-        return int(noise.race([noise.key(self._seed, noise.Use.FINAL, position)], ids, weights[None])[0])
+        return int(noise.exponential_race([noise.key(self._seed, noise.Use.FINAL, position)], ids, weights[None])[0])
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
@@ -70,7 +70,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) ->
 
 
 def rejection(
-    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: Chance
+    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
 ) -> Outcome:
     """Token by token (Leviathan et al. 2023, algorithm 1): keep a guess with probability min(1, target/draft).
 
@@ -86,7 +86,7 @@ def rejection(
 
 
 def block(
-    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: Chance
+    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
 ) -> Outcome:
     """A whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`.
 

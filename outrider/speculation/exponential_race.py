@@ -25,7 +25,7 @@ def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequenc
     assert params.seed is not None
     kept = sampling.candidates(logits, params)
     keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
-    columns = noise.race(keys, kept.ids, kept.probs)
+    columns = noise.exponential_race(keys, kept.ids, kept.probs)
     if kept.ids.dim() == 1:
         return [int(column) for column in columns.tolist()]
     return [int(token) for token in kept.ids.gather(1, columns[:, None])[:, 0].tolist()]
@@ -51,7 +51,7 @@ def shared_choices(
         columns = kept.ids.expand(len(values), -1)
         ids = ids.gather(1, columns)
         keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
-        sums = -noise.arrivals(keys, ids, kept.probs).log()
+        sums = -noise.arrival_times(keys, ids, kept.probs).log()
     best = torch.log_softmax(sums, dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, tokens = best.values[:, :count], ids.gather(1, best.indices[:, :count])
     return [

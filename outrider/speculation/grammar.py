@@ -48,7 +48,7 @@ _WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
-class Guide:
+class GrammarMatcher:
     """One session's place in its grammar, after what is committed. Used by one thread at a time.
 
     A mask depends on the tokens before it alone, not on what was looked at
@@ -104,11 +104,11 @@ class Guide:
         self._go(())
         return rows
 
-    def fitting(self, path: Sequence[int]) -> int:
+    def count_allowed(self, path: Sequence[int]) -> int:
         """How many of these guesses, in a row from what is committed, the grammar lets through."""
         return self._matcher.validate_tokens(list(path))
 
-    def masks_within(self, seconds: float) -> int:
+    def affordable_masks(self, seconds: float) -> int:
         """How many masks can be had in this time, from experience."""
         return int(min(seconds / max(self._mask_s, 1e-6), 1e6))
 
@@ -179,7 +179,7 @@ class Guide:
         )
 
 
-class Grammars:
+class GrammarCompiler:
     """Those of one vocabulary: `tokenizer` gives the text of its tokenizer.json when the first grammar is asked for."""
 
     def __init__(self, tokenizer: Callable[[], str], ends: Sequence[int]) -> None:
@@ -193,34 +193,34 @@ class Grammars:
         # one that is found deep down.
         os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
-    def guide(self, params: SamplingParams, output: Sequence[int] = ()) -> Guide:
+    def compile(self, params: SamplingParams, output: Sequence[int] = ()) -> GrammarMatcher:
         """For a session that has said `output`. Takes a while, most of it outside Python.
 
         Raises InvalidRequest for a grammar that does not compile, and for an output that does not fit.
         """
         grammar = params.grammar
         assert grammar is not None
-        guide = Guide(grammar, partial(self._start, grammar), self._ends, params.ignore_eos)
+        guide = GrammarMatcher(grammar, partial(self._start, grammar), self._ends, params.ignore_eos)
         end = guide.advance(output)
         if end is not None and end < len(output):
             raise InvalidRequest.of("open.tokens", f"{len(output)} output tokens", f"{end}: {grammar.field} ends there")
         return guide
 
-    async def begin(self, params: SamplingParams, output: Sequence[int] = ()) -> Guide:
+    async def compile_async(self, params: SamplingParams, output: Sequence[int] = ()) -> GrammarMatcher:
         """The same while the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.guide, params, output)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, params, output)
 
     def _start(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
             matcher = self._known.pop(grammar, None)
             if matcher is None or not _able(matcher):
-                matcher = _on_deep_stack(lambda: self._compile(grammar))
+                matcher = _on_deep_stack(lambda: self._build(grammar))
             self._known[grammar] = matcher
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
             return matcher.deep_copy()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _build(self, grammar: Grammar) -> LLMatcher:
         self._tokenizer = self._tokenizer or self._load(grammar)
         try:
             matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)

@@ -78,7 +78,7 @@ def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
 
 
-def race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def exponential_race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Draw from each row of `weights` [rows, ids]: whoever's exponential clock rings first.
 
     `ids` is [ids] or [rows, ids]; entries of weight 0 never win. Returns column
@@ -87,10 +87,10 @@ def race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     if ids.dim() == 1 and len(ids) > _MANY:
         states = _states(keys, weights.device)
         return torch.stack([_long_race(state, ids, row) for state, row in zip(states, weights, strict=True)])
-    return arrivals(keys, ids, weights).argmin(dim=-1)
+    return arrival_times(keys, ids, weights).argmin(dim=-1)
 
 
-def arrivals(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def arrival_times(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """When each clock of a race rings; never for weight 0.  # [rows, ids]"""
     return exponentials(_states(keys, weights.device)[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
 

@@ -51,7 +51,7 @@ class SiblingRates:
         rank = min(rank, len(self._held) - 1)
         return self._held[rank] / self._trials[rank]
 
-    def judged(self, siblings: int, held: int | None) -> None:
+    def record(self, siblings: int, held: int | None) -> None:
         """A place with so many siblings came true, by which of them or by none."""
         for rank in range(min(siblings, len(self._held))):
             self._trials[rank] = self._trials[rank] * _RATE_DECAY + 1.0
@@ -184,7 +184,7 @@ class GuessTree:
         position = len(self._committed) - len(tokens)
         for token in tokens:
             kept = next((node for node in self._roots if node.token == token), None)
-            self._rates.judged(len(self._roots), None if kept is None else self._roots.index(kept))
+            self._rates.record(len(self._roots), None if kept is None else self._roots.index(kept))
             for node in self._roots:
                 if node is not kept:
                     self._drop(node)
@@ -225,7 +225,7 @@ class GuessTree:
                 reach(node.children, len(tokens), depth + 1, -worth)
         return Block(tuple(tokens), tuple(parents), tuple(nodes), tuple(ranks))
 
-    def reaches(self, depth: int) -> bool:
+    def has_depth(self, depth: int) -> bool:
         """Whether a chain of this length fits now."""
         level = self._roots
         for _ in range(depth - 1):

@@ -52,11 +52,11 @@ class DataRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """`features[i]` is the target's final hidden state after token i; the last token has none."""
+    """`hidden_states[i]` is the target's final hidden state after token i; the last token has none."""
 
     tokens: torch.Tensor  # [tokens]
     prompt_length: int
-    features: torch.Tensor  # [tokens − 1, width], float16
+    hidden_states: torch.Tensor  # [tokens − 1, width], float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class _WrittenText:
     prompt_length: int
     temperature: float
     chance: torch.Generator
-    features: list[torch.Tensor]
+    hidden_states: list[torch.Tensor]
     cached: int = 0
 
     @property
@@ -177,7 +177,7 @@ class _Writer:
         self._tokenizer = target.tokenizer
         self._recipe = recipe
         self._prompts = prompts
-        self._ends = set(target.engine.info.eos_token_ids)
+        self._target_weights = set(target.engine.info.eos_token_ids)
 
     def write(self, indices: range) -> list[Example]:
         running = [self._begin(index) for index in indices]
@@ -187,7 +187,7 @@ class _Writer:
             for text in [text for text in running if self._over(text)]:
                 running.remove(text)
                 self._engine.free(text.key)
-                done[text.index] = Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.features))
+                done[text.index] = Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.hidden_states))
         return [done[index] for index in indices]
 
     def _begin(self, index: int) -> _WrittenText:
@@ -203,19 +203,19 @@ class _Writer:
         for text in running:
             new = text.tokens[text.cached : text.cached + _PROMPT_ROWS]
             whole = text.cached + len(new) == len(text.tokens)
-            batch.append(SessionTokens(text.key, new, logits_from=len(new) - whole, features_from=0))
+            batch.append(SessionTokens(text.key, new, logits_from=len(new) - whole, hidden_from=0))
         result = self._engine.extend(batch)
-        likeliest = iter(result.together.argmax(dim=-1).tolist() if len(result.together) else ())
-        for text, rows, logits, features in zip(running, batch, result.logits, result.features, strict=True):
+        likeliest = iter(result.all_logits.argmax(dim=-1).tolist() if len(result.all_logits) else ())
+        for text, rows, logits, hidden_states in zip(running, batch, result.logits, result.hidden_states, strict=True):
             text.cached += len(rows.tokens)
-            text.features.append(features.to(torch.float16).cpu().clone())
+            text.hidden_states.append(hidden_states.to(torch.float16).cpu().clone())
             if len(logits):
                 best = next(likeliest)
                 text.tokens.append(_draw(logits[-1], text) if text.temperature else best)
 
     def _over(self, text: _WrittenText) -> bool:
         written = len(text.tokens) - text.prompt_length
-        return written >= self._recipe.max_tokens or (written > 0 and text.tokens[-1] in self._ends)
+        return written >= self._recipe.max_tokens or (written > 0 and text.tokens[-1] in self._target_weights)
 
 
 def _draw(logits: torch.Tensor, text: _WrittenText) -> int:
@@ -231,7 +231,7 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
                 "tokens": torch.cat([example.tokens for example in examples]).to(torch.int32),
                 "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int32),
                 "prompt_lengths": torch.tensor([example.prompt_length for example in examples], dtype=torch.int32),
-                "features": torch.cat([example.features for example in examples]),
+                "features": torch.cat([example.hidden_states for example in examples]),
             },
             file,
         )
@@ -240,14 +240,14 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
 def _load(path: Path) -> Iterator[Example]:
     try:
         with safe_open(path, "pt") as held:
-            tokens, lengths, prompts, features = (
+            tokens, lengths, prompts, hidden_states = (
                 held.get_tensor(name) for name in ("tokens", "lengths", "prompt_lengths", "features")
             )
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}; delete it, and it is written again") from error
     at = row = 0
     for length, prompt_length in zip(lengths.tolist(), prompts.tolist(), strict=True):
-        yield Example(tokens[at : at + length].long(), prompt_length, features[row : row + length - 1])
+        yield Example(tokens[at : at + length].long(), prompt_length, hidden_states[row : row + length - 1])
         at += length
         row += length - 1
 

@@ -31,12 +31,12 @@ def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: in
     inputs, wanted = [], []
     count = 0
     for example in examples:
-        first, last = max(0, example.prompt_length - 2), len(example.features) - ahead
+        first, last = max(0, example.prompt_length - 2), len(example.hidden_states) - ahead
         if last <= first:
             continue
-        states = example.features[first:last].float()
+        states = example.hidden_states[first:last].float()
         inputs.append(torch.cat([embeddings[example.tokens[first + 1 : last + 1]], states], dim=-1))
-        wanted.append(example.features[first + ahead : last + ahead].float())
+        wanted.append(example.hidden_states[first + ahead : last + ahead].float())
         count += last - first
         if count > _PLACES:
             break

@@ -113,7 +113,7 @@ class Training:
                 collate(examples[i : i + 8], self._plan.places, self._device) for i in range(0, len(examples), 8)
             ]
             with self._autocast(), torch.inference_mode():
-                found[kind] = torch.cat([self._method.held(batch).flatten().cpu() for batch in batches])
+                found[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
         self._method.module.train()
         kinds = {kind: acceptance(held, self._plan.gamma) for kind, held in found.items()}
         return {"all": acceptance(torch.cat(list(found.values())), self._plan.gamma), **kinds}

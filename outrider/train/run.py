@@ -90,7 +90,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     device = pick_device(order.device)
     learnt, held = _prompts(order.prompts)
     info, recipe, examples, held_examples = _data(order, learnt, held, watcher)
-    ends, method = _method(order, device, examples, info.vocab_size, watcher)
+    target_weights, method = _method(order, device, examples, info.vocab_size, watcher)
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
@@ -100,9 +100,9 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     card = Card(
         method=order.method,
         target=info.name,
-        target_lineage=info.lineage,
+        target_lineage=info.weights_digest,
         vocabulary_digest=info.vocabulary_digest,
-        ends_digest=ends.digest,
+        ends_digest=target_weights.digest,
         shape=dict(method.shape),
         data=asdict(recipe) | {"tokens": sum(len(example.tokens) for example in examples)},
         training={
@@ -163,42 +163,42 @@ def _method(
     model = AutoModelForCausalLM.from_pretrained(
         locate(order.target, watcher.says), dtype=torch.float32, use_safetensors=True
     )
-    ends = EmbeddingsAndHead.of(model).on(device)
+    target_weights = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
-    method = _MAKERS[order.method](order, model, ends, ids, examples)
+    method = _MAKERS[order.method](order, model, target_weights, ids, examples)
     method.module.to(device)
-    return ends, method
+    return target_weights, method
 
 
 def _eagle(
     order: TrainingOrder,
     model: PreTrainedModel,
-    ends: EmbeddingsAndHead,
+    target_weights: EmbeddingsAndHead,
     ids: torch.Tensor,
     examples: Sequence[Example],
 ) -> Method:
-    return EagleMethod(model, ends, ids, examples, layers=order.layers, steps=order.unroll)
+    return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
 
 
 def _medusa(
     order: TrainingOrder,
     model: PreTrainedModel,
-    ends: EmbeddingsAndHead,
+    target_weights: EmbeddingsAndHead,
     ids: torch.Tensor,
     examples: Sequence[Example],
 ) -> Method:
-    return MedusaMethod(ends, ids, examples, heads=order.heads)
+    return MedusaMethod(target_weights, ids, examples, heads=order.heads)
 
 
 def _early_exit(
     order: TrainingOrder,
     model: PreTrainedModel,
-    ends: EmbeddingsAndHead,
+    target_weights: EmbeddingsAndHead,
     ids: torch.Tensor,
     examples: Sequence[Example],
 ) -> Method:
     try:
-        return early_exit(model, ends, ids, exit_layers=order.exit_layers, layers=order.layers)
+        return early_exit(model, target_weights, ids, exit_layers=order.exit_layers, layers=order.layers)
     except TypeError as error:
         raise StartupError(f"no early exit for this target: {error}", field="method", value="early-exit") from error
 
@@ -206,11 +206,11 @@ def _early_exit(
 def _distill(
     order: TrainingOrder,
     model: PreTrainedModel,
-    ends: EmbeddingsAndHead,
+    target_weights: EmbeddingsAndHead,
     ids: torch.Tensor,
     examples: Sequence[Example],
 ) -> Method:
-    return distilled(model, ends, ids, hidden=order.hidden, layers=order.layers)
+    return distilled(model, target_weights, ids, hidden=order.hidden, layers=order.layers)
 
 
 _MAKERS = {"eagle": _eagle, "medusa": _medusa, "early-exit": _early_exit, "distill": _distill}

@@ -17,7 +17,7 @@ from outrider.protocol.errors import StartupError
 from outrider.train import data
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
-from outrider.train.methods.interface import acceptance, chains, collate, likeliest
+from outrider.train.methods.interface import acceptance, accepted_lengths, collate, greedy_targets
 
 _PLACES = 384
 _KV_TOKENS = 32_768
@@ -64,22 +64,22 @@ def _held_by_layer(
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
         raise StartupError(f"{type(model).__name__} keeps its last norm elsewhere: no early exit", field="target")
-    ends = EmbeddingsAndHead.of(model)
-    every = torch.arange(len(ends.head))
+    target_weights = EmbeddingsAndHead.of(model)
+    every = torch.arange(len(target_weights.head))
     found: list[list[torch.Tensor]] = []
     for example in examples:
         if len(example.tokens) < example.prompt_length + 2:
             continue
         batch = collate([example], _PLACES, torch.device("cpu"))
-        true = likeliest(ends, batch)
+        true = greedy_targets(target_weights, batch)
         ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
         states = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         # The first is of the embeddings, the last is the whole model.
         for layer, state in enumerate(states[1:-1]):
-            guess = ends.logits(norm(state[:, 1:]), every).argmax(dim=-1)
+            guess = target_weights.logits(norm(state[:, 1:]), every).argmax(dim=-1)
             if layer == len(found):
                 found.append([])
-            found[layer].append(chains([guess == true] * gamma_max, batch.written).flatten())
+            found[layer].append(accepted_lengths([guess == true] * gamma_max, batch.written).flatten())
     return [torch.cat(parts) for parts in found]
 
 

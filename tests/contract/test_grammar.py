@@ -18,12 +18,12 @@ from drafter.grammar import GrammarCursor
 from outrider.cli import options
 from outrider.client.sync import Client
 from outrider.engine.loading.loader import LoadedModel
-from outrider.models.tokenizer import as_json
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling_params import Grammar as Form
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Output, ask, client, failure, generate, generate_all
@@ -89,7 +89,9 @@ def check(outputs: list[Output], loaded: LoadedModel) -> int:
             assert output.finish is FinishReason.LENGTH
         tokens = [token for token in output.token_ids if token != END]
         params = SamplingParams(grammar=Form(json_schema=json.dumps(schema)))
-        Grammars(lambda: as_json(loaded.tokenizer), [END]).guide(params, tokens)  # refuses what is no beginning
+        GrammarCompiler(lambda: tokenizer_json(loaded.tokenizer), [END]).compile(
+            params, tokens
+        )  # refuses what is no beginning
     return whole
 
 
@@ -287,7 +289,9 @@ async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, 
     """What has come again and again goes on with cdab, and only cda is allowed to."""
     prompt = list(loaded.tokenizer.encode("abcd" * 8 + "ab"))
     form = "cda[xy]{2,}"
-    guide = Grammars(lambda: as_json(loaded.tokenizer), [END]).guide(SamplingParams(grammar=Form(regex=form)))
+    guide = GrammarCompiler(lambda: tokenizer_json(loaded.tokenizer), [END]).compile(
+        SamplingParams(grammar=Form(regex=form))
+    )
     flags = {"kind": kind, "target": str(models.target), "device": "cpu", "suffix_certainty": 0.01}
     if "model" in kind:
         flags["model"] = str(models.draft)
@@ -304,7 +308,7 @@ async def test_every_guess_fits(models: Models, loaded: LoadedModel, kind: str, 
     paths: list[list[int]] = [[]]
     for i, token in enumerate(guess.tokens):
         paths.append([*paths[guess.parents[i] if guess.parents else i], token])
-    assert all(guide.fitting(path) == len(path) for path in paths)
+    assert all(guide.count_allowed(path) == len(path) for path in paths)
     longest = loaded.tokenizer.decode(max(paths, key=len))
     if kind in ("suffix", "ngram"):
         assert longest == "cda"

@@ -92,7 +92,7 @@ def made(order: TrainingOrder) -> dict[str, Made]:
 def test_a_card_says_for_whom_and_how_good(made: dict[str, Made], loaded: LoadedModel, method: str) -> None:
     card = cards.read_card(made[method].folder)
     assert card == made[method].card
-    assert (card.method, card.target_lineage) == (method, loaded.engine.info.lineage)
+    assert (card.method, card.target_lineage) == (method, loaded.engine.info.weights_digest)
     assert card.data["num_examples"] == 57, "of 60 prompts every twentieth is held out"
     assert card.training["tokens"] >= TOKENS
     assert set(card.metrics) == {"all", "chat"}, "the held-out ones are of even numbers"

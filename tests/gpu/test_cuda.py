@@ -111,7 +111,7 @@ def story(engine: PagedEngine) -> list[torch.Tensor]:
     for _ in range(2):
         batch = [SessionTokens("a", [1, ids[30], ids[31], 2], (-1, -1, 1, 1)), SessionTokens("b", ids[5:7])]
         seen += [logits.clone() for logits in engine.extend(batch).logits]
-        engine.keep("a", 30, [1, 2])
+        engine.compact("a", 30, [1, 2])
         seen += [logits.clone() for logits in engine.extend([SessionTokens("a", ids[32:35])]).logits]
         engine.truncate("a", 30)
         engine.truncate("b", 5)

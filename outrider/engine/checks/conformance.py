@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from outrider.engine.attention import Rule, allowed
-from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.checks.reference import beside_a_far_row, truth, unknown_state, weights_read_as
 from outrider.engine.interface import SessionTokens
 from outrider.engine.model_spec import ModelSpec
@@ -127,7 +127,7 @@ def _tolerance(model: PreTrainedModel, dtype: torch.dtype | None = None) -> floa
 def _affordable(model: PreTrainedModel, engine: PagedEngine) -> int:
     """How long a text to compare: past the boundaries that the configuration names, as far as that is affordable."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    room = min(engine.capacity_tokens - PAGE_TOKENS - 2, engine.info.context_length or _MOST)
+    room = min(engine.capacity_tokens - BLOCK_TOKENS - 2, engine.info.context_length or _MOST)
     most = min(_MOST, max(_LEAST, int(_FLOP / 2 / parameters)), room)
     named = _numbers(model.config.get_text_config().to_dict())
     return min(most, max([_USUAL, *(number + _PAST for number in named if number + _PAST <= most)]))
@@ -152,7 +152,7 @@ def _check_answers(engine: PagedEngine, truths: ReferenceLogits, tolerance: floa
     finally:
         engine.free(_LONG)
         engine.free(_SHORT)
-        engine.forget_idle()
+        engine.evict_all()
 
 
 Wanted = tuple[list[int] | None, torch.Tensor]  # of which rows, None: all; their true logits

@@ -255,10 +255,10 @@ def _cause(error: Exception) -> str:
 
 
 def _transformers_engine(
-    model: PreTrainedModel, info: ModelInfo, options: EngineOptions, idle_tokens: int | None
+    model: PreTrainedModel, info: ModelInfo, options: EngineOptions, evictable_tokens: int | None
 ) -> TransformersEngine:
     with refused_in_words(info.name, info.architecture):
-        engine = TransformersEngine(model, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
+        engine = TransformersEngine(model, info, kv_tokens=options.kv_tokens, evictable_tokens=evictable_tokens)
         hold_against(model, engine)
     return engine
 
@@ -267,7 +267,7 @@ def _native_engine(
     model: PreTrainedModel,
     info: ModelInfo,
     options: EngineOptions,
-    idle_tokens: int | None,
+    evictable_tokens: int | None,
     progress: Callable[[str], None],
 ) -> NativeEngine:
     weights = options.quantization if options.quantization != "none" else str(model.dtype).removeprefix("torch.")
@@ -280,7 +280,7 @@ def _native_engine(
             built,
             info,
             kv_tokens=options.kv_tokens,
-            idle_tokens=idle_tokens,
+            evictable_tokens=evictable_tokens,
             weights=weights,
             threads=options.threads,
         )
@@ -293,7 +293,7 @@ def _graph_engine(
     model: PreTrainedModel,
     info: ModelInfo,
     options: EngineOptions,
-    idle_tokens: int | None,
+    evictable_tokens: int | None,
     progress: Callable[[str], None],
 ) -> CudaGraphEngine:
     weights = str(model.dtype).removeprefix("torch.")
@@ -302,7 +302,7 @@ def _graph_engine(
         raise UnsupportedModel(f"weights in {named} on {model.device.type}")
     with torch.inference_mode():
         built = plan(model)
-        engine = CudaGraphEngine(built, info, kv_tokens=options.kv_tokens, idle_tokens=idle_tokens)
+        engine = CudaGraphEngine(built, info, kv_tokens=options.kv_tokens, evictable_tokens=evictable_tokens)
         _hold_against(model, built, engine)
     _let_go(model, built)
     engine.warm_up(progress)
@@ -359,7 +359,7 @@ def warm_up(engine: Engine) -> None:
     length = min(_WARM_UP_TOKENS, engine.info.context_length - 2)
     engine.extend([SessionTokens(session, [0] * length)])
     logits = engine.extend([SessionTokens(session, [0, 0], (-1, -1))]).logits[0]
-    engine.keep(session, length, [1])
+    engine.compact(session, length, [1])
     engine.free(session)
     if not bool(torch.isfinite(logits.float()).all()):
         raise ModelMismatch(
@@ -380,7 +380,7 @@ def describe(
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(model, vocabulary, quantization),
-        lineage=lineage(model, vocabulary),
+        weights_digest=weights_digest(model, vocabulary),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         vocabulary_digest=vocabulary.digest,
@@ -410,7 +410,7 @@ def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: st
     return digest.hexdigest()[:32]
 
 
-def lineage(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
+def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
     """A digest of the same weights in whatever number format they run: what a drafter was trained for."""
     digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
     for name, weight in model.state_dict().items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.engine import model_spec as plans
-from outrider.engine.block_manager import PAGE_TOKENS
+from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.checks.arithmetic import of_kernels
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.native.build import library
@@ -112,27 +112,27 @@ class NativeEngine(PagedEngine):
         info: ModelInfo,
         *,
         kv_tokens: int,
-        idle_tokens: int | None = None,
+        evictable_tokens: int | None = None,
         weights: str = "float32",
         threads: int = 0,
     ) -> None:
-        super().__init__(info, torch.device("cpu"), kv_tokens, idle_tokens)
+        super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
         self._threads = threads or torch.get_num_threads()
         self._inner, self._vocab = plan.inner, plan.head.weight.shape[0]
         self._panel = 2 * self._library.outrider_lanes()
-        assert self._library.outrider_page() == PAGE_TOKENS
+        assert self._library.outrider_page() == BLOCK_TOKENS
         self._kept: list[torch.Tensor] = []  # memory that the kernels point into
         self._buffers: dict[str, torch.Tensor] = {}
-        pages = self.capacity_tokens // PAGE_TOKENS
+        pages = self.capacity_tokens // BLOCK_TOKENS
         lanes = self._panel // 2
         dim_streams = 2 * -(-plan.head_dim // self._panel)
         self._memory = _PagedMemory(large_pages=True)  # weights are read as one stream
         # Every layer would come to its next large page in the same step, which then has 60 of them to clear.
         cache = _PagedMemory(large_pages=False)
         per_page = (len(plan.layers), pages, plan.kv_heads)
-        self._keys = cache.take((*per_page, PAGE_TOKENS // lanes, plan.head_dim, lanes), torch.float32)
-        self._values = cache.take((*per_page, dim_streams, PAGE_TOKENS, lanes), torch.float32)
+        self._keys = cache.take((*per_page, BLOCK_TOKENS // lanes, plan.head_dim, lanes), torch.float32)
+        self._values = cache.take((*per_page, dim_streams, BLOCK_TOKENS, lanes), torch.float32)
         self._layers = (_NativeLayer * len(plan.layers))(
             *(self._layer(layer, i, weights) for i, layer in enumerate(plan.layers))
         )
@@ -169,7 +169,7 @@ class NativeEngine(PagedEngine):
             x = step.inputs.to(torch.float32, copy=True)  # the kernels add to it
         turns = [tuple(part.float().contiguous() for part in turn(positions)) for turn in plan.rotations]
         segments, alive = self._segments(step)
-        longest = max(-(-(segment.base + segment.count) // PAGE_TOKENS) * PAGE_TOKENS for segment in step.segments)
+        longest = max(-(-(segment.base + segment.count) // BLOCK_TOKENS) * BLOCK_TOKENS for segment in step.segments)
         most = self._library.outrider_most_queries()
         mixed = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
         dims = -(-plan.head_dim // self._panel) * self._panel
@@ -321,4 +321,4 @@ def _address(keeper: list[torch.Tensor], tensor: torch.Tensor | None) -> int | N
 
 def _split(slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     held = torch.tensor(slots)
-    return held // PAGE_TOKENS, held % PAGE_TOKENS
+    return held // BLOCK_TOKENS, held % BLOCK_TOKENS

@@ -55,7 +55,7 @@ class Card:
             fingerprint=digest.hexdigest()[:32],
             architecture=self.method,
             parameters=sum(weight.numel() for weight in weights.values()),
-            made_for=self.target_lineage,
+            target_digest=self.target_lineage,
         )
 
 

@@ -69,7 +69,7 @@ class EagleShape:
 class Eagle(nn.Module):
     """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
 
-    def __init__(self, shape: EagleShape, ids: torch.Tensor, ends: EmbeddingsAndHead) -> None:
+    def __init__(self, shape: EagleShape, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
         super().__init__()
         self.shape = shape
         self.ids = ids
@@ -77,8 +77,8 @@ class Eagle(nn.Module):
         self.body = LlamaForCausalLM(shape.config(len(ids)))
         head = self.body.get_output_embeddings().weight
         head.requires_grad_(requires_grad=False)
-        head.copy_(ends.head[ids])
-        self.embeddings = ends.embeddings
+        head.copy_(target_weights.head[ids])
+        self.embeddings = target_weights.embeddings
 
     def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
@@ -87,21 +87,21 @@ class Eagle(nn.Module):
         return mixed
 
     def unroll(
-        self, features: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, steps: int
+        self, hidden_states: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, steps: int
     ) -> list[torch.Tensor]:
         """The answers to the target's states, then to its own answers, and so on.  # `steps` of [batch, places, hidden]
 
-        `features[b, i]` stands before `tokens[b, i]`; places from `starts[b]`
+        `hidden_states[b, i]` stands before `tokens[b, i]`; places from `starts[b]`
         up to `lengths[b]` count. In step s a place sees states of the target's
         up to s places before it and after that the answers that led to it,
         just as while drafting.
         """
-        batch, places, _ = features.shape
-        at = torch.arange(places, device=features.device)
+        batch, places, _ = hidden_states.shape
+        at = torch.arange(places, device=hidden_states.device)
         inside = (at >= starts[:, None]) & (at < lengths[:, None])  # [batch, places]
         position_ids = at.expand(batch, places)
         cache = DynamicCache()
-        states, answers = features, []
+        states, answers = hidden_states, []
         seen: list[torch.Tensor] = []
         for step in range(steps):
             # Of the target's states those that lie `step` and more places back, of earlier answers one each.
@@ -109,7 +109,7 @@ class Eagle(nn.Module):
             seen = [first, *(at[:, None] - (step - s) == at[None, :] for s in range(1, step + 1))]
             mask = torch.cat([part & inside[:, None, :] for part in seen], dim=-1)
             mask = mask | torch.eye(places, mask.shape[-1], dtype=torch.bool, device=mask.device)  # none sees nothing
-            bias = torch.zeros(mask.shape, dtype=features.dtype, device=mask.device).masked_fill_(~mask, -1e9)
+            bias = torch.zeros(mask.shape, dtype=hidden_states.dtype, device=mask.device).masked_fill_(~mask, -1e9)
             states = self.body.model(
                 inputs_embeds=self.inputs(states, tokens),
                 attention_mask=bias[:, None],
@@ -117,7 +117,7 @@ class Eagle(nn.Module):
                 past_key_values=cache,
             ).last_hidden_state
             answers.append(states)
-            states = torch.cat([features[:, :1], states[:, :-1]], dim=1)
+            states = torch.cat([hidden_states[:, :1], states[:, :-1]], dim=1)
         return answers
 
     def head(self, answers: torch.Tensor) -> torch.Tensor:
@@ -133,10 +133,10 @@ class Eagle(nn.Module):
 
     @classmethod
     def from_weights(
-        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: EmbeddingsAndHead
+        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Eagle:
-        ids = weights["ids"].long().to(ends.head.device)
-        made = cls(EagleShape(**shape), ids, ends)
+        ids = weights["ids"].long().to(target_weights.head.device)
+        made = cls(EagleShape(**shape), ids, target_weights)
         body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
         made.body.model.layers.load_state_dict(body)
         norm = {name.removeprefix("norm."): w.float() for name, w in weights.items() if name.startswith("norm.")}

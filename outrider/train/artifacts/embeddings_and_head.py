@@ -55,15 +55,15 @@ class EmbeddingsAndHead:
     def hidden(self) -> int:
         return int(self.head.shape[1])
 
-    def logits(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The target's own logits for some ids, from its final hidden states.  # [rows, ids]"""
-        logits = features @ self.head[ids].T
+        logits = hidden_states @ self.head[ids].T
         if self.head_bias is not None:
             logits = logits + self.head_bias[ids]
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def read_ends(target: str, progress: Callable[[str], None]) -> EmbeddingsAndHead:
+def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> EmbeddingsAndHead:
     """From a target's safetensors, without loading the rest."""
     path = locate(target, progress)
     progress("reading the target's embeddings")

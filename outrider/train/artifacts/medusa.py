@@ -35,29 +35,29 @@ class MedusaHead(nn.Module):
         self.outer = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        foretold: torch.Tensor = self.linear(inputs) + self.outer(nn.functional.silu(self.inner(inputs)))
-        return foretold
+        predicted: torch.Tensor = self.linear(inputs) + self.outer(nn.functional.silu(self.inner(inputs)))
+        return predicted
 
 
 class Medusa(nn.Module):
     """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
 
-    def __init__(self, shape: MedusaShape, ids: torch.Tensor, ends: EmbeddingsAndHead) -> None:
+    def __init__(self, shape: MedusaShape, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
         super().__init__()
         self.shape = shape
         self.ids = ids
         self.heads = nn.ModuleList(MedusaHead(shape.hidden) for _ in range(shape.heads))
-        self.embeddings = ends.embeddings
-        self.ends = ends
+        self.embeddings = target_weights.embeddings
+        self.target_weights = target_weights
 
-    def foretell(self, states: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
+    def predict(self, states: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
         """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
         inputs = torch.cat([self.embeddings[tokens].to(states.dtype), states], dim=-1)
-        foretold: torch.Tensor = self.heads[head](inputs)
-        return foretold
+        predicted: torch.Tensor = self.heads[head](inputs)
+        return predicted
 
-    def logits(self, foretold: torch.Tensor) -> torch.Tensor:
-        return self.ends.logits(foretold, self.ids)
+    def logits(self, predicted: torch.Tensor) -> torch.Tensor:
+        return self.target_weights.logits(predicted, self.ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is its own, for the folder."""
@@ -66,9 +66,9 @@ class Medusa(nn.Module):
 
     @classmethod
     def from_weights(
-        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], ends: EmbeddingsAndHead
+        cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Medusa:
-        made = cls(MedusaShape(**shape), weights["ids"].long().to(ends.head.device), ends)
+        made = cls(MedusaShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
         made.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
         return made
 

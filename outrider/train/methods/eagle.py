@@ -13,7 +13,7 @@ from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 from outrider.train.fit import best_linear
-from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
+from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
 _JUDGED_SHARE = 0.35  # of the places, at random in each step: the head is most of the work
 _STATE_WEIGHT = 0.1
@@ -28,15 +28,15 @@ class EagleMethod:
     def __init__(
         self,
         target: PreTrainedModel,
-        ends: EmbeddingsAndHead,
+        target_weights: EmbeddingsAndHead,
         ids: torch.Tensor,
         examples: Sequence[Example],
         *,
         layers: int,
         steps: int,
     ) -> None:
-        self._eagle = Eagle(EagleShape.like(target, layers), ids, ends)
-        self._ends = ends
+        self._eagle = Eagle(EagleShape.like(target, layers), ids, target_weights)
+        self._target_weights = target_weights
         self._steps = steps
         _begin(self._eagle, target, examples)
 
@@ -50,23 +50,23 @@ class EagleMethod:
 
     def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
         steps = self._steps if done >= _ONE_STEP_SHARE else 1
-        answers = self._eagle.unroll(batch.features, batch.tokens, batch.lengths, batch.starts, steps)
+        answers = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
         for step, answer in enumerate(answers):
-            judged = judged_places(batch, _JUDGED_SHARE, chance)
+            judged = sample_positions(batch, _JUDGED_SHARE, chance)
             judged[:, :step] = False
             wanted, found = batch.wanted[judged], answer[judged]
-            missed = surprise(self._ends.logits(wanted, self._eagle.ids), self._eagle.head(found))
+            missed = cross_entropy(self._target_weights.logits(wanted, self._eagle.ids), self._eagle.head(found))
             distance = nn.functional.smooth_l1_loss(found.float(), wanted)
             total = total + _FURTHER**step * (missed + _STATE_WEIGHT * distance)
         return total / sum(_FURTHER**step for step in range(steps))
 
     @torch.inference_mode()
-    def held(self, batch: Batch) -> torch.Tensor:
-        answers = self._eagle.unroll(batch.features, batch.tokens, batch.lengths, batch.starts, _DEPTH)
-        true = likeliest(self._ends, batch)
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        answers = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
+        true = greedy_targets(self._target_weights, batch)
         guesses = [self._eagle.ids[self._eagle.head(answer).argmax(dim=-1)] for answer in answers]
-        return chains([guess == true for guess in guesses], batch.written)
+        return accepted_lengths([guess == true for guess in guesses], batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self._eagle.weights()

@@ -21,7 +21,7 @@ class Batch:
     that one. Places from `starts` up to `lengths` are there, those from `outputs` on were written by the target."""
 
     first: torch.Tensor  # token 0  # [batch]
-    features: torch.Tensor  # [batch, places, hidden]
+    hidden_states: torch.Tensor  # [batch, places, hidden]
     tokens: torch.Tensor  # [batch, places]
     wanted: torch.Tensor  # [batch, places, hidden]
     starts: torch.Tensor  # [batch]
@@ -40,14 +40,14 @@ def collate(
 ) -> Batch:
     """Examples beside each other, each cut to its first `most` places. With `chance` some lack their beginning."""
     lengths = [min(len(example.tokens) - 2, most) for example in examples]
-    places, width = max(lengths), examples[0].features.shape[1]
-    features = torch.zeros(len(examples), places, width)
+    places, width = max(lengths), examples[0].hidden_states.shape[1]
+    hidden_states = torch.zeros(len(examples), places, width)
     wanted = torch.zeros(len(examples), places, width)
     tokens = torch.zeros(len(examples), places, dtype=torch.long)
     starts, outputs = [], []
     for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
-        features[row, :length] = example.features[:length].float()
-        wanted[row, :length] = example.features[1 : length + 1].float()
+        hidden_states[row, :length] = example.hidden_states[:length].float()
+        wanted[row, :length] = example.hidden_states[1 : length + 1].float()
         tokens[row, :length] = example.tokens[1 : length + 1]
         output = max(0, min(example.prompt_length - 2, length - 1))
         outputs.append(output)
@@ -57,7 +57,7 @@ def collate(
         starts.append(start)
     held = (torch.tensor(each, device=device) for each in (starts, outputs, lengths))
     first = torch.stack([example.tokens[0] for example in examples])
-    return Batch(first.to(device), features.to(device), tokens.to(device), wanted.to(device), *held)
+    return Batch(first.to(device), hidden_states.to(device), tokens.to(device), wanted.to(device), *held)
 
 
 class Method(Protocol):
@@ -78,7 +78,7 @@ class Method(Protocol):
         """`done`: how much of the training is over, from 0 to 1."""
         ...
 
-    def held(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         """For the chain of guesses that begins at each place written by the target, how many hold; −1 at the other
         places.  # [batch, places]"""
         ...
@@ -88,26 +88,26 @@ class Method(Protocol):
         ...
 
 
-def judged_places(batch: Batch, share: float, chance: torch.Generator, ahead: int = 0) -> torch.Tensor:
-    """A share of the written places, at random; none whose example ends less than `ahead` places on."""
+def sample_positions(batch: Batch, share: float, chance: torch.Generator, ahead: int = 0) -> torch.Tensor:
+    """A share of the written places, at random; none whose example target_weights less than `ahead` places on."""
     at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     judged = batch.written & (at + ahead < batch.lengths[:, None])
     return judged & (torch.rand(judged.shape, generator=chance).to(judged.device) < share)
 
 
-def surprise(target: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def cross_entropy(target: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of what was found under the target's own distribution, from both's logits."""
     wanted = torch.softmax(target.float(), dim=-1)
     return -(wanted * torch.log_softmax(found.float(), dim=-1)).sum(dim=-1).mean()
 
 
-def likeliest(ends: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:
+def greedy_targets(target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:
     """What the target goes on with after each place, greedily.  # [batch, places]"""
-    every = torch.arange(ends.head.shape[0], device=batch.tokens.device)
-    return ends.logits(batch.wanted, every).argmax(dim=-1)
+    every = torch.arange(target_weights.head.shape[0], device=batch.tokens.device)
+    return target_weights.logits(batch.wanted, every).argmax(dim=-1)
 
 
-def chains(right: Sequence[torch.Tensor], written: torch.Tensor) -> torch.Tensor:
+def accepted_lengths(right: Sequence[torch.Tensor], written: torch.Tensor) -> torch.Tensor:
     """`right[k]`: whether, at the place where it is made, guess k of a chain holds. A chain's guess k is made k places
     after the chain begins. How many hold, for the chain that begins at each written place; −1 at the others."""
     held = torch.where(written, 0, -1)

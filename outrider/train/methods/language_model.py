@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from outrider.train.methods.interface import Batch, chains, judged_places, likeliest, surprise
+from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
 _JUDGED_SHARE = 0.35
 _DEPTH = 5  # of held-out chains
@@ -21,12 +21,17 @@ class LanguageMethod:
     """`model` answers hidden states that `head` turns into logits for `ids`."""
 
     def __init__(
-        self, name: str, model: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, shape: Mapping[str, Any]
+        self,
+        name: str,
+        model: PreTrainedModel,
+        target_weights: EmbeddingsAndHead,
+        ids: torch.Tensor,
+        shape: Mapping[str, Any],
     ) -> None:
         self.name = name
         self.shape = shape
         self._model = model
-        self._ends = ends
+        self._target_weights = target_weights
         self._ids = ids
 
     @property
@@ -39,14 +44,14 @@ class LanguageMethod:
         return self._model
 
     def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
-        judged = judged_places(batch, _JUDGED_SHARE, chance)
-        target = self._ends.logits(batch.wanted[judged], self._ids)
-        return surprise(target, self._logits(self._states(batch)[judged]))
+        judged = sample_positions(batch, _JUDGED_SHARE, chance)
+        target = self._target_weights.logits(batch.wanted[judged], self._ids)
+        return cross_entropy(target, self._logits(self._states(batch)[judged]))
 
     @torch.inference_mode()
-    def held(self, batch: Batch) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         guesses = self._ids[self._logits(self._states(batch)).argmax(dim=-1)]
-        return chains([guesses == likeliest(self._ends, batch)] * _DEPTH, batch.written)
+        return accepted_lengths([guesses == greedy_targets(self._target_weights, batch)] * _DEPTH, batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
         trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
@@ -66,7 +71,7 @@ class LanguageMethod:
 
 
 def early_exit(
-    target: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, *, exit_layers: int, layers: int
+    target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, exit_layers: int, layers: int
 ) -> LanguageMethod:
     """The target's first layers as they are, and behind them a few that are trained: at first copies of its last."""
     body: Any = target.base_model
@@ -85,16 +90,16 @@ def early_exit(
         weight.requires_grad_(requires_grad=False)
     for part in (*kept[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
-    return LanguageMethod("early-exit", target, ends, ids, {"exit_layers": exit_layers, "layers": layers})
+    return LanguageMethod("early-exit", target, target_weights, ids, {"exit_layers": exit_layers, "layers": layers})
 
 
 def distilled(
-    target: PreTrainedModel, ends: EmbeddingsAndHead, ids: torch.Tensor, *, hidden: int, layers: int
+    target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, hidden: int, layers: int
 ) -> LanguageMethod:
     """A small Llama with the target's vocabulary; its embeddings begin as what of the target's fits into its width."""
     theirs = target.config.get_text_config()
     config = LlamaConfig(
-        vocab_size=ends.embeddings.shape[0],
+        vocab_size=target_weights.embeddings.shape[0],
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
@@ -108,9 +113,9 @@ def distilled(
     )
     student = LlamaForCausalLM(config)
     with torch.no_grad():
-        table = ends.embeddings.float()
+        table = target_weights.embeddings.float()
         kept = min(hidden, *table.shape)
         directions = torch.pca_lowrank(table, q=kept, niter=2)[2]
         embeddings: Any = student.get_input_embeddings()
         embeddings.weight[:, :kept] = (table - table.mean(dim=0)) @ directions
-    return LanguageMethod("distill", student, ends, ids, {"hidden": hidden, "layers": layers})
+    return LanguageMethod("distill", student, target_weights, ids, {"hidden": hidden, "layers": layers})

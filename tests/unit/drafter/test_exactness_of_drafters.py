@@ -28,7 +28,7 @@ from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Guess, Steering
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation import acceptance, noise
-from outrider.speculation.acceptance import Chance, NoiseChance, Outcome
+from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.tree import Block, GuessTree
 from tests.unit.outrider.speculation.test_exactness import (
@@ -202,14 +202,16 @@ class Enumerated:
 
 
 class Luck:
-    """Branches as a Chance and nothing else."""
+    """Branches as a RandomSource and nothing else."""
 
     def __init__(self, branches: Branches) -> None:
         self.accept = branches.accept
         self.draw = branches.draw
 
 
-def checked(pair: Pair, setting: Setting, chance: Chance, clock: Clock | None = None, verify_s: float = 0.0) -> Step:
+def checked(
+    pair: Pair, setting: Setting, chance: RandomSource, clock: Clock | None = None, verify_s: float = 0.0
+) -> Step:
     """A step of the real judge on the pair's target."""
 
     def step(committed: Sequence[int], block: Block) -> Sequence[int]:
@@ -336,7 +338,7 @@ class TableEngine:
 
     device = torch.device("cpu")
     capacity_tokens = 10**9
-    cached_tokens = idle_tokens = 0
+    cached_tokens = evictable_tokens = 0
 
     def __init__(self, name: str, table: torch.Tensor, clock: Clock, cost_s: float) -> None:
         self.info = ModelInfo(name, name, vocab_size=3, context_length=1000)
@@ -352,12 +354,12 @@ class TableEngine:
     def length(self, session: str) -> int:
         return 0
 
-    def adopt(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
+    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return 0
 
     def truncate(self, session: str, length: int) -> None: ...
 
-    def keep(self, session: str, base: int, rows: Sequence[int]) -> None: ...
+    def compact(self, session: str, base: int, rows: Sequence[int]) -> None: ...
 
     def fork(self, session: str, copy: str) -> None: ...
 
@@ -396,7 +398,7 @@ class Crowd:
         params = SamplingParams(seed=seed, max_tokens=LENGTH, verification=self.mode)
         steering = Steering(gamma=2, branches=self.branches)
         setting = Setting(params, steering=steering, late=self.late, tree=self.tree)
-        chance = NoiseChance(seed)
+        chance = SeededNoise(seed)
 
         def step(committed: Sequence[int], block: Block) -> Sequence[int]:
             self.clock.now += COST_S * 10 * (seed % 4)  # the slower the target, the more a good guess is worth
@@ -478,7 +480,7 @@ def test_seeded_coupled_trees_follow_the_target_and_nothing_else(record_property
 
 class TestChiSquareSees:
     def test_a_blend_whose_model_draws_all_with_the_same_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        planted = SimpleNamespace(Use=noise.Use, race=noise.race, key=lambda seed, *_: seed)
+        planted = SimpleNamespace(Use=noise.Use, exponential_race=noise.exponential_race, key=lambda seed, *_: seed)
         monkeypatch.setattr(draft_sampling, "noise", planted)
         assert blend(Verification.BLOCK, TARGET).p(FEW) < SURELY
 

@@ -24,14 +24,14 @@ from drafter.interface import DraftResult
 from drafter.session import DraftOpening as Drafted
 from drafter.session import DraftSession as Drafting
 from drafter.tree_builder import TreeBuilder
-from outrider.models.tokenizer import as_json
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, Steering, TokenKind, Verdict
 from outrider.speculation import sampling
-from outrider.speculation.acceptance import Chance, NoiseChance
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.acceptance import RandomSource, SeededNoise
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
@@ -53,7 +53,7 @@ START = len(PROMPT)
 LENGTH = 3
 REGEX = "a(b|c)*|(ba)*c?|cc"
 INFO = ModelInfo("tables", "tables", vocab_size=VOCAB, context_length=100, eos_token_ids=(END,))
-GRAMMARS = Grammars(partial(as_json, byte_tokenizer(letters=LETTERS)), [END])
+GRAMMARS = GrammarCompiler(partial(tokenizer_json, byte_tokenizer(letters=LETTERS)), [END])
 DRAWN = [Verification.REJECTION, Verification.BLOCK]
 CPU = torch.device("cpu")
 
@@ -110,8 +110,8 @@ class Both:
 
     def __init__(self, params: SamplingParams, *, blind: bool = False, gamma: int = 2, branches: int = 1) -> None:
         self.params = params
-        self.verifier = VerifySession(VerifyOpening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.guide(params))
-        grammar_cursor = None if blind else GrammarCursor(GRAMMARS.guide(params), START)
+        self.verifier = VerifySession(VerifyOpening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.compile(params))
+        grammar_cursor = None if blind else GrammarCursor(GRAMMARS.compile(params), START)
         opening = Drafted("s", 1, PROMPT, START, params, VOCAB, Steering(gamma=gamma, branches=branches))
         self.drafter = Drafting(opening, grammar_cursor=grammar_cursor)
         self.accepted = 0
@@ -126,7 +126,7 @@ class Both:
             assert guess is not None
             self.verifier.guess(guess)
 
-    def step(self, chance: Chance) -> bool:
+    def step(self, chance: RandomSource) -> bool:
         """One forward pass; whether the output has ended."""
         session = self.verifier
         block = session.block(9)
@@ -164,7 +164,7 @@ def drawn(both: Both, branches: Branches, *, cut: bool = False) -> None:
         draft = DraftResult((branches.token(drawn_from),), (drawn_from,))
         drafter.add_result(
             filter_by_grammar(
-                replace(request, grammar_cursor=GrammarCursor(GRAMMARS.guide(request.params), START)), draft
+                replace(request, grammar_cursor=GrammarCursor(GRAMMARS.compile(request.params), START)), draft
             )
             if cut
             else draft,
@@ -211,7 +211,7 @@ def test_the_checker_sees_what_a_judge_without_masks_does(mode: Verification, mo
 
 
 def _forgiving(step):
-    def forgive(both: Both, chance: Chance) -> bool:
+    def forgive(both: Both, chance: RandomSource) -> bool:
         try:
             return step(both, chance)
         except InvalidRequest:
@@ -258,7 +258,7 @@ def text_of(seed: int, *, plain: bool = False, blind: bool = False, branches: in
         if not plain:
             shared(both)
             both.guess()
-        ended = both.step(NoiseChance(seed))
+        ended = both.step(SeededNoise(seed))
     return both.text, both.accepted
 
 

@@ -15,7 +15,7 @@ from coordinator.sessions import seeds
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.speculation import acceptance
-from outrider.speculation.acceptance import NoiseChance
+from outrider.speculation.acceptance import SeededNoise
 from tests.unit.outrider.speculation.test_exactness import LOWEST_P, chi_square
 
 TARGET = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -37,7 +37,7 @@ def answer(record: SessionRecord, guessed: Path, seeded: Seeded) -> Path:
     """What is committed when a drafter guesses this path, surely and honestly, for as long as it holds."""
     params = seeded(record)
     assert params.seed is not None
-    chance = NoiseChance(params.seed)
+    chance = SeededNoise(params.seed)
     text: Path = ()
     while len(text) < LENGTH:
         left = guessed[len(text) :] if text == guessed[: len(text)] else ()

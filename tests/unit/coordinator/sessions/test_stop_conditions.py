@@ -12,13 +12,13 @@ from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions.session_manager import _append_tail
 from coordinator.sessions.stop_conditions import settle
 from coordinator.workers.target import Target
-from outrider.models.tokenizer import as_json
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -37,7 +37,9 @@ def target() -> Target:
         context_length=2048,
         eos_token_ids=(EOS,),
     )
-    return Target(info, TOKENIZER, Vocabulary.of(TOKENIZER), Grammars(partial(as_json, TOKENIZER), (EOS,)))
+    return Target(
+        info, TOKENIZER, Vocabulary.of(TOKENIZER), GrammarCompiler(partial(tokenizer_json, TOKENIZER), (EOS,))
+    )
 
 
 def tokens_of(text: str) -> list[int]:

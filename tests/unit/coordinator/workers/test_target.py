@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from coordinator.workers.target import Target
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.testing.toy_models import byte_tokenizer
 
 
 def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
-    return Target(cast(ModelInfo, None), tokenizer, Vocabulary.of(tokenizer), cast(Grammars, None))
+    return Target(cast(ModelInfo, None), tokenizer, Vocabulary.of(tokenizer), cast(GrammarCompiler, None))
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:

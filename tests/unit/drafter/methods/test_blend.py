@@ -51,7 +51,7 @@ class Model:
     needs_hidden_states: bool = False
     vocabulary: Vocabulary | None = SPOKEN
     limit: int = 10**9
-    made_for: str = ""
+    target_digest: str = ""
     requests: list[DraftRequest] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class Model:
             vocab_size=VOCAB,
             vocabulary_digest="d",
             context_length=self.limit,
-            made_for=self.made_for,
+            target_digest=self.target_digest,
         )
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
@@ -464,13 +464,13 @@ def test_a_kind_with_a_plus_is_a_blend() -> None:
 def test_the_target_that_a_member_was_made_for_is_told() -> None:
     """Such a member takes any vocabulary, and is a model all the same."""
     clock = Clock()
-    trained = Model([], clock, vocabulary=None, made_for="target")
+    trained = Model([], clock, vocabulary=None, target_digest="target")
     blended = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "trained": trained, "model": Model([], clock)}, clock)
-    assert (blended.info.made_for, blended.info.vocabulary_digest) == ("target", "d")
+    assert (blended.info.target_digest, blended.info.vocabulary_digest) == ("target", "d")
     assert blended.vocabulary == SPOKEN
     assert blended._proposers == ["suffix"]
     with pytest.raises(StartupError, match="targets"):
-        BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, made_for="another")}, clock)
+        BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, target_digest="another")}, clock)
 
 
 def test_models_of_different_vocabularies_are_refused() -> None:

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.block_manager import PAGE_TOKENS, BlockManager, pages_for
+from outrider.engine.block_manager import BLOCK_TOKENS, BlockManager, blocks_for
 from outrider.protocol.errors import Overloaded
 
-PROMPT = list(range(3 * PAGE_TOKENS + 5))
+PROMPT = list(range(3 * BLOCK_TOKENS + 5))
 
 
 class Memory:
@@ -25,7 +25,7 @@ class Memory:
     def extend(self, session: str, tokens: Sequence[int]) -> None:
         copies = self.book.room(session, len(tokens))
         for source, target in copies:
-            for i in range(PAGE_TOKENS):
+            for i in range(BLOCK_TOKENS):
                 if (source, i) in self.slots:
                     self.slots[target, i] = self.slots[source, i]
         held = self.book.held(session)
@@ -34,15 +34,15 @@ class Memory:
         for token in tokens:
             at = len(path)
             path.append(token)
-            self.slots[held.pages[at // PAGE_TOKENS], at % PAGE_TOKENS] = tuple(path)
+            self.slots[held.pages[at // BLOCK_TOKENS], at % BLOCK_TOKENS] = tuple(path)
         self.book.add(session, tokens)
 
     def check(self, session: str) -> None:
         held = self.book.held(session)
         assert held is not None
-        assert len(held.pages) >= pages_for(len(held.tokens))
+        assert len(held.pages) >= blocks_for(len(held.tokens))
         for at in range(len(held.tokens)):
-            slot = held.pages[at // PAGE_TOKENS], at % PAGE_TOKENS
+            slot = held.pages[at // BLOCK_TOKENS], at % BLOCK_TOKENS
             assert self.slots[slot] == tuple(held.tokens[: at + 1])
 
 
@@ -50,47 +50,47 @@ def test_a_prompt_is_cached_once() -> None:
     memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.book.free("a")
-    assert memory.book.pages_in_use == 0
-    assert memory.book.adopt("b", PROMPT) == 3 * PAGE_TOKENS
-    memory.extend("b", PROMPT[3 * PAGE_TOKENS :])
+    assert memory.book.blocks_in_use == 0
+    assert memory.book.match_prefix("b", PROMPT) == 3 * BLOCK_TOKENS
+    memory.extend("b", PROMPT[3 * BLOCK_TOKENS :])
     memory.check("b")
-    assert memory.book.adopt("c", [*PROMPT[:40], 7, *PROMPT[40:]]) == PAGE_TOKENS
+    assert memory.book.match_prefix("c", [*PROMPT[:40], 7, *PROMPT[40:]]) == BLOCK_TOKENS
 
 
 def test_the_last_token_is_always_left_to_do() -> None:
     memory = Memory(BlockManager(16))
-    memory.extend("a", PROMPT[: 2 * PAGE_TOKENS])
+    memory.extend("a", PROMPT[: 2 * BLOCK_TOKENS])
     memory.book.free("a")
-    assert memory.book.adopt("b", PROMPT[: 2 * PAGE_TOKENS]) == PAGE_TOKENS
-    assert memory.book.adopt("c", PROMPT[: 2 * PAGE_TOKENS + 1]) == 2 * PAGE_TOKENS
+    assert memory.book.match_prefix("b", PROMPT[: 2 * BLOCK_TOKENS]) == BLOCK_TOKENS
+    assert memory.book.match_prefix("c", PROMPT[: 2 * BLOCK_TOKENS + 1]) == 2 * BLOCK_TOKENS
 
 
 def test_a_live_session_shares_too_once_it_has_gone_on() -> None:
     memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.extend("a", [1])
-    assert memory.book.adopt("b", PROMPT) == 3 * PAGE_TOKENS
-    assert memory.book.pages_in_use == 4
+    assert memory.book.match_prefix("b", PROMPT) == 3 * BLOCK_TOKENS
+    assert memory.book.blocks_in_use == 4
 
 
 def test_salts_keep_tenants_apart() -> None:
     memory = Memory(BlockManager(16))
-    assert memory.book.adopt("a", PROMPT, "one") == 0
+    assert memory.book.match_prefix("a", PROMPT, "one") == 0
     memory.extend("a", PROMPT)
     memory.book.free("a")
-    assert memory.book.adopt("b", PROMPT, "other") == 0
-    assert memory.book.adopt("c", PROMPT) == 0
-    assert memory.book.adopt("d", PROMPT, "one") == 3 * PAGE_TOKENS
+    assert memory.book.match_prefix("b", PROMPT, "other") == 0
+    assert memory.book.match_prefix("c", PROMPT) == 0
+    assert memory.book.match_prefix("d", PROMPT, "one") == 3 * BLOCK_TOKENS
 
 
 def test_a_full_cache_says_so_and_goes_on() -> None:
     memory = Memory(BlockManager(4))
-    memory.extend("a", PROMPT[: 3 * PAGE_TOKENS])
+    memory.extend("a", PROMPT[: 3 * BLOCK_TOKENS])
     with pytest.raises(Overloaded) as caught:
-        memory.extend("b", PROMPT[: PAGE_TOKENS + 1])
-    assert (caught.value.field, caught.value.limit) == ("kv_tokens", str(4 * PAGE_TOKENS))
+        memory.extend("b", PROMPT[: BLOCK_TOKENS + 1])
+    assert (caught.value.field, caught.value.limit) == ("kv_tokens", str(4 * BLOCK_TOKENS))
     memory.book.free("a")
-    memory.extend("b", PROMPT[: 3 * PAGE_TOKENS + 1])
+    memory.extend("b", PROMPT[: 3 * BLOCK_TOKENS + 1])
     memory.check("b")
 
 
@@ -99,8 +99,8 @@ def test_what_is_idle_is_bounded_and_the_end_of_a_text_goes_first() -> None:
     memory = Memory(book)
     memory.extend("a", PROMPT)
     book.free("a")
-    assert book.pages_idle == 2
-    assert book.adopt("b", PROMPT) == 2 * PAGE_TOKENS
+    assert book.evictable_blocks == 2
+    assert book.match_prefix("b", PROMPT) == 2 * BLOCK_TOKENS
 
 
 def test_used_pages_come_before_fresh_ones() -> None:
@@ -108,7 +108,7 @@ def test_used_pages_come_before_fresh_ones() -> None:
     book = BlockManager(1000, max_idle=2)
     memory = Memory(book)
     for i in range(200):
-        memory.extend(f"s{i}", [i] * (PAGE_TOKENS + 3))
+        memory.extend(f"s{i}", [i] * (BLOCK_TOKENS + 3))
         book.free(f"s{i}")
     assert max(page for page, _ in memory.slots) < 8
 
@@ -117,10 +117,10 @@ def test_rolling_back_into_an_offered_page_copies_it() -> None:
     memory = Memory(BlockManager(16))
     memory.extend("a", PROMPT)
     memory.extend("a", [5])
-    memory.book.truncate("a", PAGE_TOKENS + 7)
+    memory.book.truncate("a", BLOCK_TOKENS + 7)
     memory.extend("a", [9, 9, 9])
     memory.check("a")
-    assert memory.book.adopt("b", PROMPT) == 3 * PAGE_TOKENS
+    assert memory.book.match_prefix("b", PROMPT) == 3 * BLOCK_TOKENS
     memory.check("b")
 
 
@@ -128,7 +128,7 @@ def test_keeping_some_rows() -> None:
     book = BlockManager(8)
     book.room("a", 6)
     book.add("a", [1, 2, 3, 4, 5, 6])
-    book.keep("a", 2, [1, 3])
+    book.compact("a", 2, [1, 3])
     held = book.held("a")
     assert held is not None
     assert held.tokens == [1, 2, 4, 6]
@@ -138,14 +138,14 @@ def test_a_tree_is_not_offered_before_it_is_a_path() -> None:
     """A session may end in the middle of a step that failed: what its branches hold is no continuation of its text."""
     for kept in (False, True):
         book = BlockManager(16)
-        book.room("a", PAGE_TOKENS)
-        book.add("a", PROMPT[:PAGE_TOKENS])
-        book.room("a", PAGE_TOKENS)
-        book.add("a", PROMPT[PAGE_TOKENS : 2 * PAGE_TOKENS], branching=True)
+        book.room("a", BLOCK_TOKENS)
+        book.add("a", PROMPT[:BLOCK_TOKENS])
+        book.room("a", BLOCK_TOKENS)
+        book.add("a", PROMPT[BLOCK_TOKENS : 2 * BLOCK_TOKENS], branching=True)
         if kept:
-            book.keep("a", PAGE_TOKENS, range(PAGE_TOKENS))
+            book.compact("a", BLOCK_TOKENS, range(BLOCK_TOKENS))
         book.free("a")
-        assert book.adopt("b", PROMPT) == (2 if kept else 1) * PAGE_TOKENS
+        assert book.match_prefix("b", PROMPT) == (2 if kept else 1) * BLOCK_TOKENS
 
 
 class Sessions(RuleBasedStateMachine):
@@ -162,7 +162,7 @@ class Sessions(RuleBasedStateMachine):
     def open(self, name: str, kind: int, length: int, salt: str) -> None:
         if self.book.held(name) is None:
             tokens = [kind if i > 40 else 0 for i in range(length)]
-            found = self.book.adopt(name, tokens, salt)
+            found = self.book.match_prefix(name, tokens, salt)
             self.memory.check(name)
             self._extend(name, tokens[found:])
 
@@ -190,14 +190,14 @@ class Sessions(RuleBasedStateMachine):
         try:
             self.memory.extend(name, tokens)
         except Overloaded:
-            assert self.book.pages_in_use > 0
+            assert self.book.blocks_in_use > 0
             self.book.free(name)
 
     @invariant()
     def all_is_as_believed(self) -> None:
         if not hasattr(self, "book"):
             return
-        users = [0] * self.book.num_pages
+        users = [0] * self.book.num_blocks
         for name in ("a", "b", "c", "d"):
             held = self.book.held(name)
             if held is not None:
@@ -205,7 +205,7 @@ class Sessions(RuleBasedStateMachine):
                 for page in held.pages:
                     users[page] += 1
         assert users == self.book._users
-        assert self.book.pages_in_use == sum(1 for count in users if count)
+        assert self.book.blocks_in_use == sum(1 for count in users if count)
         assert not set(self.book._free) & set(self.book._idle)
 
 

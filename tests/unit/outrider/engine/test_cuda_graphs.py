@@ -101,7 +101,7 @@ def test_long_contexts_answer_as_the_model_does(name: str) -> None:
     wrong = (TOKENS[1908] + 1) % VOCAB
     tree = SessionTokens("s", [wrong, *TOKENS[1908:1911]], (-1, -1, 1, 2))
     assert near(graphs.extend([tree]).logits[0][1:], truth[1908:1911])
-    graphs.keep("s", 1908, [1, 2, 3])
+    graphs.compact("s", 1908, [1, 2, 3])
     assert near(graphs.extend([SessionTokens("s", TOKENS[1911:2011])]).logits[0], truth[1911:2011])
     assert graphs.shapes == [GraphShape(1, 8, 2048), GraphShape(1, 4, 2048)]
 

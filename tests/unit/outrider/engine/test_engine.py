@@ -138,7 +138,7 @@ def test_sessions_trees_and_rollback(pair: Pair) -> None:
     assert near(branches[1], truth[13])
     assert near(branches[2], truth[14])
     assert near(chain, truth[5:20])
-    engine.keep("a", 13, [1, 2])
+    engine.compact("a", 13, [1, 2])
     engine.truncate("b", 10)
     engine.fork("b", "c")
     assert (engine.length("a"), engine.length("b"), engine.length("c")) == (15, 10, 10)
@@ -171,25 +171,25 @@ def test_a_piece_of_a_prompt_wants_no_logits(kind: str) -> None:
 def test_features_are_what_the_head_sees(kind: str) -> None:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**GROUPED)).eval()
-    done = engine_of(kind, model).extend([SessionTokens("s", [1, 2, 3], features_from=0)])
+    done = engine_of(kind, model).extend([SessionTokens("s", [1, 2, 3], hidden_from=0)])
     with torch.no_grad():
-        assert near(model.lm_head(done.features[0]), done.logits[0])
+        assert near(model.lm_head(done.hidden_states[0]), done.logits[0])
 
 
 def test_features_of_rows_without_logits(kind: str) -> None:
     """A piece of a prompt may want the hidden states of its end, beside others that want logits."""
     engine, rows = small(kind), [1, 2, 3, 4, 5]
-    whole = engine.extend([SessionTokens("all", rows, features_from=0)]).features[0].clone()
+    whole = engine.extend([SessionTokens("all", rows, hidden_from=0)]).hidden_states[0].clone()
     batch = [
         SessionTokens("none", rows, logits_from=3),
-        SessionTokens("piece", rows, logits_from=5, features_from=2),
-        SessionTokens("end", rows, logits_from=4, features_from=1),
-        SessionTokens("late", rows, logits_from=1, features_from=3),
+        SessionTokens("piece", rows, logits_from=5, hidden_from=2),
+        SessionTokens("end", rows, logits_from=4, hidden_from=1),
+        SessionTokens("late", rows, logits_from=1, hidden_from=3),
     ]
     done = engine.extend(batch)
     assert [len(part) for part in done.logits] == [2, 0, 1, 4]
-    assert [len(part) for part in done.features] == [0, 3, 4, 2]
-    for part, rows_from in zip(done.features[1:], (2, 1, 3), strict=True):
+    assert [len(part) for part in done.hidden_states] == [0, 3, 4, 2]
+    for part, rows_from in zip(done.hidden_states[1:], (2, 1, 3), strict=True):
         assert near(part, whole[rows_from:])
 
 

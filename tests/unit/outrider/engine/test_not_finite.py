@@ -84,7 +84,7 @@ def test_a_guess_that_is_not_finite_changes_no_other_row(kind: str, model: str, 
         tree = SessionTokens("tree", [BAD, right[0], BAD, right[1], 5], (-1, -1, 1, 1, 0))
         step(tree, SessionTokens("beside", TOKENS[:3]), sees=(0, 2, 4))
         for engine in (spoilt, sound):
-            engine.keep("tree", base, [1, 3])
+            engine.compact("tree", base, [1, 3])
         step(SessionTokens("tree", [TOKENS[base + 2], BAD, BAD, 3]), sees=(1, 2, 3))
         for engine in (spoilt, sound):
             engine.truncate("tree", base + 3)
@@ -94,7 +94,7 @@ def test_a_guess_that_is_not_finite_changes_no_other_row(kind: str, model: str, 
         for session in ("tree", "beside", "long"):
             for engine in (spoilt, sound):
                 engine.free(session)
-                engine.forget_idle()
+                engine.evict_all()
     step(SessionTokens("later", TOKENS[:190]), sees=())
     step(SessionTokens("later", TOKENS[:3]), sees=())
 
@@ -107,6 +107,6 @@ def test_a_prompt_that_is_not_finite_leaves_its_sound_beginning_to_others(kind: 
     for engine in (spoilt, sound):
         engine.extend([SessionTokens("first", [*TOKENS[:70], BAD], logits_from=71)])
         engine.free("first")
-        assert engine.adopt("second", TOKENS[:70]) == 64
+        assert engine.match_prefix("second", TOKENS[:70]) == 64
         found.append(engine.extend([SessionTokens("second", TOKENS[64:70])]).logits[0])
     assert torch.equal(*found)

@@ -65,7 +65,7 @@ def model() -> LlamaForCausalLM:
 
 
 def engine_over(model: LlamaForCausalLM) -> TransformersEngine:
-    return TransformersEngine(model, ModelInfo("m", "f"), kv_tokens=KV_TOKENS, idle_tokens=KV_TOKENS // 4)
+    return TransformersEngine(model, ModelInfo("m", "f"), kv_tokens=KV_TOKENS, evictable_tokens=KV_TOKENS // 4)
 
 
 class Sessions:
@@ -90,7 +90,7 @@ class Sessions:
 
     def _begin(self, session: str) -> None:
         prompt = [1] * self._rng.choice([40, 70, 100])
-        cached = self._engine.adopt(session, prompt, self._rng.choice(["", "salt"]))
+        cached = self._engine.match_prefix(session, prompt, self._rng.choice(["", "salt"]))
         self.live.append(session)
         if self._extends([SessionTokens(session, prompt[cached:], logits_from=len(prompt) - cached)]):
             self._engine.truncate(session, self._rng.choice([30, 64, 100]))
@@ -102,7 +102,7 @@ class Sessions:
             [SessionTokens(session, self._rng.choices(range(VOCAB), k=3), (-1, 0, -1)) for session in chosen]
         ):
             for session, base in zip(chosen, bases, strict=True):
-                self._engine.keep(session, base, self._rng.choice([[0, 1], [2], [0]]))
+                self._engine.compact(session, base, self._rng.choice([[0, 1], [2], [0]]))
 
     def _extends(self, batch: list[SessionTokens]) -> bool:
         self.steps += 1

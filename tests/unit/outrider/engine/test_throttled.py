@@ -22,7 +22,7 @@ def test_a_step_takes_what_its_rows_cost() -> None:
         found = paced.extend([SessionTokens("s", tokens)])
         took = 1000 * (time.perf_counter() - began)
         assert took >= least
-        assert torch.equal(found.together, plain.extend([SessionTokens("s", tokens)]).together), (
+        assert torch.equal(found.all_logits, plain.extend([SessionTokens("s", tokens)]).all_logits), (
             "the answer is the engine's own"
         )
 
@@ -36,10 +36,10 @@ def test_everything_else_is_the_engines() -> None:
     paced.fork("s", "t")
     paced.truncate("s", 1)
     paced.free("s")
-    assert (paced.length("s"), paced.cached_tokens, paced.idle_tokens) == (
+    assert (paced.length("s"), paced.cached_tokens, paced.evictable_tokens) == (
         engine.length("s"),
         engine.cached_tokens,
-        engine.idle_tokens,
+        engine.evictable_tokens,
     )
 
 
@@ -60,7 +60,7 @@ def test_from_a_position_on_it_says_something_else() -> None:
     blurred = ThrottledEngine(MockEngine(), CostCurve((1,), (0.0,)), parse_blur("2:1.5,4:0"))
     right = plain.extend([SessionTokens("s", [1, 2, 3, 4, 5])]).logits[0].clone()
     wrong = blurred.extend([SessionTokens("s", [1, 2, 3, 4, 5])])
-    assert torch.equal(wrong.together, wrong.logits[0])
+    assert torch.equal(wrong.all_logits, wrong.logits[0])
     assert [bool(torch.equal(a, b)) for a, b in zip(right, wrong.logits[0], strict=True)] == [True] * 2 + [
         False
     ] * 2 + [True]

@@ -296,8 +296,8 @@ models = st.builds(
     dtype=words,
     device=words,
     parameters=uint64,
-    lineage=words,
-    made_for=words,
+    weights_digest=words,
+    target_digest=words,
 )
 loads = st.builds(WorkerLoad, uint32, uint32, uint64, uint64, st.floats(0.0, 600_000.0))
 workers = st.builds(

@@ -23,14 +23,14 @@ from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering, TokenKind
 from outrider.speculation import acceptance, noise, sampling
-from outrider.speculation.acceptance import Chance, NoiseChance, Outcome
+from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.noise import Use
 from outrider.speculation.tree import GuessTree
 
 T = TypeVar("T")
 Path = tuple[int, ...]
-Rule = Callable[[Sequence[int], torch.Tensor, Sequence[Distribution], int, Chance], Outcome]
+Rule = Callable[[Sequence[int], torch.Tensor, Sequence[Distribution], int, RandomSource], Outcome]
 
 EXACT = 1e-9
 ROUNDING = 1e-13  # a chance of less is an exact 0 that arithmetic has blurred
@@ -107,7 +107,7 @@ PAIRS = [
 
 
 class Branches:
-    """A Chance that follows a script of decisions and notes the alternatives beyond it."""
+    """A RandomSource that follows a script of decisions and notes the alternatives beyond it."""
 
     def __init__(self, script: list[int]) -> None:
         self._script = script
@@ -358,7 +358,7 @@ def bonus_from_the_wrong_row(rule: Rule) -> Rule:
 
 def accepting_too_much(rule: Rule) -> Rule:
     class Generous:
-        def __init__(self, chance: Chance) -> None:
+        def __init__(self, chance: RandomSource) -> None:
             self.draw = chance.draw
             self._chance = chance
 
@@ -565,7 +565,7 @@ def guesses_of(chain: Chain, draws: int, key: KeyOf) -> list[Path]:
     columns = []
     for i in range(2):
         keys = [key(seed, START + i) for seed in range(draws)]
-        before = noise.race(keys, IDS, chain.weights[before]) + 1
+        before = noise.exponential_race(keys, IDS, chain.weights[before]) + 1
         columns.append(before - 1)
     return [tuple(pair) for pair in torch.stack(columns, dim=1).tolist()]
 
@@ -575,13 +575,13 @@ def first_three(rule: Rule, draws: int, guesses: Sequence[Path], chain: Chain) -
     texts: list[list[int]] = []
     for seed, pair in enumerate(guesses):
         drawn_from = (chain.drawn_from[0], chain.drawn_from[pair[0] + 1])
-        outcome = rule(pair, chain.rows[pair], drawn_from, START, NoiseChance(seed))
+        outcome = rule(pair, chain.rows[pair], drawn_from, START, SeededNoise(seed))
         texts.append([*pair[: len(outcome.path)], outcome.final])
     for length in (1, 2):
         short = [seed for seed, text in enumerate(texts) if len(text) == length]
         keys = [noise.key(seed, Use.FINAL, START + length) for seed in short]
         last = torch.tensor([texts[seed][-1] for seed in short])
-        for seed, token in zip(short, noise.race(keys, IDS, chain.target[last + 1]).tolist(), strict=True):
+        for seed, token in zip(short, noise.exponential_race(keys, IDS, chain.target[last + 1]).tolist(), strict=True):
             texts[seed].append(token)
     return Counter(tuple(text) for text in texts)
 
@@ -622,7 +622,7 @@ def test_coupled_draws_of_different_seeds_are_independent(record_property) -> No
     weights = torch.tensor([[0.5, 0.2, 0.3]], dtype=torch.float64)
     row = weights[0].tolist()
     keys = [noise.key(seed, Use.COUPLED, START) for seed in range(2 * DRAWS)]
-    tokens = noise.race(keys, IDS, weights.expand(2 * DRAWS, -1)).tolist()
+    tokens = noise.exponential_race(keys, IDS, weights.expand(2 * DRAWS, -1)).tolist()
     seen = Counter(zip(tokens[::2], tokens[1::2], strict=True))
     probs = {(a, b): row[a] * row[b] for a in range(3) for b in range(3)}
     assert noted("neighbouring seeds", chi_square(seen, probs, DRAWS), record_property) > LOWEST_P
@@ -661,13 +661,13 @@ class TestChiSquareSees:
         """The bug of the big engine: one noise for the guess and for the target's own draw."""
         chain = Chain()
 
-        class Coupled(NoiseChance):
+        class Coupled(SeededNoise):
             def __init__(self, seed: int) -> None:
                 super().__init__(seed)
                 self.seed = seed
 
             def draw(self, weights: torch.Tensor, position: int) -> int:
-                return int(noise.race([noise.key(self.seed, Use.COUPLED, position)], IDS, weights[None])[0])
+                return int(noise.exponential_race([noise.key(self.seed, Use.COUPLED, position)], IDS, weights[None])[0])
 
         def planted(tokens, target, draft, position, chance):
             return acceptance.rejection(tokens, target, draft, position, Coupled(chance._seed))
@@ -697,7 +697,11 @@ def rare_wins() -> int:
     the noise is a hash of both."""
     weights = torch.tensor([[1.0 - RARE, RARE]], dtype=torch.float64).expand(CHUNK, 2)
     return sum(
-        int(noise.race([noise.key(5, Use.COUPLED, chunk)], torch.arange(2 * CHUNK).view(CHUNK, 2), weights).sum())
+        int(
+            noise.exponential_race(
+                [noise.key(5, Use.COUPLED, chunk)], torch.arange(2 * CHUNK).view(CHUNK, 2), weights
+            ).sum()
+        )
         for chunk in range(RARE_DRAWS // CHUNK)
     )
 

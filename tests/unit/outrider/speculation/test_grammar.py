@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from coordinator.persistence.session_record import SessionRequest
-from outrider.models.tokenizer import as_json
+from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from outrider.speculation import sampling
-from outrider.speculation.grammar import Grammars, Guide
+from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.testing.toy_models import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -39,8 +39,8 @@ DEEP = 4  # letters that paths go: longer words tell what may follow
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(partial(as_json, BYTES), [END])
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(partial(tokenizer_json, BYTES), [END])
 
 
 def asked(*, ignore_eos: bool = False, **form: Any) -> SamplingParams:
@@ -51,7 +51,7 @@ def spelt(text: str) -> list[int]:
     return list(BYTES.encode(text))
 
 
-def followers(guide: Guide, path: Sequence[int] = ()) -> set[int]:
+def followers(guide: GrammarMatcher, path: Sequence[int] = ()) -> set[int]:
     return set(guide.allowed([path], VOCAB)[0].nonzero()[0].tolist())
 
 
@@ -81,7 +81,7 @@ class Language:
 @pytest.mark.parametrize("regex", REGEXES)
 def test_what_may_follow_is_what_leads_to_a_word(regex: str, ignore_eos: bool) -> None:
     language = Language(regex)
-    grammars = Grammars(partial(as_json, FEW), [FEW_END])
+    grammars = GrammarCompiler(partial(tokenizer_json, FEW), [FEW_END])
     params = asked(regex=regex, ignore_eos=ignore_eos)
     texts = [""]
     paths: list[list[int]] = []
@@ -102,49 +102,49 @@ def test_what_may_follow_is_what_leads_to_a_word(regex: str, ignore_eos: bool) -
             paths.append([*ids, FEW_END])
             wanted.append(set())
         # Committed instead of guessed.
-        guide = grammars.guide(params)
+        guide = grammars.compile(params)
         end = guide.advance(ids)
         assert (end == len(ids)) == ended
         assert set(guide.allowed([[]], 4)[0].nonzero()[0].tolist()) == language.allowed(text, ignore_eos=ignore_eos)
     random.Random(1).shuffle(both := list(zip(paths, wanted, strict=True)))
-    masks = grammars.guide(params).allowed([path for path, _ in both], 4)
+    masks = grammars.compile(params).allowed([path for path, _ in both], 4)
     assert [set(mask.nonzero()[0].tolist()) for mask in masks] == [follow for _, follow in both]
 
 
-def test_the_end_is_where_nothing_can_follow(grammars: Grammars) -> None:
-    assert grammars.guide(asked(regex="abc")).advance(spelt("abc")) == 3
-    assert grammars.guide(asked(regex="abc")).advance(spelt("abcx")) == 3, "what is drawn behind it does not count"
-    assert grammars.guide(asked(regex="ab*")).advance(spelt("abb")) is None
-    assert grammars.guide(asked(regex="ab*")).advance([*spelt("abb"), END]) == 4
+def test_the_end_is_where_nothing_can_follow(grammars: GrammarCompiler) -> None:
+    assert grammars.compile(asked(regex="abc")).advance(spelt("abc")) == 3
+    assert grammars.compile(asked(regex="abc")).advance(spelt("abcx")) == 3, "what is drawn behind it does not count"
+    assert grammars.compile(asked(regex="ab*")).advance(spelt("abb")) is None
+    assert grammars.compile(asked(regex="ab*")).advance([*spelt("abb"), END]) == 4
     for tokens in (spelt("x"), [END], [*spelt("a"), END]):
         with pytest.raises(InvalidRequest, match=r"params\.grammar\.regex failed after"):
-            grammars.guide(asked(regex="ab+")).advance(tokens)
-    over = grammars.guide(asked(regex="ab"), spelt("ab"))
+            grammars.compile(asked(regex="ab+")).advance(tokens)
+    over = grammars.compile(asked(regex="ab"), spelt("ab"))
     with pytest.raises(InvalidRequest, match="the output had ended"):
         over.advance(spelt("b"))
 
 
-def test_a_session_goes_on_from_what_it_has_said(grammars: Grammars) -> None:
+def test_a_session_goes_on_from_what_it_has_said(grammars: GrammarCompiler) -> None:
     """As another verifier takes it over."""
     text = '{"a": [1, 22'
     for said in range(len(text) + 1):
-        guide = grammars.guide(asked(json_object=True), spelt(text[:said]))
+        guide = grammars.compile(asked(json_object=True), spelt(text[:said]))
         guide.advance(spelt(text[said:]))
-        assert followers(guide) == followers(grammars.guide(asked(json_object=True), spelt(text)))
+        assert followers(guide) == followers(grammars.compile(asked(json_object=True), spelt(text)))
     with pytest.raises(InvalidRequest, match="failed after 1 tokens"):
-        grammars.guide(asked(json_object=True), spelt("{x"))
+        grammars.compile(asked(json_object=True), spelt("{x"))
     with pytest.raises(InvalidRequest) as caught:
-        grammars.guide(asked(json_object=True), spelt("{}{}"))
+        grammars.compile(asked(json_object=True), spelt("{}{}"))
     assert caught.value.field == "open.tokens"
-    over = grammars.guide(asked(json_object=True), spelt("{}"))
+    over = grammars.compile(asked(json_object=True), spelt("{}"))
     assert followers(over) == {END}, "somebody has missed the end: it can be drawn yet"
 
 
-def test_looking_around_changes_nothing(grammars: Grammars) -> None:
+def test_looking_around_changes_nothing(grammars: GrammarCompiler) -> None:
     """A mask is a function of the tokens before it: or drafter and verifier, or two verifiers, would go apart."""
     chance = random.Random(5)
     for _ in range(20):
-        guide = grammars.guide(asked(json_object=True))
+        guide = grammars.compile(asked(json_object=True))
         said: list[int] = []
         while len(said) < 30:
             paths = [[]]
@@ -153,7 +153,7 @@ def test_looking_around_changes_nothing(grammars: Grammars) -> None:
                 follow = followers(guide, path) or {65}
                 paths.append([*path, chance.choice([*sorted(follow), chance.randrange(VOCAB)])])
             seen = guide.allowed(paths, VOCAB)
-            fresh = grammars.guide(asked(json_object=True), said)
+            fresh = grammars.compile(asked(json_object=True), said)
             assert (seen == fresh.allowed(paths, VOCAB)).all()
             token = chance.choice(sorted(followers(guide)))
             said.append(token)
@@ -161,36 +161,36 @@ def test_looking_around_changes_nothing(grammars: Grammars) -> None:
                 break
 
 
-def test_masks_are_as_wide_as_the_logits(grammars: Grammars) -> None:
-    guide = grammars.guide(asked(regex="[a-z]"))
+def test_masks_are_as_wide_as_the_logits(grammars: GrammarCompiler) -> None:
+    guide = grammars.compile(asked(regex="[a-z]"))
     masks = {width: guide.allowed([[]], width)[0] for width in (40, VOCAB, 300)}
     assert masks[300][:VOCAB].tolist() == masks[VOCAB].tolist()
     assert not masks[300][VOCAB:].any(), "no letter has these ids"
     assert masks[40].tolist() == masks[VOCAB][:40].tolist()
 
 
-def test_guesses_are_admitted_as_far_as_they_fit(grammars: Grammars) -> None:
-    guide = grammars.guide(asked(regex="abc*"), spelt("a"))
-    assert [guide.fitting(spelt(text)) for text in ("", "bcc", "bcb", "c", "bccccccccca")] == [0, 3, 2, 0, 10]
-    assert guide.fitting([*spelt("b"), END]) == 2
+def test_guesses_are_admitted_as_far_as_they_fit(grammars: GrammarCompiler) -> None:
+    guide = grammars.compile(asked(regex="abc*"), spelt("a"))
+    assert [guide.count_allowed(spelt(text)) for text in ("", "bcc", "bcb", "c", "bccccccccca")] == [0, 3, 2, 0, 10]
+    assert guide.count_allowed([*spelt("b"), END]) == 2
     assert followers(guide) == set(spelt("b")), "asking moves nothing"
 
 
-def test_guesses_that_use_up_the_grammars_limits_do_not_end_the_session(grammars: Grammars) -> None:
+def test_guesses_that_use_up_the_grammars_limits_do_not_end_the_session(grammars: GrammarCompiler) -> None:
     """Nor that of others with the same grammar: all share what has been found out, and what that took."""
     a, b = spelt("ab")
     params = asked(regex="(b|((((a{100}){100}){100}){100}))*")
-    guide, other = grammars.guide(params, [b]), grammars.guide(params, [b])
+    guide, other = grammars.compile(params, [b]), grammars.compile(params, [b])
     masks = guide.allowed([[], [a], [a] * 20, [b], [b, *[a] * 20], [b, b]], VOCAB)
     seen = [set(mask.nonzero()[0].tolist()) for mask in masks]
     assert seen == [{a, b, END}, {a}, {a}, {a, b, END}, {a}, {a, b, END}]
     follow(guide, [b, b])
     follow(other, [b, b])
-    follow(grammars.guide(params), [b, b])
-    assert guide.masks_within(0.02) < 20, "it costs: there are to be fewer guesses"
+    follow(grammars.compile(params), [b, b])
+    assert guide.affordable_masks(0.02) < 20, "it costs: there are to be fewer guesses"
 
 
-def follow(guide: Guide, tokens: Sequence[int]) -> None:
+def follow(guide: GrammarMatcher, tokens: Sequence[int]) -> None:
     for token in tokens:
         guide.advance([token])
         guide.allowed([[]], VOCAB)
@@ -233,7 +233,7 @@ _LETTER_OF |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in rang
 BYTE_OF = {BYTES.convert_tokens_to_ids(letter): byte for byte, letter in _LETTER_OF.items()}
 
 
-def wander(guide: Guide, chance: random.Random, most: int) -> tuple[bytes, bool]:
+def wander(guide: GrammarMatcher, chance: random.Random, most: int) -> tuple[bytes, bool]:
     """Any way through a grammar, token by token; whether the end was reached."""
     said = b""
     for _ in range(most):
@@ -250,10 +250,10 @@ def wander(guide: Guide, chance: random.Random, most: int) -> tuple[bytes, bool]
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_way_through_a_schema_is_json_that_it_describes(grammars: Grammars, name: str) -> None:
+def test_every_way_through_a_schema_is_json_that_it_describes(grammars: GrammarCompiler, name: str) -> None:
     ended = 0
     for seed in range(40):
-        guide = grammars.guide(asked(json_schema=json.dumps(SCHEMAS[name])))
+        guide = grammars.compile(asked(json_schema=json.dumps(SCHEMAS[name])))
         said, whole = wander(guide, random.Random(seed), 200)
         if whole:
             ended += 1
@@ -261,10 +261,10 @@ def test_every_way_through_a_schema_is_json_that_it_describes(grammars: Grammars
     assert ended > 20
 
 
-def test_a_json_object_is_any_json_object_and_nothing_else(grammars: Grammars) -> None:
+def test_a_json_object_is_any_json_object_and_nothing_else(grammars: GrammarCompiler) -> None:
     ended = 0
     for seed in range(60):
-        said, whole = wander(grammars.guide(asked(json_object=True)), random.Random(seed), 120)
+        said, whole = wander(grammars.compile(asked(json_object=True)), random.Random(seed), 120)
         assert said.startswith(b"{")
         if whole:
             ended += 1
@@ -272,10 +272,10 @@ def test_a_json_object_is_any_json_object_and_nothing_else(grammars: Grammars) -
     assert ended > 20
 
 
-def test_whitespace_is_sensible(grammars: Grammars) -> None:
+def test_whitespace_is_sensible(grammars: GrammarCompiler) -> None:
     value = {"a": [1, {"b": None, "c": "x y"}], "d": {}}
     for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, separators=(",", ":"))):
-        assert grammars.guide(asked(json_object=True)).advance(spelt(text)) == len(text)
+        assert grammars.compile(asked(json_object=True)).advance(spelt(text)) == len(text)
     for sensible, further in (
         ("", " "),
         ("{ ", " "),
@@ -284,8 +284,8 @@ def test_whitespace_is_sensible(grammars: Grammars) -> None:
         ('{"a":', "\t"),
         ("{}", "\n"),
     ):
-        guide = grammars.guide(asked(json_object=True))
-        assert guide.fitting(spelt(sensible + further)) == len(sensible)
+        guide = grammars.compile(asked(json_object=True))
+        assert guide.count_allowed(spelt(sensible + further)) == len(sensible)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_compile_is_refused_with_the_reason(grammars: Grammars, name: str) -> None:
+def test_what_does_not_compile_is_refused_with_the_reason(grammars: GrammarCompiler, name: str) -> None:
     form, text, reason = REFUSED[name]
     with pytest.raises(InvalidRequest) as caught:
-        grammars.guide(asked(**{form: text}))
+        grammars.compile(asked(**{form: text}))
     assert caught.value.field == f"params.grammar.{form}"
     assert reason in caught.value.message
     assert len(caught.value.message) < 250
-    assert grammars.guide(asked(regex="a")), "the next one is none the worse"
+    assert grammars.compile(asked(regex="a")), "the next one is none the worse"
 
 
 CHAINS = {
@@ -322,7 +322,7 @@ CHAINS = {
 CHILD = """
 import json, sys, time
 from outrider.protocol.errors import InvalidRequest
-from outrider.speculation.grammar import Grammars
+from outrider.speculation.grammar import GrammarCompiler
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 
 def nested(n):
@@ -336,10 +336,10 @@ def nested(n):
 grammar = %s
 grammar.check()
 tokenizer = sys.stdin.read()
-grammars = Grammars(lambda: tokenizer, [256])
+grammars = GrammarCompiler(lambda: tokenizer, [256])
 began = time.process_time()
 try:
-    guide = grammars.guide(SamplingParams(grammar=grammar))
+    guide = grammars.compile(SamplingParams(grammar=grammar))
     guide.allowed([[]], 257)
     print("compiled")
 except InvalidRequest as error:
@@ -352,29 +352,29 @@ assert time.process_time() - began < 5, "it would keep everybody waiting"
 def test_long_chains_end_no_process(chain: str) -> None:
     """The compiler calls itself for each link. In a process of its own: this was a segmentation fault."""
     command = [sys.executable, "-c", CHILD % CHAINS[chain]]
-    done = subprocess.run(command, input=as_json(BYTES), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=tokenizer_json(BYTES), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("refused" if chain == "unknown" else "compiled")
 
 
-def test_a_grammar_that_takes_too_much_fails_in_bounded_time(grammars: Grammars) -> None:
+def test_a_grammar_that_takes_too_much_fails_in_bounded_time(grammars: GrammarCompiler) -> None:
     params = asked(regex="((((a{100}){100}){100}){100})")
     began = time.process_time()
     with pytest.raises(InvalidRequest, match=r"params\.grammar\.regex (failed after|does not compile)"):
-        follow(grammars.guide(params), spelt("a") * 100)
+        follow(grammars.compile(params), spelt("a") * 100)
     assert time.process_time() - began < 5
 
 
 def test_who_has_no_end_token_or_no_known_bytes_has_no_grammars() -> None:
     for grammars, reason in (
-        (Grammars(partial(as_json, BYTES), []), "no end token"),
-        (Grammars(lambda: "{}", [1]), "nothing is known"),
+        (GrammarCompiler(partial(tokenizer_json, BYTES), []), "no end token"),
+        (GrammarCompiler(lambda: "{}", [1]), "nothing is known"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
-            grammars.guide(asked(regex="a"))
+            grammars.compile(asked(regex="a"))
 
 
-async def test_the_event_loop_goes_on_meanwhile(grammars: Grammars) -> None:
+async def test_the_event_loop_goes_on_meanwhile(grammars: GrammarCompiler) -> None:
     beats = 0
 
     async def beat() -> None:
@@ -385,7 +385,7 @@ async def test_the_event_loop_goes_on_meanwhile(grammars: Grammars) -> None:
 
     beating = asyncio.create_task(beat())
     before = beats
-    await grammars.begin(asked(regex="(a{200}b{200}){200}"))
+    await grammars.compile_async(asked(regex="(a{200}b{200}){200}"))
     assert beats > before
     beating.cancel()
 

@@ -57,7 +57,7 @@ def test_exponentials_are_pinned() -> None:
 def test_a_race_is_pinned() -> None:
     keys = [noise.key(7, Use.COUPLED, position) for position in range(12)]
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(12, 4)
-    assert noise.race(keys, torch.arange(4), weights).tolist() == GOLDEN_RACE
+    assert noise.exponential_race(keys, torch.arange(4), weights).tolist() == GOLDEN_RACE
 
 
 def independent_key(seed: int, use: int, position: int, block: int) -> int:
@@ -105,8 +105,8 @@ def test_an_ids_noise_does_not_depend_on_its_company() -> None:
 def test_a_rows_draw_does_not_depend_on_its_neighbours() -> None:
     keys = [noise.key(1, Use.COUPLED, position) for position in range(50)]
     weights = torch.rand(50, 20, generator=torch.Generator().manual_seed(0))
-    together = noise.race(keys, torch.arange(20), weights).tolist()
-    alone = [int(noise.race([keys[i]], torch.arange(20), weights[i : i + 1])) for i in range(50)]
+    together = noise.exponential_race(keys, torch.arange(20), weights).tolist()
+    alone = [int(noise.exponential_race([keys[i]], torch.arange(20), weights[i : i + 1])) for i in range(50)]
     assert together == alone
 
 
@@ -114,8 +114,8 @@ def test_a_race_takes_ids_per_row() -> None:
     keys = [noise.key(1, Use.COUPLED, position) for position in range(40)]
     weights = torch.rand(40, 30, generator=torch.Generator().manual_seed(0))
     order = torch.stack([torch.randperm(30, generator=torch.Generator().manual_seed(i)) for i in range(40)])
-    in_order = noise.race(keys, torch.arange(30), weights)
-    shuffled = noise.race(keys, order, weights.gather(1, order))
+    in_order = noise.exponential_race(keys, torch.arange(30), weights)
+    shuffled = noise.exponential_race(keys, order, weights.gather(1, order))
     assert order.gather(1, shuffled[:, None])[:, 0].tolist() == in_order.tolist()
 
 
@@ -199,18 +199,21 @@ def test_keys_of_a_long_session_never_meet() -> None:
 def test_weights_of_zero_never_win() -> None:
     keys = [noise.key(1, Use.COUPLED, position) for position in range(5000)]
     weights = torch.tensor([0.0, 1e-9, 0.0, 0.5]).expand(5000, 4)
-    assert set(noise.race(keys, torch.arange(4), weights).tolist()) <= {1, 3}
+    assert set(noise.exponential_race(keys, torch.arange(4), weights).tolist()) <= {1, 3}
 
 
 def test_weights_need_no_normalising() -> None:
     keys = [noise.key(1, Use.COUPLED, position) for position in range(2000)]
     weights = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64).expand(2000, 3)
     assert (
-        noise.race(keys, torch.arange(3), weights).tolist()
-        == noise.race(keys, torch.arange(3), weights * 1e-4).tolist()
+        noise.exponential_race(keys, torch.arange(3), weights).tolist()
+        == noise.exponential_race(keys, torch.arange(3), weights * 1e-4).tolist()
     )
     parts = torch.tensor([[2, 5, 3]]).expand(2000, 3)
-    assert noise.race(keys, torch.arange(3), parts).tolist() == noise.race(keys, torch.arange(3), weights).tolist()
+    assert (
+        noise.exponential_race(keys, torch.arange(3), parts).tolist()
+        == noise.exponential_race(keys, torch.arange(3), weights).tolist()
+    )
 
 
 @given(st.integers(0, 2**32))
@@ -219,7 +222,7 @@ def test_alike_distributions_mostly_draw_alike(seed: int) -> None:
     keys = [noise.key(seed, Use.COUPLED, position) for position in range(400)]
     target = torch.tensor([[0.5, 0.3, 0.2]]).expand(400, 3)
     draft = torch.tensor([[0.45, 0.35, 0.2]]).expand(400, 3)
-    same = noise.race(keys, torch.arange(3), target) == noise.race(keys, torch.arange(3), draft)
+    same = noise.exponential_race(keys, torch.arange(3), target) == noise.exponential_race(keys, torch.arange(3), draft)
     bound = (1 - 0.05) / (1 + 0.05)
     assert float(same.to(torch.float64).mean()) > bound - 5 * (bound * (1 - bound) / 400) ** 0.5
 
@@ -240,4 +243,4 @@ def test_a_race_of_many_is_won_by_the_one_who_would_win_it_looked_at_closely(
     keys = [noise.key(seed, Use.COUPLED, position) for position in (0, 1)]
     states = torch.tensor([key - (1 << 64) if key >= 1 << 63 else key for key in keys])
     closely = (noise.exponentials(states[:, None], ids) / weights).argmin(dim=-1)
-    assert torch.equal(noise.race(keys, ids, weights), closely)
+    assert torch.equal(noise.exponential_race(keys, ids, weights), closely)

@@ -250,11 +250,11 @@ def test_a_rows_bits_do_not_depend_on_the_batch_it_stands_in(vocab: int, request
         for params in CUTS:
             together = sampling.candidates(batch, params)
             keys = [noise.key(1, noise.Use.COUPLED, row) for row in range(size)]
-            ringing = noise.arrivals(keys, together.ids, together.probs)
+            ringing = noise.arrival_times(keys, together.ids, together.probs)
             for row in range(size):
                 alone = sampling.candidates(batch[row : row + 1], params)
                 assert torch.equal(alone.dense(vocab)[0], together.dense(vocab)[row]), (size, row, params)
-                rung = noise.arrivals(keys[row : row + 1], alone.ids, alone.probs)
+                rung = noise.arrival_times(keys[row : row + 1], alone.ids, alone.probs)
                 width = rung.shape[1]  # a neighbour may have wanted more ids looked at
                 assert torch.equal(rung[0], ringing[row, :width]), (size, row, params)
                 assert torch.isinf(ringing[row, width:]).all()

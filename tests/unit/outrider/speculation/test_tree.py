@@ -267,10 +267,10 @@ def test_what_second_guesses_are_worth_is_learnt() -> None:
 
 def test_reaching_a_depth() -> None:
     tree = tree_over([1])
-    assert [tree.reaches(depth) for depth in range(3)] == [True, False, False]
+    assert [tree.has_depth(depth) for depth in range(3)] == [True, False, False]
     tree.add(chain(1, 1, 7))
     tree.add(chain(1, 2, 5, 6))
-    assert [tree.reaches(depth) for depth in range(4)] == [True, True, True, False]
+    assert [tree.has_depth(depth) for depth in range(4)] == [True, True, True, False]
 
 
 def test_drafters_are_tallied_each_on_its_own() -> None:

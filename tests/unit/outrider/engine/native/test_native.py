@@ -83,7 +83,7 @@ def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_o
     whole = runs.extend([SessionTokens("whole", TOKENS)]).logits[0].clone()
     for size in (1, 2, 3, 5, 9, 12, 13, 17, 25, 49, 60, 97):
         runs.free("pieces")
-        runs.forget_idle()
+        runs.evict_all()
         at = 0
         while at < 200:
             neighbours = [SessionTokens(f"n{size}-{at}-{i}", TOKENS[i : i + 3 * i + 1]) for i in range(size % 4)]
@@ -109,7 +109,7 @@ def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any) -> None:
         found = runs.extend([SessionTokens(session, tree, parents)]).logits[0]
         for row, depth in ((1, 0), (3, 1), (5, 2)):
             assert torch.equal(found[row], whole[base + depth])
-        runs.keep(session, base, [1, 3, 5])
+        runs.compact(session, base, [1, 3, 5])
         assert torch.equal(
             runs.extend([SessionTokens(session, TOKENS[base + 3 : base + 6])]).logits[0], whole[base + 3 : base + 6]
         )
@@ -163,7 +163,7 @@ def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monk
         for weights in ("float32", "bfloat16", "int8"):
             runs = engine(model, weights)
             whole = runs.extend([SessionTokens("s", TOKENS[:150])])
-            tree = runs.extend([SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), features_from=0)])
+            tree = runs.extend([SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), hidden_from=0)])
             found.setdefault(weights, []).append(torch.cat([whole.logits[0], tree.logits[0]]).clone())
     assert len({build.load(build.compile_for(level, home() / "kernels")).outrider_lanes() for level in LEVELS}) > 1
     for narrow, wide in found.values():
@@ -187,13 +187,13 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callabl
         found = runs.extend([SessionTokens("tree", tree, parents)]).logits[0]
         assert torch.equal(found[[1, 3]], whole[base : base + 2])
         assert torch.isnan(found[[0, 2, 4]]).all()
-        runs.keep("tree", base, [1, 3])
+        runs.compact("tree", base, [1, 3])
         chain = runs.extend([SessionTokens("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
         assert torch.equal(chain[0], whole[base + 2])
         runs.free("tree")
-        runs.forget_idle()
+        runs.evict_all()
     runs.free("whole")
-    runs.forget_idle()
+    runs.evict_all()
     assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
@@ -209,7 +209,7 @@ def test_a_prefix_from_the_cache_has_the_bits_of_one_made_anew() -> None:
     runs = engine(llama())
     whole = runs.extend([SessionTokens("first", TOKENS[:150])]).logits[0].clone()
     runs.free("first")
-    found = runs.adopt("second", TOKENS[:150])
+    found = runs.match_prefix("second", TOKENS[:150])
     assert found == 128
     assert torch.equal(runs.extend([SessionTokens("second", TOKENS[found:150])]).logits[0], whole[found:])
 
