@@ -162,7 +162,7 @@ def _block(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    data = text.encode()
+    data = text.encode(errors="surrogateescape")
     length = len(data)
     if length < 127:
         return bytes([length]) + data

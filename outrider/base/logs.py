@@ -91,6 +91,7 @@ def _redirect_libraries(
     stream: LossyStream, level: int, processors: list[Processor], renderer: Processor, repeats: RepeatLimiter
 ) -> None:
     handler = logging.StreamHandler(stream)
+    handler.addFilter(_without_peer_traceback)
     handler.addFilter(repeats.filter)
     handler.setFormatter(
         ProcessorFormatter(
@@ -104,6 +105,14 @@ def _redirect_libraries(
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()  # some libraries bring their own, in a form of their own
             logger.propagate = True
+
+
+def _without_peer_traceback(record: logging.LogRecord) -> bool:
+    """Reduce what gRPC logs of metadata that is not UTF-8: a peer sent it, and a traceback points at no fault here."""
+    if record.name.startswith("grpc.") and str(record.msg).startswith("Invalid encoding"):
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
 
 
 def report_progress(text: str) -> None:

@@ -129,6 +129,17 @@ def get(process: Process, path: str = "/health") -> int:
     return httpx.get(f"{process.web}{path}", timeout=10).status_code
 
 
+def test_metadata_that_is_not_utf8_leaves_no_traceback(poor: Process) -> None:
+    """gRPC logs its own decoding error with one."""
+    before = len(poor.log())
+    with Http2(poor.address) as peer:
+        peer.call(1, "/outrider.v1.Outrider/GetServerInfo", ("x-request-id", "\udce4"))
+        peer.data(1, message(b""), end=True)
+        peer.until_ended(1)
+    said = until(lambda: "Invalid encoding" in poor.log()[before:] and poor.log()[before:], 10, "gRPC's complaint")
+    assert "Traceback" not in said
+
+
 def test_idle_connections_keep_nobody_out(poor: Process) -> None:
     host, port = poor.web.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
