@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from drafter.interface import DraftRequest, DraftResult
 from outrider.protocol.speculation import MAX_GAMMA
+from outrider.speculation.tree_shape import TreeShape
 
 _DECAY = 0.95  # per outcome: about the last twenty count
 _PRIOR_WEIGHT = 4.0  # the prior weighs as much as this many outcomes
@@ -127,9 +128,8 @@ def token_positions(request: DraftRequest, result: DraftResult) -> Iterator[tupl
             previous = token
         return
     tokens = (*request.open_tokens, *result.tokens)
-    positions: list[int] = []
-    for node, parent in enumerate((*request.open_parents, *result.parents)):
-        positions.append(positions[parent] + 1 if parent >= 0 else request.committed)
-        if node >= len(request.open_tokens):
-            previous = tokens[parent] if parent >= 0 else request.tokens[request.committed - 1]
-            yield positions[node], previous, tokens[node]
+    shape = TreeShape((*request.open_parents, *result.parents))
+    for node in range(len(request.open_tokens), len(tokens)):
+        parent = shape.parents[node]
+        previous = tokens[parent] if parent >= 0 else request.tokens[request.committed - 1]
+        yield request.committed + shape.depths[node] - 1, previous, tokens[node]

@@ -7,7 +7,7 @@ text under rejection and block verification.
 from __future__ import annotations
 
 from drafter.interface import DraftRequest, DraftResult
-from drafter.tree_builder import ROOT
+from outrider.speculation.tree_shape import ROOT, TreeShape
 
 
 def filter_by_grammar(request: DraftRequest, result: DraftResult) -> DraftResult:
@@ -36,9 +36,8 @@ def _filter_chain(request: DraftRequest, result: DraftResult) -> DraftResult:
 def _filter_tree(request: DraftRequest, result: DraftResult) -> DraftResult:
     cursor = request.grammar_cursor
     assert cursor is not None
-    paths: dict[int, list[int]] = {ROOT: []}
-    for node, (token, parent) in enumerate(zip(request.open_tokens, request.open_parents, strict=True)):
-        paths[node] = [*paths[parent], token]
+    open_paths = TreeShape(request.open_parents).token_paths(request.open_tokens)
+    paths: dict[int, tuple[int, ...]] = {ROOT: (), **dict(enumerate(open_paths))}
     first = len(request.open_tokens)
     new_index = {node: node for node in paths}  # of the nodes that are kept
     tokens: list[int] = []
@@ -46,7 +45,7 @@ def _filter_tree(request: DraftRequest, result: DraftResult) -> DraftResult:
     for node, (token, parent) in enumerate(zip(result.tokens, result.parents, strict=True), start=first):
         if parent not in new_index:
             continue
-        path = [*paths[parent], token]
+        path = (*paths[parent], token)
         if cursor.allowed_length(request.tokens, request.committed, path) == len(path):
             paths[node] = path
             new_index[node] = first + len(tokens)

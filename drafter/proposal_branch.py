@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drafter.accuracy import token_positions
 from drafter.interface import DraftRequest, DraftResult
-from drafter.tree_builder import ROOT
+from outrider.speculation.tree_shape import ROOT
 
 
 class ProposalBranch:

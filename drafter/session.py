@@ -21,6 +21,7 @@ from outrider.protocol.speculation import (
     Steering,
     check_opening,
 )
+from outrider.speculation.tree_shape import ROOT, TreeShape
 
 MAX_TREE = 128  # open guesses of a session
 MAX_UNREAD = 256  # messages; drafting pauses for a peer that is further behind
@@ -223,16 +224,16 @@ class DraftSession:
 
     def _send_below(self, top: OpenGuess | None, unsent: list[OpenGuess]) -> list[OpenGuess]:
         """Send the descendants of `top`; return the nodes that remain."""
-        numbers: dict[int, int] = {id(top): 0}
+        numbers: dict[int, int] = {id(top): ROOT}
         sent: list[OpenGuess] = []
         remaining: list[OpenGuess] = []
         for node in unsent:
             if id(node.parent) in numbers and len(sent) < MAX_GAMMA:
                 sent.append(node)
-                numbers[id(node)] = len(sent)
+                numbers[id(node)] = len(sent) - 1
             else:
                 remaining.append(node)
-        parents = tuple(numbers[id(node.parent)] for node in sent)
+        shape = TreeShape(tuple(numbers[id(node.parent)] for node in sent))
         first_id = self._next_id
         for node in sent:
             node.node_id = self._next_id
@@ -245,7 +246,7 @@ class DraftSession:
                 tokens=tuple(node.token for node in sent),
                 draft_probs=tuple(node.draft_prob for node in sent if node.draft_prob is not None),
                 draft_us=self._take_draft_us(),
-                parents=() if parents == tuple(range(len(sent))) else parents,
+                parents=shape.stated,
             )
         )
         return remaining

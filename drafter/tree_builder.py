@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 
 from drafter.interface import DraftRequest, DraftResult
-
-ROOT = -1  # the node at the committed position
+from outrider.speculation.tree_shape import ROOT, path_to
 
 Choice = tuple[int, float]  # a token and the logarithm of its probability
 
@@ -57,11 +56,7 @@ class TreeBuilder:
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the committed position to a node."""
-        path: list[int] = []
-        while node != ROOT:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return path[::-1]
+        return [self.tokens[each] for each in path_to(node, self.parents)]
 
     def score(self, node: int) -> float:
         """Return the log-probability that a node's path is accepted."""

@@ -83,7 +83,7 @@ class Work:
                 logits_from=len(self.pending),
                 hidden_from=self.hidden_from,
             )
-        parents = (*range(-1, offset), *(offset + parent for parent in self.block.parents))
+        parents = (*range(-1, offset), *(offset + 1 + parent for parent in self.block.parents))
         return SessionTokens(
             self.session.key,
             self.pending + self.block.tokens,

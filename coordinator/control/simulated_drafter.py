@@ -11,6 +11,7 @@ from functools import partial
 from coordinator.control.simulated_world import SimulatedWorld
 from coordinator.control.throughput_model import PLAIN, SpeculationPlan
 from outrider.protocol.speculation import MAX_NODES, Guess
+from outrider.speculation.tree_shape import ROOT, TreeShape
 
 RIGHT = 1  # the right token at every position; all others are wrong
 _WRONG = 1000
@@ -135,19 +136,19 @@ class SimulatedDrafter:
         self._unsent = []
         while unsent:
             root = unsent[0].parent
-            numbers: dict[int, int] = {id(root): 0}
+            numbers: dict[int, int] = {id(root): ROOT}
             sent: list[_SimulatedNode] = []
             rest: list[_SimulatedNode] = []
             for node in unsent:
                 if id(node.parent) in numbers and (node.parent is not None or node.position == unsent[0].position):
                     sent.append(node)
-                    numbers[id(node)] = len(sent)
+                    numbers[id(node)] = len(sent) - 1
                 else:
                     rest.append(node)
-            self._send(root, sent, tuple(numbers[id(node.parent)] for node in sent))
+            self._send(root, sent, TreeShape(tuple(numbers[id(node.parent)] for node in sent)))
             unsent = rest
 
-    def _send(self, root: _SimulatedNode | None, nodes: list[_SimulatedNode], parents: tuple[int, ...]) -> None:
+    def _send(self, root: _SimulatedNode | None, nodes: list[_SimulatedNode], shape: TreeShape) -> None:
         for node in nodes:
             node.node_id = self._next_id
             self._next_id += 1
@@ -157,7 +158,7 @@ class SimulatedDrafter:
             0 if root is None else root.node_id,
             tuple(node.token for node in nodes),
             draft_us=self._unreported_us,
-            parents=() if parents == tuple(range(len(nodes))) else parents,
+            parents=shape.stated,
         )
         self._unreported_us = 0
         self._world.send_up(partial(self._deliver, guess))

@@ -19,7 +19,8 @@ from coordinator.control.simulated_drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulated_world import SimulatedWorld, World
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, Guess, TokenKind, Verdict, VerifyTimings
-from outrider.speculation.tree import Block, GuessTree, depth
+from outrider.speculation.tree import Block, GuessTree
+from outrider.speculation.tree_shape import ROOT, TreeShape
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class Simulation:
     def _receive(self, guess: Guess) -> None:
         tree = bool(guess.parents) or self.controller.plan.branches > 1
         pair = self.controller.estimator.pair
-        pair.observe_draft(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=tree)
+        pair.observe_draft(TreeShape.of(guess.parents, len(guess.tokens)).depth, guess.draft_us, tree=tree)
         if guess.parent == 0 and guess.position < len(self._committed):
             pair.observe_late_guess(hit=guess.tokens[0] == RIGHT)
         self._tree.add(guess)
@@ -175,13 +176,14 @@ class Simulation:
 def _accepted_path(block: Block) -> list[int]:
     """Return the rows of the block on the path of right tokens; row 0 is the last committed token."""
     path: list[int] = []
-    at = 0
+    node = ROOT
     while True:
-        right = [row for row, parent in enumerate(block.parents, 1) if parent == at and block.tokens[row - 1] == RIGHT]
-        if not right:
+        children = (child for child, parent in enumerate(block.parents) if parent == node)
+        right = next((child for child in children if block.tokens[child] == RIGHT), None)
+        if right is None:
             return path
-        at = right[0]
-        path.append(at)
+        node = right
+        path.append(node + 1)
 
 
 def predict(case: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from coordinator.workers.worker_pool import WorkerConnection
 from outrider.protocol import message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation
 from outrider.protocol.speculation import HiddenStates, SourceTally
-from outrider.speculation.tree import depth
+from outrider.speculation.tree_shape import TreeShape
 from outrider.v1 import common_pb2 as common
 
 MAX_UNANSWERED = 192  # messages of guesses between two commits: no honest drafter has so much to say
@@ -101,7 +101,8 @@ class AttachedDrafter:
         except InvalidRequest as error:
             raise ProtocolViolation(error.message) from error
         guess.draft_us = self._pace.believed_us(guess.draft_us, now, ahead=self.plan.ahead)
-        self.pair.observe_draft(depth(guess.parents, len(guess.tokens)), guess.draft_us, tree=self.plan.branches > 1)
+        shape = TreeShape.of([parent - 1 for parent in guess.parents], len(guess.tokens))
+        self.pair.observe_draft(shape.depth, guess.draft_us, tree=self.plan.branches > 1)
         if not guess.tokens:
             self.passed = guess
 

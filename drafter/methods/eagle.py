@@ -19,7 +19,7 @@ from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choi
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, TreeBuilder
+from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import let_go
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
@@ -28,6 +28,7 @@ from outrider.protocol.errors import Overloaded
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.tree_shape import ROOT
 from outrider.train.artifacts.eagle import METHOD, Eagle
 
 _PREFILL_TOKENS = 512

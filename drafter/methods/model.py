@@ -18,11 +18,12 @@ from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choi
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
-from drafter.tree_builder import ROOT, Choice, TreeBuilder
+from drafter.tree_builder import Choice, TreeBuilder
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.speculation.tree_shape import ROOT, TreeShape
 from outrider.train.artifacts import card as cards
 
 _PREFILL_TOKENS = 512
@@ -120,7 +121,7 @@ class ModelDrafter:
         known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
         known.advance(request)
         needed: set[int] = set()
-        for node, path in enumerate(_paths(request)):
+        for node, path in enumerate(TreeShape(request.open_parents).token_paths(request.open_tokens)):
             if path not in known.choices:
                 while node != ROOT and node not in needed:
                     needed.add(node)
@@ -150,7 +151,7 @@ class ModelDrafter:
         `logits` are those after the committed tokens and after each computed node.
         """
         known = self._known[request.session].choices
-        paths = _paths(request)
+        paths = TreeShape(request.open_parents).token_paths(request.open_tokens)
         computed = [(), *(paths[node] for node in self._computed_nodes.pop(request.session))]
         new = [row for row, path in enumerate(computed) if path not in known]
         if new:
@@ -173,14 +174,6 @@ class ModelDrafter:
             return DraftResult(done=True)
         token, distribution = choice
         return DraftResult((token,), () if distribution is None else (distribution,))
-
-
-def _paths(request: DraftRequest) -> list[TokenPath]:
-    """Return the path from the committed position to each open guess."""
-    paths: list[TokenPath] = []
-    for token, parent in zip(request.open_tokens, request.open_parents, strict=True):
-        paths.append((*(paths[parent] if parent != ROOT else ()), token))
-    return paths
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

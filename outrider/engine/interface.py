@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from outrider.protocol.fleet import ModelInfo
+from outrider.speculation.tree_shape import TreeShape
 
 CHAIN: tuple[int, ...] = ()
 
@@ -33,12 +34,7 @@ class SessionTokens:
 
     def depths(self) -> list[int]:
         """How far each row is past the cached prefix, from 0."""
-        if not self.parents:
-            return list(range(len(self.tokens)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+        return [depth - 1 for depth in TreeShape.of(self.parents, len(self.tokens)).depths]
 
 
 @dataclass(frozen=True, slots=True)

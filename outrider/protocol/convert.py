@@ -135,7 +135,7 @@ def guess_to_proto(guess: Guess) -> common.Guess:
         draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
         draft_us=guess.draft_us,
         source=guess.source,
-        parents=guess.parents,
+        parents=[parent + 1 for parent in guess.parents],  # unsigned on the wire: 0 is the root
     )
 
 
@@ -149,7 +149,7 @@ def guess_from_proto(proto: common.Guess) -> Guess:
         draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
         draft_us=proto.draft_us,
         source=proto.source,
-        parents=tuple(proto.parents),
+        parents=tuple(parent - 1 for parent in proto.parents),
     )
 
 

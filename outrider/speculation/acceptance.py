@@ -54,13 +54,13 @@ class SeededNoise:
 def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
     """Greedy and coupled: follow the target's own draws through the tree for as long as they were guessed.
 
-    Guess i (from 0) sits in row i + 1 and hangs from row parents[i]; drawn[row]
-    is the target's token after that row.
+    `parents` is the guesses' TreeShape. drawn[0] is the target's token after
+    the committed text, drawn[i + 1] its token after guess i.
     """
     children: dict[tuple[int, int], int] = {}
     for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-        children.setdefault((parent, token), row)
-    guessed_after = set(parents)
+        children.setdefault((parent + 1, token), row)
+    guessed_after = {parent + 1 for parent in parents}
     path: list[int] = []
     row = 0
     while (child := children.get((row, drawn[row]))) is not None:

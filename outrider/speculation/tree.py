@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import Distribution, Guess, SourceTally
+from outrider.speculation.tree_shape import ROOT, TreeShape
 
 NodeKey = tuple[int, int]
 
@@ -64,43 +65,34 @@ Place = tuple[Node | None, int]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The part of a tree that one step checks. Guess i sits in row i + 1 and hangs from row parents[i]; row 0 is the
-    last committed token."""
+    """The part of a tree that one step verifies. Row 0 of the logits follows the last committed token, row i + 1
+    follows guess i."""
 
     tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
+    shape: TreeShape = field(default_factory=TreeShape)
     nodes: tuple[Node, ...] = ()
     ranks: tuple[int, ...] = ()  # among its siblings, 0 for the first that came
 
-    def path_to(self, row: int) -> list[int]:
-        """Guessed tokens from the root to a row."""
-        path: list[int] = []
-        while row:
-            path.append(self.tokens[row - 1])
-            row = self.parents[row - 1]
-        return path[::-1]
+    @property
+    def parents(self) -> tuple[int, ...]:
+        return self.shape.parents
 
     @property
-    def paths(self) -> list[list[int]]:
-        """To each row, row 0 first."""
-        return [self.path_to(row) for row in range(len(self.tokens) + 1)]
+    def paths(self) -> list[tuple[int, ...]]:
+        """Return the guessed tokens that lead to each row, row 0 first."""
+        return [(), *self.shape.token_paths(self.tokens)]
 
     @property
     def depth(self) -> int:
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+        return self.shape.depth
 
     def tallies(self, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
         """How each drafter did whose guesses are in here; `accepted` are the rows of the path that held."""
-        depths = [0]
         longest: dict[int, int] = {}
         held: Counter[int] = Counter()
-        for row, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True), start=1):
-            depths.append(depths[parent] + 1)
+        for row, (node, depth) in enumerate(zip(self.nodes, self.shape.depths, strict=True), start=1):
             sources = {source for source, _ in node.keys}
-            longest.update((source, max(depths[row], longest.get(source, 0))) for source in sources)
+            longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
             held.update(sources if row in accepted else ())
         return tuple(SourceTally(source, longest[source], held[source]) for source in sorted(longest))
 
@@ -133,7 +125,6 @@ class GuessTree:
         """Take what fits; returns how many tokens were new. Raises InvalidRequest for what no honest drafter sends."""
         parent, after = self._locate(guess)
         self._check_ids(guess)
-        self._check_parents(guess)
         if after is None:
             return 0  # hangs from something that did not come true
         if guess.position != after:
@@ -144,7 +135,7 @@ class GuessTree:
         before = self._size
         places: list[Place | None] = [(parent, guess.position)]
         for i in range(len(guess.tokens)):
-            place = places[guess.parents[i] if guess.parents else i]
+            place = places[guess.parents[i] + 1 if guess.parents else i]
             places.append(None if place is None else self._put(guess, i, *place))
         return self._size - before
 
@@ -207,23 +198,23 @@ class GuessTree:
         reached: list[tuple[float, int, Node, int, int, int]] = []
         seen = 0
 
-        def reach(siblings: Sequence[Node], parent_row: int, depth: int, chance: float) -> None:
+        def reach(siblings: Sequence[Node], parent: int, depth: int, chance: float) -> None:
             nonlocal seen
             for rank, node in enumerate(siblings):
                 seen += 1  # of equals, the first reached
-                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent_row, depth))
+                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent, depth))
 
         if max_depth > 0:
-            reach(self._roots, 0, 1, 1.0)
+            reach(self._roots, ROOT, 1, 1.0)
         while reached and len(tokens) < max_rows:
-            worth, _, node, rank, parent_row, depth = heapq.heappop(reached)
+            worth, _, node, rank, parent, depth = heapq.heappop(reached)
             tokens.append(node.token)
-            parents.append(parent_row)
+            parents.append(parent)
             nodes.append(node)
             ranks.append(rank)
             if depth < max_depth:
-                reach(node.children, len(tokens), depth + 1, -worth)
-        return Block(tuple(tokens), tuple(parents), tuple(nodes), tuple(ranks))
+                reach(node.children, len(tokens) - 1, depth + 1, -worth)
+        return Block(tuple(tokens), TreeShape(tuple(parents)), tuple(nodes), tuple(ranks))
 
     def has_depth(self, depth: int) -> bool:
         """Whether a chain of this length fits now."""
@@ -272,17 +263,6 @@ class GuessTree:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
         self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
 
-    def _check_parents(self, guess: Guess) -> None:
-        if not guess.parents:
-            return
-        if len(guess.parents) != len(guess.tokens):
-            raise InvalidRequest.of(
-                "guess.parents", f"{len(guess.parents)} parents", f"none or as many as tokens, {len(guess.tokens)}"
-            )
-        for i, parent in enumerate(guess.parents):
-            if parent > i:
-                raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
-
     def _hold(self, key: NodeKey, position: int) -> None:
         self._held[key] = position
         if len(self._held) > MAX_HELD:
@@ -308,13 +288,3 @@ class GuessTree:
         self._size -= 1
         for key in node.keys:
             self._nodes.pop(key, None)
-
-
-def depth(parents: Sequence[int], num_tokens: int) -> int:
-    """Length of a guess's longest path: what its drafter had to do one after the other."""
-    if not parents:
-        return num_tokens
-    depths = [0]
-    for parent in parents[:num_tokens]:
-        depths.append(1 + depths[min(parent, len(depths) - 1)])
-    return max(depths)

@@ -218,7 +218,7 @@ def checked(
         if clock is not None:
             clock.now += verify_s
         path = tuple(committed[len(setting.prompt) :])
-        rows = [pair.target(path + tuple(block.path_to(row))) for row in range(len(block.tokens) + 1)]
+        rows = [pair.target(path + tuple(block.paths[row])) for row in range(len(block.tokens) + 1)]
         logits = torch.tensor(rows, dtype=torch.float64).log()
         return judge(logits, block, len(committed), setting.params, None, chance).tokens
 
@@ -406,7 +406,7 @@ class Crowd:
             held = [block.nodes[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
             self.accepted_late += sum(node.skipped for node in held)
-            self.branched += block.parents != tuple(range(len(block.parents)))
+            self.branched += not block.shape.is_chain
             return judgement.tokens
 
         return play(setting, self.drafters, step)
@@ -499,7 +499,9 @@ class TestChiSquareSees:
 
     def test_a_walk_that_takes_the_first_of_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def planted(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
-            firsts = [tokens[parents.index(row)] if row in parents else token for row, token in enumerate(drawn)]
+            firsts = [
+                tokens[parents.index(row - 1)] if row - 1 in parents else token for row, token in enumerate(drawn)
+            ]
             return acceptance.walk(tokens, parents, firsts)
 
         monkeypatch.setattr(judging, "acceptance", SimpleNamespace(walk=planted))

@@ -173,7 +173,7 @@ def test_what_was_drafted_while_a_bonus_came_follows_another_path_unless_it_was_
 def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
     session = opened(gamma=2, branches=2)
     (guess,) = draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 0))
-    assert (guess.tokens, guess.parents, guess.parent) == ((7, 8, 9, 4), (0, 0, 1, 1), 0)
+    assert (guess.tokens, guess.parents, guess.parent) == ((7, 8, 9, 4), (-1, -1, 0, 0), 0)
     session.steer(Steering(gamma=3))
     request = session.next_request()
     assert request is not None
@@ -318,7 +318,7 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
             tree.add(underway.pop(0))
         elif action == "step" and len(committed) < 20:
             block = tree.block(9, 9)
-            path = block.path_to(data.draw(st.integers(0, len(block.tokens))))
+            path = block.paths[data.draw(st.integers(0, len(block.tokens)))]
             new = (*path, data.draw(token))
             unsaid.append((len(committed), new))
             committed.extend(new)
@@ -334,7 +334,7 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     # All is said: what the drafter holds open and has sent is what the verifier can check.
     open_ = {tuple(session._guesses.path(node)) for node in session._guesses.nodes if node.node_id}
     block = tree.block(99, 99)
-    held = {tuple(block.path_to(row)) for row in range(1, len(block.tokens) + 1)}
+    held = {tuple(block.paths[row]) for row in range(1, len(block.tokens) + 1)}
     assert open_ <= held
     if single:
         assert open_ == held

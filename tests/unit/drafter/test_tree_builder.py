@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.interface import DraftRequest
-from drafter.tree_builder import ROOT, TreeBuilder
+from drafter.tree_builder import TreeBuilder
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation.tree_shape import ROOT
 
 
 def ask_for(

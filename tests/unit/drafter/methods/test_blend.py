@@ -136,7 +136,7 @@ def run(
             guesses.append(guess)
             tree.add(guess)
         block = tree.block(256, 64)
-        paths = [block.path_to(row) for row in range(len(block.tokens) + 1)]
+        paths = block.paths
         at = len(committed)
         held = max(len(path) for path in paths if list(path) == list(truth[at : at + len(path)]))
         new = tuple(truth[at : at + held + 1])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.base.rpc_status import grpc_status
 from outrider.protocol import convert, errors
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import MAX_SHOWN, InvalidRequest, OutriderError
@@ -209,7 +210,7 @@ def test_every_error_has_a_code_and_a_status() -> None:
     assert set(errors.STATUS) == set(errors.KINDS.values())
     assert len(errors.KINDS) == len(errors.STATUS)
     for kind in errors.KINDS.values():
-        assert errors.grpc_status(kind("x")) is not grpc.StatusCode.OK
+        assert grpc_status(kind("x")) is not grpc.StatusCode.OK
 
 
 # --- over the wire ---------------------------------------------------------------------------------------------------
@@ -254,16 +255,26 @@ steerings = st.builds(
     patience_us=st.none() | uint32,
     features=st.none() | st.booleans(),
 )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, tuple[int, ...]]:
+    """Tokens, and parents that precede their children, or none."""
+    drawn = draw(tokens)
+    numbers = draw(st.none() | st.lists(st.integers(0, 64), min_size=len(drawn), max_size=len(drawn)))
+    parents = () if numbers is None else tuple(number % (i + 1) - 1 for i, number in enumerate(numbers))
+    return {"tokens": drawn, "parents": parents}
+
+
 guesses = st.builds(
-    Guess,
+    lambda tree, **rest: Guess(**tree, **rest),
+    tree=trees(),
     position=uint32,
     first_id=uint32,
     parent=uint32,
-    tokens=tokens,
     draft_probs=st.lists(distributions(), max_size=3).map(tuple),
     draft_us=uint32,
     source=uint32,
-    parents=tokens,
 )
 logprob_entries = st.builds(
     TokenLogprobs, logprob=finite, top_ids=tokens, top_logprobs=st.lists(finite, max_size=4).map(tuple)

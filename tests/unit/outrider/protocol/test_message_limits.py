@@ -137,3 +137,12 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
     assert believed == pytest.approx(602_000 if ahead else 102_000, abs=2)
     assert pace.believed_us(2**32 - 1, 10.61, ahead=ahead) == pytest.approx(12_000, abs=2)
     assert pace.believed_us(300, 10.7, ahead=ahead) == 300, "what can be is believed"
+
+
+@pytest.mark.parametrize(
+    ("parents", "value"), [([0], "1 parents"), ([0, 2], "2"), ([1, 0], "1"), ([0, 0, 0], "3 parents")]
+)
+def test_parents_that_form_no_tree_are_rejected(parents: list[int], value: str) -> None:
+    with pytest.raises(InvalidRequest) as rejected:
+        message_limits.check_guess(common.Guess(position=1, first_id=1, tokens=[7, 8], parents=parents))
+    assert rejected.value.value == value

@@ -497,7 +497,7 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
                 tree.add(Guess(len(committed), next_id, 0, tokens))
                 next_id += len(tokens)
         block = tree.block(data.draw(st.integers(0, 12)), START + length - len(committed) - 1)
-        paths = [block.path_to(row) for row in range(len(block.tokens) + 1)]
+        paths = block.paths
         logits = torch.stack([logits_after(model, committed[START:] + path) for path in paths])
         drawn = shared_draw(logits, params, [len(committed) + len(path) for path in paths])
         outcome = acceptance.walk(block.tokens, block.parents, drawn)
@@ -513,9 +513,9 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
 
 def test_walk_calls_the_last_token_what_it_is() -> None:
     assert acceptance.walk((), (), [4]) == Outcome((), 4, TokenKind.PLAIN)
-    assert acceptance.walk((7, 8), (0, 1), [7, 8, 9]) == Outcome((1, 2), 9, TokenKind.BONUS)
-    assert acceptance.walk((7, 8), (0, 1), [7, 5, 9]) == Outcome((1,), 5, TokenKind.RECOVERED)
-    assert acceptance.walk((6, 7, 8), (0, 0, 2), [7, 1, 8, 9]) == Outcome((2, 3), 9, TokenKind.BONUS)
+    assert acceptance.walk((7, 8), (-1, 0), [7, 8, 9]) == Outcome((1, 2), 9, TokenKind.BONUS)
+    assert acceptance.walk((7, 8), (-1, 0), [7, 5, 9]) == Outcome((1,), 5, TokenKind.RECOVERED)
+    assert acceptance.walk((6, 7, 8), (-1, -1, 1), [7, 1, 8, 9]) == Outcome((2, 3), 9, TokenKind.BONUS)
 
 
 # --- chi-square over seeded draws ------------------------------------------------------------------------------------
