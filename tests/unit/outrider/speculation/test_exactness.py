@@ -293,9 +293,9 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
     )
 
     def draft() -> None:
-        while (ask := drafter.ask()) is not None:
+        while (ask := drafter.next_request()) is not None:
             drawn_from = pair.draft(tuple(ask.tokens[START:]))
-            drafter.take(DraftResult((branches.token(drawn_from),), (drawn_from,)), 0)
+            drafter.add_result(DraftResult((branches.token(drawn_from),), (drawn_from,)), 0)
         while not drafter.outbox.empty():
             tree.add(drafter.outbox.get_nowait())
 
@@ -498,7 +498,7 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
                 next_id += len(tokens)
         block = tree.block(data.draw(st.integers(0, 12)), START + length - len(committed) - 1)
         paths = block.paths
-        logits = torch.stack([logits_after(model, committed[START:] + path) for path in paths])
+        logits = torch.stack([logits_after(model, [*committed[START:], *path]) for path in paths])
         drawn = shared_draw(logits, params, [len(committed) + len(path) for path in paths])
         outcome = acceptance.walk(block.tokens, block.parents, drawn)
         new = [*(block.tokens[row - 1] for row in outcome.path), outcome.final]
