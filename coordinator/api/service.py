@@ -49,6 +49,7 @@ class CoordinatorService(rpc.OutriderServicer):
         doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
         self.guard = AuthInterceptor(doors, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
+        self._registry = RegistryService(self.sessions.roster, settings, self.fleet)
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
@@ -58,8 +59,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-        registry = RegistryService(self.sessions.roster, self._settings, self.fleet)
-        rpc.add_RegistryServicer_to_server(registry, server)  # type: ignore[no-untyped-call,unused-ignore]
+        rpc.add_RegistryServicer_to_server(self._registry, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
         self.sessions.start()
@@ -82,6 +82,7 @@ class CoordinatorService(rpc.OutriderServicer):
         return self.sessions.ready
 
     async def stop(self) -> None:
+        self._registry.stop()
         await self.sessions.stop()
         await cancel_all(list(self._parting))
         if self._http is not None:

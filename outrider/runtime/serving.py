@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -28,6 +28,7 @@ from outrider.security.error_interceptor import ErrorInterceptor
 log = structlog.get_logger(__name__)
 
 HEALTH_S = 0.1
+HANDLERS_END_S = 2.0
 
 
 class Service(Protocol):
@@ -68,7 +69,8 @@ class Service(Protocol):
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
     """Run until SIGTERM or SIGINT, then drain and leave."""
     raise_descriptor_limit()
-    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
+    calls = RunningCalls()
+    server = grpc.aio.server(options=server_options(settings), interceptors=[calls, *interceptors(service, settings)])
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection([*service.names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -98,7 +100,31 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     await until(lambda: not service.busy(), settings.drain_s)
     await service.stop()
     await server.stop(grace=1.0)
+    await calls.ended(HANDLERS_END_S)
     log.info("stopped")
+
+
+class RunningCalls(grpc.aio.ServerInterceptor):
+    """The calls whose handlers run. A stopped server has cancelled them, which is not to say that they have ended.
+
+    gRPC logs a trace-back for each handler that an event loop cancels when it closes.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        call = asyncio.current_task()
+        assert call is not None
+        self._running.add(call)  # gRPC runs the handler in the task that has asked the interceptors
+        call.add_done_callback(self._running.discard)
+        return await continuation(handler_call_details)
+
+    async def ended(self, seconds: float) -> bool:
+        """Wait for them; whether all have ended in time."""
+        return await until(lambda: not self._running, seconds)
 
 
 def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:

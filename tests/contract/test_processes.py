@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -14,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.base.grpc_options import channel_options
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import ROOT, Cluster, ask, client, environment, generate, known_workers, server_info, until
 from tests.conftest import Models
 
@@ -163,3 +166,46 @@ def test_a_drafter_that_copies_loads_no_torch(cluster: Cluster) -> None:
     model, ngram = cluster.drafters
     assert "libtorch" in Path(f"/proc/{model.pid}/maps").read_text()
     assert "libtorch" not in Path(f"/proc/{ngram.pid}/maps").read_text()
+
+
+def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_back(tmp_path: Path) -> None:
+    """Registrations are open for as long as workers live."""
+    fleet = Cluster(tmp_path, redis=False)
+    process = fleet.add_coordinator().start().wait_ready()
+    ended: list[grpc.RpcError] = []
+    leave = threading.Event()
+
+    def report(number: int) -> None:
+        def says() -> Iterator[pb.RegisterRequest]:
+            worker = pb.Worker(worker_id=f"w{number}", role=pb.ROLE_DRAFTER, address=f"127.0.0.1:{number + 1}")
+            worker.model.name = "any"
+            yield pb.RegisterRequest(worker=worker)
+            leave.wait(30)
+
+        with grpc.insecure_channel(process.address, options=channel_options()) as channel:
+            try:
+                for _ in rpc.RegistryStub(channel).Register(says(), timeout=30):
+                    registered.release()
+            except grpc.RpcError as error:
+                ended.append(error)
+
+    registered = threading.Semaphore(0)
+    threads = [threading.Thread(target=report, args=(number,), daemon=True) for number in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert all(registered.acquire(timeout=20) for _ in threads)
+        process.terminate()
+        assert process.wait(20) == 0
+        leave.set()
+        for thread in threads:
+            thread.join(10)
+    finally:
+        leave.set()
+        fleet.stop()
+    assert {(error.code(), "leaving" in (error.details() or "")) for error in ended} == {
+        (grpc.StatusCode.UNAVAILABLE, True)
+    }
+    assert len(ended) == len(threads)
+    assert "stopped" in process.log()
+    assert "Traceback" not in process.log()

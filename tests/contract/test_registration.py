@@ -18,7 +18,7 @@ from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from drafter.settings import DrafterSettings
 from outrider.base.aio import until as soon
-from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated
+from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated, Unavailable
 from outrider.protocol.fleet import Role
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
@@ -185,6 +185,21 @@ async def test_the_place_of_one_that_fell_silent_can_be_taken(desk: Desk) -> Non
                 await asyncio.sleep(HEARTBEAT_MS / 2000)
         else:
             pytest.fail("its place was never free")
+
+
+async def test_a_coordinator_that_leaves_sends_its_workers_to_another() -> None:
+    settings = CoordinatorSettings(http_port=-1)
+    service = CoordinatorService(settings, NO_REDIS)
+    async with in_process(service, settings) as address:
+        leaving = Desk(address, service)
+        async with registering(leaving, saying("early"), "") as call:
+            assert (await call.read()).accepted
+            stopping = asyncio.create_task(service.stop())
+            error = (await failure(call))[1]
+            assert isinstance(error, Unavailable)
+            assert "leaving" in error.message
+            assert isinstance(await refusal(leaving, saying("late"), ""), Unavailable)
+            await stopping
 
 
 async def test_one_key_for_all_works_and_is_told() -> None:
