@@ -216,6 +216,7 @@ class WorkerPool:
         self._fleet = fleet
         self.shunning = ShunnedWorkers()
         self._links: dict[str, WorkerConnection] = {}
+        self._unregistered: dict[str, WorkerConnection] = {}  # no longer in `_links`, with streams of sessions on them
         self._seen: dict[str, float] = {}
         self._left: dict[str, float] = {}  # workers whose streams have ended, and when
         self._target: Target | None = None
@@ -335,10 +336,11 @@ class WorkerPool:
                 await self._learn(info)
         self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
         await self._forget_silent({info.worker_id for info in known})
+        await self._close_unused()
 
     async def watch(self) -> None:
         """Take sessions from workers that fall silent."""
-        await watch(self.links, self._has_spare, self._verdict_timeout_s)
+        await watch(lambda: [*self.links(), *self._unregistered.values()], self._has_spare, self._verdict_timeout_s)
 
     def _has_spare(self, silent: WorkerConnection) -> bool:
         others = [link for link in self._of(silent.info.role) if link is not silent]
@@ -347,6 +349,7 @@ class WorkerPool:
     async def close(self) -> None:
         for worker_id in list(self._links):
             await self._drop(worker_id)
+        await self._close_unused(every=True)
 
     async def _learn(self, info: WorkerInfo) -> None:
         link = self._links.get(info.worker_id)
@@ -451,22 +454,51 @@ class WorkerPool:
             # The same worker again: sessions that hold its link must hear what it says from now on.
             known.info = replace(info, load=_fresher(known.info.load, info.load))
             return known
+        if (known := self._returned(info)) is not None:
+            return known
         await self._drop(info.worker_id)
         for link in self.links():
             if _place(link.info) == _place(info):
                 await self._drop(link.info.worker_id)  # restarted in the same place
-        link = WorkerConnection(info, lambda: self._fleet.access(info.role))
+        return self._join(WorkerConnection(info, lambda: self._fleet.access(info.role)))
+
+    def _join(self, link: WorkerConnection) -> WorkerConnection:
+        info = link.info
         self._links[info.worker_id] = link
         self._changed.set()
         log.info("worker joined", worker=info.worker_id, role=info.role.name.lower(), address=info.address)
         return link
 
+    def _returned(self, info: WorkerInfo) -> WorkerConnection | None:
+        """Return the connection of a worker whose registration broke off while sessions of ours went on with it.
+
+        They hear what it says from now on, and it counts them.
+        """
+        link = self._unregistered.get(info.worker_id)
+        if link is None or identity(link.info) != identity(info):
+            return None
+        del self._unregistered[info.worker_id]
+        link.info = replace(info, load=_fresher(link.info.load, info.load))
+        return self._join(link)
+
     async def _drop(self, worker_id: str) -> None:
+        """Forget a worker. Streams of sessions end with the worker, not with its registration."""
         link = self._links.pop(worker_id, None)
         self._seen.pop(worker_id, None)
+        if link is None:
+            return
+        log.info("worker left", worker=worker_id)
+        if link.streams:
+            older, self._unregistered[worker_id] = self._unregistered.get(worker_id), link
+            link = older
         if link is not None:
-            log.info("worker left", worker=worker_id)
             await link.close()
+
+    async def _close_unused(self, *, every: bool = False) -> None:
+        for worker_id, link in list(self._unregistered.items()):
+            if every or not link.streams:
+                del self._unregistered[worker_id]
+                await link.close()
 
     def _of(self, role: Role) -> list[WorkerConnection]:
         return [link for link in self._links.values() if link.info.role is role]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import cast
+
+import pytest
 
 from coordinator.persistence.store import Store
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 
 DRAFTER = WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", ModelInfo("m", "f"))
 
@@ -50,3 +54,62 @@ async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> N
     await roster.look()
     assert [link.info.worker_id for link in roster.links()] == [DRAFTER.worker_id]
     await roster.close()
+
+
+class HeldStream:
+    """Of a session that goes on."""
+
+    def hang_up(self, why: OutriderError) -> None:
+        pytest.fail(f"its worker lives: {why}")
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        return 0.0
+
+
+async def test_a_worker_that_registers_again_has_the_connection_that_its_sessions_hold() -> None:
+    """Its registration broke off, the streams of sessions did not: they are to hear that it drains."""
+    store = SlowStore()
+    store.answer.set()
+    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await roster.admit(DRAFTER)
+    stream = HeldStream()
+    held.streams.add(stream)
+    await roster.left(DRAFTER.worker_id)
+    await roster.look()
+    assert not roster.links(), "no new session goes there"
+    again = await roster.admit(replace(DRAFTER, draining=True, capacity=9))
+    assert again is held
+    assert (held.info.draining, held.info.capacity) == (True, 9)
+    assert roster.links() == [held]
+    await roster.close()
+
+
+async def test_a_connection_without_sessions_is_closed_when_its_worker_has_left() -> None:
+    store = SlowStore()
+    store.answer.set()
+    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await roster.admit(DRAFTER)
+    stream = HeldStream()
+    held.streams.add(stream)
+    await roster.left(DRAFTER.worker_id)
+    held.streams.discard(stream)
+    await roster.look()
+    again = await roster.admit(DRAFTER)
+    assert again is not held
+    assert held._probing.done()
+    await roster.close()
+    assert again._probing.done()
+
+
+async def test_another_worker_of_the_same_name_has_a_connection_of_its_own() -> None:
+    store = SlowStore()
+    store.answer.set()
+    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await roster.admit(DRAFTER)
+    held.streams.add(HeldStream())
+    await roster.left(DRAFTER.worker_id)
+    other = await roster.admit(replace(DRAFTER, address="127.0.0.1:2"))
+    assert other is not held
+    assert held.info.address == "127.0.0.1:1"
+    await roster.close()
+    assert held._probing.done()

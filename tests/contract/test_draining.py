@@ -1,0 +1,95 @@
+"""A session leaves a verifier that drains, also when the verifier's registration broke off and came back meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.api.service import CoordinatorService
+from coordinator.settings import CoordinatorSettings
+from outrider.base.aio import until
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.engine.throttled import ThrottledEngine, parse_pace
+from outrider.protocol import convert
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from tests.cluster import Output, ask, client, follow, in_process
+from tests.conftest import Models
+from tests.contract.conftest import Greedy, verifier_serving
+
+pytestmark = pytest.mark.timeout(60)
+
+NO_REDIS = "redis://127.0.0.1:1"
+PROMPT = "Where one leaves, another goes on. "
+LENGTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Where verifiers are registered by hand."""
+
+    address: str
+    service: CoordinatorService
+    loaded: LoadedModel
+
+    @asynccontextmanager
+    async def registered(self, worker_id: str, address: str) -> AsyncIterator[Any]:
+        async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
+            call: Any = rpc.RegistryStub(channel).Register(timeout=30)  # type: ignore[call-arg]
+            await self.say(call, worker_id, address)
+            assert (await call.read()).accepted
+            try:
+                yield call
+            finally:
+                call.cancel()
+
+    async def say(self, call: Any, worker_id: str, address: str, *, draining: bool = False) -> None:
+        model = convert.model_to_proto(self.loaded.engine.info)
+        worker = pb.Worker(worker_id=worker_id, role=pb.ROLE_VERIFIER, address=address, kind="target", model=model)
+        worker.capacity, worker.draining = 8, draining
+        await call.write(pb.RegisterRequest(worker=worker))
+
+    def known(self) -> set[str]:
+        return {link.info.worker_id for link in self.service.sessions.roster.links()}
+
+
+def slowly(loaded: LoadedModel) -> LoadedModel:
+    return replace(loaded, engine=ThrottledEngine(loaded.engine, parse_pace("1:15")))
+
+
+async def test_a_session_hears_that_its_verifier_drains_after_a_second_registration(
+    loaded: LoadedModel, models: Models, greedy: Greedy, tmp_path: Path
+) -> None:
+    settings = CoordinatorSettings(http_port=-1, heartbeat_ms=200, worker_wait_s=5)
+    service = CoordinatorService(settings, NO_REDIS)
+    other = load_model(str(models.target), EngineOptions(device="cpu"))
+    async with (
+        in_process(service, settings) as address,
+        verifier_serving(slowly(loaded), tmp_path / "first") as first,
+        verifier_serving(slowly(other), tmp_path / "second") as second,
+        client(address) as stub,
+    ):
+        desk = Desk(address, service, loaded)
+        output = Output()
+        async with desk.registered("first", first):
+            request = ask(PROMPT, temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+            answering = asyncio.create_task(follow(stub.Generate(request, timeout=30), output))
+            assert await until(lambda: len(output.token_ids) > 2, 10)
+        assert await until(lambda: not desk.known(), 5)
+        (session,) = service.sessions.live
+        async with desk.registered("first", first) as call, desk.registered("second", second):
+            assert session.record.verifier == "first"
+            await desk.say(call, "first", first, draining=True)
+            assert await until(lambda: session.record.verifier == "second", 5), "it has moved"
+            assert len(output.token_ids) < LENGTH
+            await answering
+    assert output.token_ids == greedy(loaded.tokenizer.encode(PROMPT), LENGTH)
+    assert output.stats.failovers == 0
