@@ -133,6 +133,9 @@ class VerifierService(rpc.VerifierServicer):
                             account.add(len(news.tokens), news.timings.step_us, news.timings.cached_tokens)
                             yield pb.VerifyReply(verdict=convert.verdict_to_proto(news))
                     if news.error is not None:
+                        # No wait here. A peer learns of an error by the status alone, so it would not hang up before.
+                        # Verdicts that gRPC drops unread cost time and no token: the session is opened again with the
+                        # tokens that were read, and goes on from them.
                         raise news.error
                     # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
                     # that for the end of the stream and drop the verdicts that it has not read yet.

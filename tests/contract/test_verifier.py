@@ -22,7 +22,7 @@ from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import failure, in_process, until_async
 from tests.contract.conftest import Greedy, verifier_serving, verifying
-from verifier.service import VerifierService
+from verifier.service import HANG_UP_S, VerifierService
 from verifier.settings import VerifierSettings
 
 pytestmark = pytest.mark.timeout(60)
@@ -298,6 +298,22 @@ async def test_equal_epoch_takes_over_too(verifier: str, truth: list[int]) -> No
         await new.rest()
         assert (await failure(old.call))[0] is grpc.StatusCode.ABORTED
     assert new.tokens == truth[:8]
+
+
+async def test_an_error_ends_a_stream_at_once_and_what_was_not_read_is_made_again(
+    verifier: str, truth: list[int]
+) -> None:
+    """The peer does not hang up, for it cannot know: a verifier that waited for it would keep the reason to itself."""
+    async with verifying(verifier) as old, verifying(verifier) as new:
+        await old.open(PROMPT, session_id="broken", epoch=1, max_tokens=12, gamma=2, patience_us=LONG_PATIENCE_US)
+        await old.verdict()
+        await old.guess(len(PROMPT) + 1, truth[1:3])
+        await new.open([*PROMPT, *old.tokens], session_id="broken", epoch=2, max_tokens=12, prompt_length=len(PROMPT))
+        async with asyncio.timeout(HANG_UP_S / 6):
+            assert (await failure(old.call))[0] is grpc.StatusCode.ABORTED
+        await new.rest()
+    assert old.tokens == truth[:1]
+    assert old.tokens + new.tokens == truth[:12]
 
 
 async def test_a_full_cache_queues_and_then_refuses(loaded: LoadedModel, tmp_path: Path, truth: list[int]) -> None:
