@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import typer
+import uvicorn
+from packaging.requirements import Requirement
 from setuptools import find_packages
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import coordinator.settings
 import drafter.settings
 import verifier.settings
+from coordinator.api.http.connections import Connection
+from coordinator.api.http.server import _UvicornServer
 from loadtest.__main__ import app as loadtest
 from loadtest.arguments import add_arguments
 from outrider.base.config import PREFIX, VARIABLES, Settings
@@ -95,3 +100,15 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
+
+
+def test_uvicorn_stays_within_the_versions_that_its_subclasses_were_tested_with() -> None:
+    """They override what uvicorn calls by itself: another version may not call it any more, without an error."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (needed,) = (Requirement(text) for text in project["dependencies"] if text.startswith("uvicorn"))
+    assert not needed.specifier.contains("99"), "bounded"
+    assert needed.specifier.contains(uvicorn.__version__)
+    for ours, theirs in ((Connection, H11Protocol), (_UvicornServer, uvicorn.Server)):
+        overridden = [name for name, value in vars(ours).items() if callable(value) and not name.startswith("_")]
+        assert overridden
+        assert not [name for name in overridden if not hasattr(theirs, name)]
