@@ -2,8 +2,14 @@
 
 One loop on the event loop, one thread for the engine. Each step takes what
 is ready: sessions with guesses that fit, sessions out of patience, and a
-share of the prompts still to be cached. Trees change on the event loop only;
-the engine's thread sees frozen blocks.
+share of the prompts still to be cached.
+
+Trees change on the event loop only, also while a step runs: guesses come at
+any time. The engine's thread does not read the trees. It has the step's
+`Work` and reads of a session what changes between steps only: committed
+tokens, how many of them are cached, the sampler's history, and the draft
+probabilities of the block's nodes. A session's grammar it advances itself;
+the event loop leaves it alone during a step.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Stack:
         return dead
 
     def stop(self) -> None:
-        """SIGTERM to all, workers first seen off by a coordinator that still listens; SIGKILL to what stays.
+        """Send SIGTERM to all processes at once, and SIGKILL to those that have not ended in time.
 
         A second Ctrl-C does not wait.
         """

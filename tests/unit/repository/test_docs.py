@@ -28,6 +28,11 @@ _PYTHON = re.compile(r"^```python$(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"\boutrider ((?:serve|bench|models) )?([a-z]+)( [^`#\n]*)")
 _SECTION = re.compile(r"^## Invariant (\d+): .+?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _TEST = re.compile(r"^\| `(tests/[\w/]+\.py)::(\w+)` \|", re.MULTILINE)
+_LOGGED = re.compile(r"\b[Ll]og(?:s|ged)?(?: as| says)? (`[^`]+`(?:(?:, | and | or )`[^`]+`)*)")
+_PRINTED = re.compile(r"`progress: ([^`]+)`")
+_EVENT = re.compile(r'"event": "([^"]+)"')
+_LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
+_PROGRESS = {"progress", "report_progress"}
 _CITED = re.compile(r"Invariant (\d+)")
 
 
@@ -108,6 +113,47 @@ def test_flags_of_commands_exist() -> None:
                 assert set(given) <= known[name], f"{page.name}: outrider {group}{name}"
                 seen += len(given)
     assert seen > 20
+
+
+def quoted(pattern: re.Pattern[str]) -> dict[str, str]:
+    """Return what pages quote as a line of the log, or of standard output, and the page of each."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for spans in pattern.findall(" ".join(page.read_text(encoding="utf-8").split())):
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", spans) or [spans], page.name)
+    return found
+
+
+def said(names: set[str]) -> set[str]:
+    """Return what the sources log or print; of a text that is put together its beginning."""
+    found = set()
+    for top in ("outrider", "drafter", "verifier", "coordinator", "loadtest"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and node.args and _name(node.func) in names:
+                    text = node.args[0]
+                    first = text.values[0] if isinstance(text, ast.JoinedStr) else text
+                    if isinstance(first, ast.Constant):
+                        found.add(str(first.value))
+    return found
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def test_lines_of_the_log_that_pages_quote_are_logged() -> None:
+    lines, events = quoted(_LOGGED) | quoted(_EVENT), said(_LEVELS | {"level"})
+    assert len(lines) > 5
+    assert not {line: page for line, page in lines.items() if line not in events}
+
+
+def test_progress_that_pages_quote_is_printed() -> None:
+    lines, printed = quoted(_PRINTED), said(_PROGRESS)
+    assert lines
+    assert not {
+        line: page for line, page in lines.items() if line.removesuffix(" …") not in {p.strip() for p in printed}
+    }
 
 
 def test_invariants_are_numbered_in_order() -> None:
