@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import replace
 
 import structlog
@@ -14,41 +15,58 @@ log = structlog.get_logger(__name__)
 
 WRITE_EVERY_S = 2.0
 SHARE = 0.3  # of one session in what is remembered
+MAX_PAIRS = 1024  # in memory; as many as drafters of one coordinator, see `worker_pool.MAX_WORKERS`
+PairKey = tuple[str, str]  # fingerprints of target and drafter
 
 
 class PairHistoryStore:
-    def __init__(self, store: Store) -> None:
+    """Keeps the `limit` pairs in memory that were used last: drafters name their models themselves."""
+
+    def __init__(self, store: Store, limit: int = MAX_PAIRS) -> None:
         self._store = store
-        self._known: dict[tuple[str, str], PairHistory | None] = {}
-        self._unwritten: set[tuple[str, str]] = set()
+        self._limit = limit
+        self._known: OrderedDict[PairKey, PairHistory | None] = OrderedDict()
+        self._unwritten: dict[PairKey, PairHistory] = {}
 
     async def recall(self, target: str, drafter: str) -> PairHistory | None:
         pair = (target, drafter)
         if pair not in self._known:
             try:
-                self._known[pair] = await self._store.pair(target, drafter)
+                found = await self._store.pair(target, drafter)
             except StoreDown as error:
                 log.debug("pair history unknown", error=error.message)
                 return None
+            self._keep(pair, self._known.get(pair, found))  # a session may have ended meanwhile
+        self._known.move_to_end(pair)
         return self._known[pair]
 
     def remember(self, target: str, drafter: str, history: PairHistory) -> None:
-        known = self._known.get((target, drafter))
-        self._known[target, drafter] = history if known is None else _blend(known, history)
-        self._unwritten.add((target, drafter))
+        pair = (target, drafter)
+        known = self._known.get(pair)
+        blended = history if known is None else _blend(known, history)
+        self._unwritten[pair] = blended
+        self._keep(pair, blended)
+
+    def _keep(self, pair: PairKey, history: PairHistory | None) -> None:
+        self._known[pair] = history
+        self._known.move_to_end(pair)
+        while len(self._known) > self._limit:
+            oldest, _ = self._known.popitem(last=False)
+            self._unwritten.pop(oldest, None)
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(WRITE_EVERY_S)
-            for pair in list(self._unwritten):
-                history = self._known[pair]
-                if history is None:
-                    continue
-                try:
-                    await self._store.put_pair(*pair, history)
-                except StoreDown:
-                    break  # kept for the next round
-                self._unwritten.discard(pair)
+            await self._write()
+
+    async def _write(self) -> None:
+        for pair, history in list(self._unwritten.items()):
+            try:
+                await self._store.put_pair(*pair, history)
+            except StoreDown:
+                return  # kept for the next round
+            if self._unwritten.get(pair) is history:
+                del self._unwritten[pair]
 
 
 def _blend(old: PairHistory, new: PairHistory) -> PairHistory:

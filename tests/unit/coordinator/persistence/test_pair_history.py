@@ -1,0 +1,73 @@
+"""What pairs have shown: bounded in memory, written behind, and never older than what Redis has."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from coordinator.control.estimator import PairHistory
+from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.persistence.store import Store, StoreDown
+
+
+class FakeStore:
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, str], PairHistory] = {}
+        self.asked: list[str] = []
+        self.up = True
+
+    async def pair(self, target: str, drafter: str) -> PairHistory | None:
+        self.asked.append(drafter)
+        return self.pairs.get((target, drafter))
+
+    async def put_pair(self, target: str, drafter: str, history: PairHistory) -> None:
+        if not self.up:
+            raise StoreDown("away")
+        self.pairs[target, drafter] = history
+
+
+def shown(draft_ms: float) -> PairHistory:
+    return PairHistory(acceptance=[0.5], draft_ms=draft_ms)
+
+
+async def test_memory_is_bounded_however_many_models_drafters_name() -> None:
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store), limit=4)
+    for number in range(100):
+        name = f"drafter {number}"
+        assert await pairs.recall("target", name) is None
+        pairs.remember("target", name, shown(number))
+    assert len(pairs._known) == 4
+    assert len(pairs._unwritten) <= 4, "also while Redis takes nothing"
+
+
+async def test_the_pair_that_was_used_last_stays() -> None:
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store), limit=2)
+    pairs.remember("target", "ours", shown(1.0))
+    for number in range(5):
+        pairs.remember("target", f"other {number}", shown(2.0))
+        assert await pairs.recall("target", "ours") == shown(1.0)
+    assert store.asked == [], "it was never asked for in Redis"
+
+
+async def test_a_pair_that_had_to_go_is_recalled_from_redis() -> None:
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store), limit=2)
+    pairs.remember("target", "ours", shown(1.0))
+    await pairs._write()
+    for number in range(5):
+        pairs.remember("target", f"other {number}", shown(2.0))
+    assert await pairs.recall("target", "ours") == shown(1.0)
+    assert store.asked == ["ours"]
+
+
+async def test_what_redis_did_not_take_is_written_later() -> None:
+    store = FakeStore()
+    pairs = PairHistoryStore(cast(Store, store))
+    store.up = False
+    pairs.remember("target", "ours", shown(1.0))
+    await pairs._write()
+    assert not store.pairs
+    store.up = True
+    await pairs._write()
+    assert store.pairs == {("target", "ours"): shown(1.0)}
