@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -22,7 +24,7 @@ from coordinator.workers.fleet_keys import FleetKeys
 from outrider.base.aio import cancel_all
 from outrider.observability.request_context import REQUEST_ID, take_up
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, OutriderError
+from outrider.protocol.errors import Expired, OutriderError, grpc_status_name
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
 from outrider.security.error_interceptor import abort
@@ -94,24 +96,29 @@ class CoordinatorService(rpc.OutriderServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
         await _take_up(context)
-        with self.sessions.admission():
-            target = self.sessions.target
-            prepared = await prepare(from_proto(request), target, self._settings)
-            session = await self.sessions.begin(prepared, target, request.idempotency_key)
-        async for reply in self._stream(session, 0, context):
-            yield reply
+        with _logged("Generate") as call:
+            with self.sessions.admission():
+                target = self.sessions.target
+                prepared = await prepare(from_proto(request), target, self._settings)
+                session = await self.sessions.begin(prepared, target, request.idempotency_key)
+            call.session_id = session.record.session_id
+            async for reply in self._stream(session, 0, context):
+                yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
         await _take_up(context)
-        with self.sessions.admission():
-            session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
-        async for reply in self._stream(session, request.from_position, context):
-            yield reply
+        with _logged("Resume", request.session_id):
+            with self.sessions.admission():
+                session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
+            async for reply in self._stream(session, request.from_position, context):
+                yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
-        return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
+        await _take_up(context)
+        with _logged("Cancel", request.session_id):
+            return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -183,6 +190,29 @@ async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateRe
         yield pb.GenerateReply(error=convert.error_to_proto(session.error))
     else:
         yield pb.GenerateReply(complete=_complete(session))
+
+
+@dataclass(slots=True)
+class _Call:
+    session_id: str
+
+
+@contextlib.contextmanager
+def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
+    """Log the end of a call, as HTTP's edge does it for its requests: also of one that only replays a session."""
+    call, status, started = _Call(session_id), "CANCELLED", time.monotonic()
+    try:
+        yield call
+        status = "OK"
+    except OutriderError as error:
+        status = grpc_status_name(error)
+        raise
+    except Exception:
+        status = "INTERNAL"
+        raise
+    finally:
+        ms = round(1000 * (time.monotonic() - started))
+        log.info("grpc", method=method, status=status, ms=ms, session_id=call.session_id)
 
 
 async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:

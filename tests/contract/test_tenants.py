@@ -12,6 +12,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
@@ -156,3 +157,29 @@ async def test_every_request_leaves_a_line_that_says_whose_it_was(hotel: Hotel) 
     assert len(first["request_id"]) == 32
     assert (second["tenant"], second["request_id"]) == ("bob", "b-1")
     assert not any("mine is mine" in str(line) for line in lines), "prompts are nobody's business"
+
+
+async def test_every_call_leaves_a_line_also_when_a_finished_session_is_only_told_again(hotel: Hotel) -> None:
+    request = ask(PROMPT, max_tokens=5, ignore_eos=True, seed=3)
+    request.idempotency_key = secrets.token_hex(4)
+    named = (("x-request-id", "told-again"),)
+    async with hotel.guest(ALICE) as alice, hotel.guest(BOB) as bob:
+        output = await generate(alice, request)
+        with capture_logs([merge_contextvars]) as lines:
+            again = await follow(alice.Generate(request, timeout=10, metadata=named), Output())
+            resumed = pb.ResumeRequest(session_id=output.session_id)
+            await follow(alice.Resume(resumed, timeout=10, metadata=named), Output())
+            await alice.Cancel(pb.CancelRequest(session_id=output.session_id), metadata=named)
+            assert (await failure(bob.Resume(resumed, timeout=10, metadata=named)))[0] is grpc.StatusCode.NOT_FOUND
+            assert await soon(lambda: sum(line["event"] == "grpc" for line in lines) == 4, 5)
+    assert again.token_ids == output.token_ids
+    told = [line for line in lines if line["event"] == "grpc"]
+    assert [(line["method"], line["status"], line["tenant"]) for line in told] == [
+        ("Generate", "OK", "alice"),
+        ("Resume", "OK", "alice"),
+        ("Cancel", "OK", "alice"),
+        ("Resume", "NOT_FOUND", "bob"),
+    ]
+    for line in told:
+        assert (line["session_id"], line["request_id"], line["log_level"]) == (output.session_id, "told-again", "info")
+        assert line["ms"] >= 0
