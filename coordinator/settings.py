@@ -21,7 +21,7 @@ class CoordinatorSettings(Settings, DrafterKey):
         "only localhost on loopback, elsewhere all.",
     )
     max_bodies_mib: int = Field(
-        64, ge=1, description="HTTP bodies over 64 KiB that are held at once, MiB of all of them together."
+        64, ge=1, description="Requests over 64 KiB that are held at once, over HTTP and gRPC, MiB of all together."
     )
     redis_url: str = Field(
         "", description="Redis for sessions, or @FILE with its URL; empty: REDIS_URL, else a private one."

@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 class DrafterService(rpc.DrafterServicer):
     names: tuple[str, ...] = ("outrider.v1.Drafter",)
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
 
     def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
         self._drafter = drafter

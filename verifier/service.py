@@ -43,6 +43,7 @@ _FILE_CHUNK = 1024 * 1024
 
 class VerifierService(rpc.VerifierServicer):
     names: tuple[str, ...] = ("outrider.v1.Verifier",)
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
 
     def __init__(
         self,

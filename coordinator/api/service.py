@@ -13,10 +13,12 @@ from typing import Any
 import grpc
 import structlog
 
+from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import from_proto, prepare
 from coordinator.api.registry_service import RegistryService
+from coordinator.api.whole_messages import WholeMessages
 from coordinator.sessions.session import Session, Token
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
@@ -37,6 +39,7 @@ log = structlog.get_logger(__name__)
 
 CLIENTS = "outrider.v1.Outrider"
 REGISTRY = "outrider.v1.Registry"
+_MIB = 1024 * 1024
 
 
 class CoordinatorService(rpc.OutriderServicer):
@@ -52,10 +55,14 @@ class CoordinatorService(rpc.OutriderServicer):
         self.guard = AuthInterceptor(doors, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         self._registry = RegistryService(self.sessions.roster, settings, self.fleet)
+        budget = ByteBudget(_MIB * settings.max_bodies_mib)
+        largest = _MIB * settings.max_message_mib
+        self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, frozenset({REGISTRY})),)
         self._parting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
-            self._http = HttpServer(Api(self.sessions, settings, self.api_keys).app(), settings, self.credentials)
+            app = Api(self.sessions, settings, self.api_keys, budget).app()
+            self._http = HttpServer(app, settings, self.credentials)
 
     # Life.
 

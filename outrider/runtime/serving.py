@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -43,6 +43,11 @@ class Service(Protocol):
     @property
     def guard(self) -> grpc.aio.ServerInterceptor:
         """Asks callers for keys."""
+        ...
+
+    @property
+    def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
+        """What else its calls go through, closest to the handlers."""
         ...
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
@@ -130,7 +135,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
     """What every call goes through. How long clients of a coordinator may read is for its sessions to say."""
     write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
-    return [service.guard, ErrorInterceptor(write_timeout_s)]
+    return [service.guard, ErrorInterceptor(write_timeout_s), *service.interceptors]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:

@@ -18,7 +18,7 @@ from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import verifier_pb2 as verify
-from tests.cluster import Cluster, Process, server_info, until
+from tests.cluster import Cluster, Process, ask, server_info, until
 from tests.conftest import Models
 from tests.http2 import Http2, bomb, message
 
@@ -181,6 +181,35 @@ def test_bodies_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) 
         large = httpx.post(f"{process.web}/v1/completions", content=bytes(9_000_000), headers=headers, timeout=20)
         assert (large.status_code, large.json()["error"]["code"]) == (503, "overloaded")
     until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
+
+
+HELD_CALLS = 16
+
+
+def test_grpc_messages_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) -> None:
+    process = fleet.coordinators[0]
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    request = message(ask("x" * HELD_MB * 1_000_000).SerializeToString())
+    before = process.memory_mb()
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Http2(process.address)) for _ in range(HELD_CALLS)]
+        for peer in peers:
+            peer.call(1, "/outrider.v1.Outrider/Generate", ("authorization", f"Bearer {API_KEY}"))
+            peer.data(1, request[:-1])
+        assert process.memory_mb() - before < 2 * BUDGET_MB
+        for peer in peers:
+            peer.listen(0.01)
+        refused = [peer for peer in peers if peer.ended(1)]
+        assert len(refused) >= HELD_CALLS - 2
+        assert b"are being read already" in b"".join(peer.said() for peer in refused)
+        with grpc.insecure_channel(process.address, options=channel_options()) as channel:
+            small = ask("a b c", max_tokens=4)
+            called = [("authorization", f"Bearer {API_KEY}")]
+            replies = list(rpc.OutriderStub(channel).Generate(small, metadata=called, timeout=20))
+            assert replies[-1].WhichOneof("message") == "complete", "small requests are not kept out"
+    until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
+    body = {"prompt": "a b c", "max_tokens": 4}
+    assert httpx.post(f"{process.web}/v1/completions", json=body, headers=headers, timeout=20).status_code == 200
 
 
 # --- what a body's length, a host and an origin may be ---------------------------------------------------------------

@@ -21,12 +21,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
 from coordinator.api.http.answer import HttpAnswer, begun, requests_of, served_name
 from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody
 from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import SoundRequests, hosts_of
-from coordinator.api.http.limits import BodyBudget, KeyHolders, RequestIds, WholeBodies
+from coordinator.api.http.limits import KeyHolders, RequestIds, WholeBodies
 from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import ChatReplies, CompletionReplies, Json, Replies, ReplyHead, metrics, usage
 from coordinator.api.http.streams import EventStream
@@ -44,7 +45,10 @@ _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
 
 class Api:
-    def __init__(self, sessions: SessionManager, settings: CoordinatorSettings, keys: ApiKeys) -> None:
+    def __init__(
+        self, sessions: SessionManager, settings: CoordinatorSettings, keys: ApiKeys, budget: ByteBudget
+    ) -> None:
+        self._budget = budget
         self._sessions = sessions
         self._settings = settings
         self._keys = keys
@@ -66,7 +70,6 @@ class Api:
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
         allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
         limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
-        budget = BodyBudget(1024 * 1024 * self._settings.max_bodies_mib)
         app = Starlette(
             routes=routes,
             middleware=[
@@ -74,7 +77,7 @@ class Api:
                 Middleware(RequestIds),
                 Middleware(SoundRequests, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
                 Middleware(KeyHolders, keys=self._keys, open_to_all=self._open_to_all),
-                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=budget),
+                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=self._budget),
             ],
             exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )

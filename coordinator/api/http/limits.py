@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.admission.byte_budget import ByteBudget, ByteShare
 from coordinator.api.http.connections import KNOWN
 from coordinator.api.http.failures import respond
 from outrider.base.aio import background
@@ -28,7 +25,6 @@ _GONE = 499
 _TOO_LARGE = 413
 _TOO_SLOW = 408
 _UNAVAILABLE = 503
-UNCOUNTED = 64 * 1024  # bytes of a body that need no room in the budget: small ones are always read
 _SLOWEST = 10_000  # bytes a second that a body may come with
 
 
@@ -85,56 +81,13 @@ class KeyHolders:
         await self._app(scope, receive, send)
 
 
-class BodyBudget:
-    """Bytes of bodies that may be held at the same time, over all connections. Small bodies are not counted."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = 0
-
-    @contextlib.contextmanager
-    def share(self) -> Iterator[ByteShare]:
-        share = ByteShare()
-        try:
-            yield share
-        finally:
-            self.give_back(share)
-
-    def take(self, share: ByteShare, size: int) -> None:
-        """`size`: of the body until now. Raises Overloaded."""
-        more = max(0, size - UNCOUNTED) - share.held
-        if more <= 0:
-            return
-        if self._held + more > self._limit:
-            raise Overloaded(
-                f"bodies of {self._held} bytes are being read already",
-                field="body",
-                value=size,
-                limit=f"{self._limit} bytes of all bodies together",
-                retry_after_ms=1000,
-            )
-        share.held += more
-        self._held += more
-
-    def give_back(self, share: ByteShare) -> None:
-        self._held -= share.held
-        if share.held and not self._held:
-            asyncio.get_running_loop().call_soon(_trim)  # once the bytes themselves are gone
-        share.held = 0
-
-
-@dataclass(slots=True)
-class ByteShare:
-    held: int = 0
-
-
 class WholeBodies:
     """Reads a body to its end before the app does, no further than it may be and no longer than it may take.
 
     Ends the app when the client leaves.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, patience_s: float, budget: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, limit: int, patience_s: float, budget: ByteBudget) -> None:
         self._app = app
         self._limit = limit
         self._patience_s = patience_s
@@ -215,10 +168,3 @@ def _refuse(error: TimeoutError | Overloaded) -> Response:
         reply = respond(Expired(f"the body came slower than {_SLOWEST} bytes a second", field="body"), _TOO_SLOW)
     reply.headers["Connection"] = "close"  # the rest of the body would be taken for a request
     return reply
-
-
-def _trim() -> None:
-    """Give large blocks back to the system, which glibc keeps for the next time."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

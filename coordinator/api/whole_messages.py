@@ -1,0 +1,122 @@
+"""The gRPC interceptor that reads the messages of clients within the coordinator's budget of bytes.
+
+HTTP's counterpart is `http.limits.WholeBodies`. gRPC does not tell how much
+of a message is there before all of it is. So one that is not there soon
+counts as the largest that may come, until it is there: what a client holds
+back takes no more memory than the budget has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health
+
+from coordinator.admission.byte_budget import ByteBudget, ByteShare
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
+
+log = structlog.get_logger(__name__)
+
+# Counted in ticks of our own loop: while this process does not run, no message is late.
+TICK_S = 0.02
+SOON_TICKS = 5
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WholeMessages(grpc.aio.ServerInterceptor):
+    """Serves methods with one request as streams: a stream's handler reads, and can stop reading, by itself."""
+
+    def __init__(self, budget: ByteBudget, largest: int, timeout_s: float, exempt: frozenset[str]) -> None:
+        """`largest`: bytes of a message; `exempt`: services whose streams are silent for long as a rule."""
+        self._budget = budget
+        self._largest = min(largest, budget.limit)
+        self._timeout_s = timeout_s
+        self._exempt = exempt
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        service = method.strip("/").partition("/")[0]
+        if handler is None or service in self._exempt:
+            return handler
+        # Health is open to callers without a key: their messages are small, or not read.
+        behaviour = self._reading(handler, large=service != health.SERVICE_NAME)
+        return grpc.stream_stream_rpc_method_handler(
+            behaviour, handler.request_deserializer, handler.response_serializer
+        )
+
+    def _reading(self, handler: Any, *, large: bool) -> Callable[..., AsyncIterator[Any]]:
+        async def behaviour(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+            with self._budget.share() as share:
+                given: Any = self._messages(requests, share, large=large)
+                if not handler.request_streaming:
+                    given = await _only(given)
+                async with contextlib.aclosing(_replies(handler, given, context)) as replies:
+                    async for reply in replies:
+                        self._budget.give_back(share)  # what was said has become a request
+                        yield reply
+
+        return behaviour
+
+    async def _messages(
+        self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            while (message := await self._read(requests, share, large=large)) is not None:
+                yield message
+        except OutriderError as error:
+            log.info("request refused", code=error.code, error=error.message)
+            raise
+
+    async def _read(self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool) -> Any:
+        """Return the next message whole; None: there is none. Raises Overloaded, or Expired."""
+        reading = asyncio.ensure_future(_next(requests))
+        try:
+            for _ in range(SOON_TICKS):
+                if not reading.done():
+                    await asyncio.wait({reading}, timeout=TICK_S)
+            if not reading.done() and large:
+                self._budget.take(share, self._largest)
+                await asyncio.wait({reading}, timeout=self._timeout_s)
+                self._budget.give_back(share)
+            if not reading.done():
+                raise Expired("the message did not arrive in time", field="request", limit=f"{self._timeout_s:g} s")
+            message = reading.result()
+        finally:
+            reading.cancel()
+        if message is not None:
+            self._budget.take(share, message.ByteSize())
+        return message
+
+
+async def _next(requests: AsyncIterator[Any]) -> Any:
+    return await anext(requests, None)
+
+
+async def _only(messages: AsyncGenerator[Any, None]) -> Any:
+    async with contextlib.aclosing(messages):
+        async for message in messages:
+            return message
+    raise InvalidRequest("the call ended before its message", field="request")
+
+
+async def _replies(handler: Any, given: Any, context: _Context) -> AsyncGenerator[Any, None]:
+    if not handler.response_streaming:
+        yield await (handler.stream_unary or handler.unary_unary)(given, context)
+        return
+    behaviour = handler.stream_stream or handler.unary_stream
+    if not inspect.isasyncgenfunction(behaviour):
+        await behaviour(given, context)  # a library's, which writes to its context by itself
+        return
+    async with contextlib.aclosing(behaviour(given, context)) as replies:
+        async for reply in replies:
+            yield reply

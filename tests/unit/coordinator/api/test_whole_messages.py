@@ -1,0 +1,142 @@
+"""What a client sends over gRPC is held within the budget, whether it comes at once, slowly or never."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, cast
+
+import grpc
+import pytest
+
+from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
+from coordinator.api.whole_messages import WholeMessages
+from outrider.base.aio import until
+from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
+from outrider.v1 import coordinator_pb2 as pb
+
+MIB = 1024 * 1024
+LARGEST = 4 * MIB
+GENERATE = "/outrider.v1.Outrider/Generate"
+HEALTH = "/grpc.health.v1.Health/Check"
+TIMEOUT_S = 1.0
+Read = Callable[[AsyncIterator[pb.GenerateRequest]], AsyncIterator[pb.GenerateReply]]
+
+
+class Details(NamedTuple):
+    method: str
+
+
+class Handler:
+    """Answers a request when it is told to."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.answer = asyncio.Event()
+
+    async def __call__(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateReply]:
+        self.requests.append(request)
+        await self.answer.wait()
+        yield pb.GenerateReply()
+        await asyncio.Event().wait()
+
+
+async def reading(handler: Handler, budget: ByteBudget, method: str = GENERATE) -> Read:
+    """Return what answers a stream of requests to a method that takes one."""
+
+    async def generate(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateReply]:
+        async with contextlib.aclosing(handler(request, context)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def continuation(_: Any) -> Any:
+        return grpc.unary_stream_rpc_method_handler(generate)
+
+    whole = WholeMessages(budget, LARGEST, TIMEOUT_S, frozenset({"outrider.v1.Registry"}))
+    made = await whole.intercept_service(
+        cast(Callable[[Any], Awaitable[Any]], continuation), cast(Any, Details(method))
+    )
+    return lambda requests: made.stream_stream(requests, None)
+
+
+async def sending(size: int) -> AsyncIterator[pb.GenerateRequest]:
+    yield pb.GenerateRequest(prompt="x" * size)
+
+
+async def held_back() -> AsyncIterator[pb.GenerateRequest]:
+    await asyncio.Event().wait()
+    yield pb.GenerateRequest()
+
+
+async def test_small_requests_are_read_whatever_is_held() -> None:
+    budget = ByteBudget(MIB)
+    handler = Handler()
+    handler.answer.set()
+    read = await reading(handler, budget)
+    with budget.share() as share:
+        budget.take(share, MIB + UNCOUNTED)
+        async with contextlib.aclosing(read(sending(1000))) as replies:
+            assert await anext(replies) is not None
+    assert len(handler.requests[0].prompt) == 1000
+
+
+async def test_requests_that_are_held_back_count_as_the_largest_until_they_are_there() -> None:
+    budget = ByteBudget(2 * LARGEST)
+    read = await reading(Handler(), budget)
+    first, second = (asyncio.ensure_future(anext(read(held_back()))) for _ in range(2))
+    assert await until(lambda: budget._held == 2 * (LARGEST - UNCOUNTED), 5)
+    with pytest.raises(Overloaded, match="being read already"):
+        await anext(read(held_back()))
+    for late in (first, second):
+        with pytest.raises(Expired):
+            await late
+    assert budget._held == 0
+
+
+async def test_a_large_request_counts_until_it_is_answered() -> None:
+    budget = ByteBudget(3 * MIB)
+    handler = Handler()
+    read = await reading(handler, budget)
+    replies = read(sending(2 * MIB))
+    answering = asyncio.ensure_future(anext(replies))
+    assert await until(lambda: bool(handler.requests), 5)
+    with pytest.raises(Overloaded):
+        await anext(read(sending(2 * MIB)))
+    handler.answer.set()
+    await answering
+    assert budget._held == 0, "it has become a session"
+    assert await anext(read(sending(2 * MIB))) is not None
+    await replies.aclose()
+
+
+async def test_a_caller_who_leaves_gives_its_share_back() -> None:
+    budget = ByteBudget(LARGEST)
+    read = await reading(Handler(), budget)
+    waiting = asyncio.ensure_future(anext(read(held_back())))
+    assert await until(lambda: budget._held > 0, 5)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert budget._held == 0
+
+
+async def test_strangers_have_no_room_in_the_budget() -> None:
+    """Health is open to all."""
+    budget = ByteBudget(LARGEST)
+    read = await reading(Handler(), budget, HEALTH)
+    waiting = asyncio.ensure_future(anext(read(held_back())))
+    while not waiting.done():
+        assert budget._held == 0
+        await asyncio.sleep(0.01)
+    with pytest.raises(Expired):
+        waiting.result()
+
+
+async def test_a_call_without_a_message_is_refused() -> None:
+    async def nothing() -> AsyncIterator[pb.GenerateRequest]:
+        return
+        yield
+
+    read = await reading(Handler(), ByteBudget(MIB))
+    with pytest.raises(InvalidRequest, match="before its message"):
+        await anext(read(nothing()))
