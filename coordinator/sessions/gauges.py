@@ -9,7 +9,8 @@ from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.session import Session
 from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
-from outrider.observability.metrics import CoordinatorMetrics, Readings
+from outrider.observability.collectors import Readings
+from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.fleet import Role
 
 _STATES = ("usable", "draining", "resting", "shunned")

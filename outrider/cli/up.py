@@ -66,6 +66,9 @@ def up(
     api_keys: Annotated[
         str, options.option("--api-keys", "Keys of clients, separated by commas, or @FILE with one a line.")
     ] = "",
+    open_metrics: Annotated[
+        bool, options.option("--open-metrics", "HTTP /metrics needs no API key: benchmark tools send none there.")
+    ] = False,
     fleet_key: Annotated[
         str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
     ] = "",
@@ -114,6 +117,7 @@ def up(
         kv_tokens=kv_tokens,
         log_level=log_level,
         api_keys=api_keys,
+        open_metrics=open_metrics,
         fleet_key=fleet_key,
         drafter_key=drafter_key,
         otlp_endpoint=otlp_endpoint,

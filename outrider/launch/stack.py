@@ -55,6 +55,7 @@ class LaunchPlan:
     log_level: str = "info"
     log_json: bool = False
     api_keys: str = field(default="", repr=False)
+    open_metrics: bool = False  # /metrics needs no API key
     fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
     drafter_key: str = field(default="", repr=False)  # empty: made up as well, unless a fleet key is given
     otlp_endpoint: str = ""
@@ -113,6 +114,7 @@ class Stack:
             http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
             flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
             flags += ["--insecure"] if self.plan.insecure else []
+            flags += ["--open-metrics"] if self.plan.open_metrics else []
             self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=self._redis)
 
     def start_workers(self) -> None:

@@ -1,0 +1,102 @@
+"""Kinds of metrics that prometheus_client lacks: read when scraped, counted by position, shown under vLLM's names."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from outrider.protocol.speculation import MAX_GAMMA
+
+PREFIX = "outrider_"
+_VLLM_PREFIX = "vllm:"
+_VLLM_ENGINE = "0"  # vLLM numbers the engines of a server; a coordinator is one
+
+Readings = Iterable[tuple[Sequence[str], float]]
+
+
+class CallbackGauge:
+    """A gauge that is read when somebody looks: `source` gives label values and a number for each."""
+
+    _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._family = (PREFIX + name, text, labels)
+        self.source: Callable[[], Readings] = tuple
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        name, text, labels = self._family
+        return [self._kind(name, text, labels=labels)]
+
+    def collect(self) -> Iterable[Metric]:
+        name, text, labels = self._family
+        family = self._kind(name, text, labels=labels)
+        for values, number in self.source():
+            family.add_metric(values, number)
+        return [family]
+
+
+class CallbackCounter(CallbackGauge):
+    """The same for a counter that somebody keeps already."""
+
+    _kind = CounterMetricFamily
+
+
+class PerPosition:
+    """A counter per place along a path, 0 the first, made from how long paths were: one addition for each path."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._family = (PREFIX + name, text, ("model_name", "position"))
+        self._lengths: dict[str, Tally[int]] = {}
+        registry.register(self)
+
+    def lengths(self, model: str) -> Tally[int]:
+        """Where to count paths by their length."""
+        return self._lengths.setdefault(model, Tally({1: 0}))
+
+    def describe(self) -> Iterable[Metric]:
+        name, text, labels = self._family
+        return [CounterMetricFamily(name, text, labels=labels)]
+
+    def collect(self) -> Iterable[Metric]:
+        name, text, labels = self._family
+        family = CounterMetricFamily(name, text, labels=labels)
+        for model, lengths in self._lengths.items():
+            reached = 0
+            counts = {}
+            for length in range(min(MAX_GAMMA, max(lengths)), 0, -1):
+                reached += lengths.get(length, 0)
+                counts[length - 1] = reached
+            for position in sorted(counts):
+                family.add_metric((model, str(position)), counts[position])
+        return [family]
+
+
+class UnderVllmNames:
+    """Show counters a second time as vLLM's, for the tools that look for these names. Nothing is counted twice."""
+
+    def __init__(self, counters: Iterable[Counter | PerPosition], registry: CollectorRegistry) -> None:
+        self._counters = tuple(counters)
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        return [_as_vllm(family) for counter in self._counters for family in counter.collect()]
+
+
+def _as_vllm(family: Metric) -> Metric:
+    """Rename a counter's family. Its creation times are left out: some parsers take them for counts."""
+    renamed = Metric(_vllm_name(family.name), family.documentation, "counter")
+    for sample in family.samples:
+        if sample.name.endswith("_total"):
+            renamed.add_sample(_vllm_name(sample.name), {**sample.labels, "engine": _VLLM_ENGINE}, sample.value)
+    return renamed
+
+
+def _vllm_name(name: str) -> str:
+    return _VLLM_PREFIX + name.removeprefix(PREFIX)
