@@ -504,7 +504,7 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
         new = [*(block.tokens[row - 1] for row in outcome.path), outcome.final]
         assert new == wanted[said : said + len(new)]
         # Nothing that was guessed right and offered is wasted.
-        right_paths = [path for path in paths if path == wanted[said : said + len(path)]]
+        right_paths = [path for path in paths if list(path) == wanted[said : said + len(path)]]
         assert len(outcome.path) == max(map(len, right_paths))
         committed.extend(new)
         tree.commit(new)

@@ -265,7 +265,7 @@ def test_a_rows_bits_do_not_depend_on_how_wide_the_processors_vectors_are() -> N
     the models apart.)"""
     code = """
 import hashlib, torch
-from outrider import sampling
+from outrider.speculation import sampling
 from outrider.protocol.sampling_params import SamplingParams
 logits = (torch.arange(40_000) * 2_654_435_761 % 1_000_003).to(torch.float64).view(8, -1) / 50_000
 found = [sampling.candidates(logits, SamplingParams(top_p=top_p, min_p=min_p)).probs
