@@ -11,7 +11,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test check format lint types imports stubs gpu prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check format lint types imports stubs gpu prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -43,10 +43,13 @@ demo: setup  ## Start everything, answer two prompts plain and speculated, stop.
 up: setup  ## Start everything and leave it running.
 	@$(BIN)/outrider up
 
-test: dev  ## The tests.
+test: dev  ## Every promise once, with real processes, in a few minutes.
+	@$(BIN)/python -m pytest -m 'not prove and not gpu and not full'
+
+everything: dev
 	@$(BIN)/python -m pytest
 
-check: dev format lint types imports stubs test  ## The whole gate.
+check: dev format lint types imports stubs everything  ## The whole gate.
 
 format:
 	@$(BIN)/ruff format --check .

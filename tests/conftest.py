@@ -13,12 +13,47 @@ import torch
 from outrider.testing.toy_models import make_model
 from tests.cluster import Cluster
 
+_TESTS = Path(__file__).parent
 _REAL = ("contract", "e2e", "prove")
+# `make check` runs everything. `make test` leaves these out: it shows each promise once, with real processes, in minutes.
+_FULL = (
+    "contract/test_bench_drafters.py",
+    "contract/test_bench_engine.py",
+    "contract/test_bench_network.py",
+    "contract/test_drafters.py",
+    "contract/test_edges.py",
+    "contract/test_fuzz.py",
+    "contract/test_grammar.py",
+    "contract/test_hostile_verifiers.py",
+    "contract/test_http_nasties.py",
+    "contract/test_loadtest.py",
+    "contract/test_openapi.py",
+    "contract/test_readers.py",
+    "contract/test_several_drafters.py",
+    "contract/test_tensor_parallel.py",
+    "contract/test_trained_drafters.py",
+    "contract/test_unread.py",
+    "e2e/test_coupled_determinism.py",
+    "e2e/test_failures.py",
+    "e2e/test_fuzz.py",
+    "e2e/test_grammar.py",
+    "e2e/test_greedy_equality.py",
+    "e2e/test_hostile_drafters.py",
+    "e2e/test_http_failures.py",
+    "e2e/test_overload.py",
+    "e2e/test_playground.py",
+    "e2e/test_quantised.py",
+    "e2e/test_traces_and_logs.py",
+    "e2e/test_up.py",
+    "unit/repository/test_chart.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """grpc.aio keeps to one event loop per process: tests over sockets share one."""
+    """grpc.aio keeps to one event loop per process: tests over sockets share one. Mark what only `make check` runs."""
     for item in items:
+        if str(item.path.relative_to(_TESTS)) in _FULL:
+            item.add_marker(pytest.mark.full)
         if item.path.parent.name in _REAL and inspect.iscoroutinefunction(getattr(item, "function", None)):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
