@@ -15,7 +15,7 @@ from tests.cluster import Cluster
 
 _TESTS = Path(__file__).parent
 _REAL = ("contract", "e2e", "prove")
-# `make check` runs everything. `make test` leaves these out: it shows each promise once, with real processes, in minutes.
+# `make test` leaves these out: it shows each promise once, with real processes, in minutes. `make check` runs all.
 _FULL = (
     "contract/test_bench_drafters.py",
     "contract/test_bench_engine.py",
