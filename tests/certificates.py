@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -42,10 +43,13 @@ class Authority:
         path.write_bytes(_signed(subject, subject, key, key, usage, critical=True))
         return cls(path, subject, key)
 
-    def issue(self, name: str, *, address: str = "127.0.0.1", password: bytes = b"") -> Certificate:
-        """For a service at this address, to be used when it is called and when it calls."""
+    def issue(
+        self, name: str, *, address: str = "127.0.0.1", hosts: Sequence[str] = (), password: bytes = b""
+    ) -> Certificate:
+        """Sign for a service at this address, or at these hosts, to be used when it is called and when it calls."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+        addresses = [] if hosts else [x509.IPAddress(ipaddress.ip_address(address))]
+        names = x509.SubjectAlternativeName([*(x509.DNSName(host) for host in hosts), *addresses])
         made = Certificate(self.path.with_name(f"{name}.pem"), self.path.with_name(f"{name}.key"))
         made.cert.write_bytes(_signed(_named(name), self._name, key, self._key, names, critical=False))
         hidden = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()

@@ -26,7 +26,8 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
 _NAMES = (
-    "ALLOWED_HOSTS DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS METRICS_KEY METRICS_TLS OPEN_METRICS STATE_DIR "
+    "ALLOWED_HOSTS CONFIG DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS METRICS_KEY METRICS_TLS OPEN_METRICS SET "
+    "STATE_DIR TLS TLS_NAME "
     "ACCEPTANCE ADVERTISE AHEAD ALLOW_REMOTE API_KEY API_KEYS BLUR BRANCHES CAPACITY CHAT COMPILE COORDINATORS "
     "CORS_ORIGINS DATA DEFAULT_MAX_SESSIONS DEFAULT_REQUESTS_PER_MINUTE DEFAULT_TOKENS_PER_MINUTE DEVICE DRAFTER "
     "DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT "
@@ -90,6 +91,11 @@ class Settings(BaseModel):
     tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
     tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
     tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
+    tls_name: str = Field(
+        "",
+        description="Name that other services' certificates must hold, for services that share one certificate; empty: "
+        "the host that each is called by.",
+    )
     tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
     otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
-from outrider.base.endpoint import is_loopback
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
+from outrider.launch.services import KINDS, did_you_mean, merged, read_assignments, read_file, unread_variables
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
 from outrider.launch.state import StateFolder
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
 from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.security.tls import SYSTEM
 
 Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
 DrafterChoice = Annotated[
@@ -41,7 +44,23 @@ Compile = Annotated[str, options.option("--compile", "Fast engine: auto, on (ins
 Threads = Annotated[int, options.option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
 
 
+def _defaults_from(context: typer.Context, config: str) -> str:
+    """Let a file say what flags and variables leave open."""
+    if config:
+        given, _ = read_file(Path(config))
+        flags = {parameter.name: parameter.opts[0].lstrip("-") for parameter in context.command.params}
+        known = {name: flag for name, flag in flags.items() if flag not in ("config", "set", "help")}
+        for name in given:
+            if name not in known:
+                near = did_you_mean(name, [*known.values(), *KINDS])
+                message = f"{config}: {name.replace('_', '-')} is no flag of `up`{near}"
+                raise StartupError(message, field="config", value=name)
+        context.default_map = given
+    return config
+
+
 def up(
+    context: typer.Context,
     target: Target = DEFAULT,
     drafter: DrafterChoice = AUTO,
     verifiers: Annotated[int, options.option("--verifiers", "How many verifiers.", min=1)] = 1,
@@ -64,7 +83,7 @@ def up(
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[
-        str, options.option("--api-keys", "Keys of clients, separated by commas, or @FILE with one a line.")
+        str, options.option("--api-keys", "ApiKeys of clients, separated by commas, or @FILE with one a line.")
     ] = "",
     open_metrics: Annotated[
         bool, options.option("--open-metrics", "HTTP /metrics needs no API key: benchmark tools send none there.")
@@ -88,17 +107,42 @@ def up(
             "--state-dir", "Folder for sessions and keys between runs. Default: one of this port under OUTRIDER_HOME."
         ),
     ] = "",
+    tls: Annotated[
+        bool, options.option("--tls", "Speak TLS, with a private authority made in the state folder.")
+    ] = False,
+    tls_cert: Annotated[
+        str, options.option("--tls-cert", "PEM file: certificate of all services. With it they speak TLS only.")
+    ] = "",
+    tls_key: Annotated[str, options.option("--tls-key", "PEM file: the key to --tls-cert, without a password.")] = "",
+    tls_ca: Annotated[
+        str, options.option("--tls-ca", "PEM file: who signed --tls-cert; without it a public authority must have.")
+    ] = "",
+    settings: Annotated[
+        list[str] | None,
+        options.option(
+            "--set",
+            "Any setting of a service: coordinator.max-sessions=64, or verifier-2.device=cuda:1 for one of several. "
+            "May be given several times. `outrider serve SERVICE --help` lists them.",
+            metavar="SERVICE.SETTING=VALUE",
+        ),
+    ] = None,
+    config: Annotated[
+        str,
+        options.option(
+            "--config",
+            "TOML file: flags of this command by their names, and the services' settings in tables [coordinator], "
+            "[verifier], [drafter], or [verifier-2] for one of several. Flags and variables go before it.",
+            callback=_defaults_from,
+            is_eager=True,
+        ),
+    ] = "",
 ) -> None:
     """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
     coordinators. Ctrl-C stops all of it cleanly; what dies is started again. The next run finds the sessions of this
-    one."""
-    if not (is_loopback(host) or api_keys or insecure):
-        raise StartupError(
-            f"host is {host} and there are no keys: give --api-keys, or --insecure if everybody may use it",
-            field="api_keys",
-            value="empty",
-            limit="keys, or --insecure",
-        )
+    one.
+
+    Any setting of the services can be given: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
+    """
     plan = LaunchPlan(
         target=target,
         drafters=(choose_drafter(drafter, target),) * drafters,
@@ -121,10 +165,17 @@ def up(
         fleet_key=fleet_key,
         drafter_key=drafter_key,
         otlp_endpoint=otlp_endpoint,
+        overrides=merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
+        tls=tls,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
         keep=True,
         state_dir=state_dir,
     )
     console = Console()
+    for hint in unread_variables({parameter.envvar for parameter in context.command.params}):
+        console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
     _end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
@@ -133,7 +184,9 @@ def up(
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
-            console.print(f'try: outrider generate --endpoint {endpoints} --chat "Why is the sky blue?"   Ctrl-C stops')
+            trust = f" --tls-ca {running.plan.tls_ca or SYSTEM}" if running.access.tls else ""
+            example = f'outrider generate --endpoint {endpoints}{trust} --chat "Why is the sky blue?"'
+            console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
                 console.print(f"{_kept(running.state)}{'' if fleet_key else ', keys for further workers'}")
             if api_keys:

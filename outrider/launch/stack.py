@@ -7,22 +7,25 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from outrider.base.config import PREFIX, redis_url
 from outrider.base.processes import end_with_parent
 from outrider.client.sync import Client
+from outrider.launch.authority import make_certificate
+from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, make_services
 from outrider.launch.state import StateFolder, state_folder
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
+from outrider.security.tls import Tls, certified_names
 
 _READY = "progress: ready at "
 _HTTP = "progress: http at "
@@ -59,6 +62,12 @@ class LaunchPlan:
     fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
     drafter_key: str = field(default="", repr=False)  # empty: made up as well, unless a fleet key is given
     otlp_endpoint: str = ""
+    overrides: Overrides = field(default_factory=dict)  # settings of the services, before all of the above
+    tls: bool = False  # with a certificate made here
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""  # in the certificate; found there
     keep: bool = False  # sessions for the next run
     state_dir: str = ""  # where, if so; empty: the folder of this port
 
@@ -88,16 +97,13 @@ class Stack:
     """`children` change as processes speak; whoever shows them polls."""
 
     def __init__(self, plan: LaunchPlan, redis: str, folder: Path, state: StateFolder | None = None) -> None:
-        self.plan = plan
+        self.plan = with_keys(plan)
         self.folder = folder
         self.state = state
         self.children: list[Child] = []
         self._redis = redis
-        self._api_key = ApiKeys.parse(plan.api_keys, "api_keys").first
-        self._fleet_key = plan.fleet_key or secrets.token_urlsafe(32)
-        # Who gave only one key has drafters elsewhere that know no other.
-        self._drafter_key = plan.drafter_key or ("" if plan.fleet_key else secrets.token_urlsafe(32))
-        self.fleet_access = Channels(key=ApiKeys.parse(self._fleet_key, "fleet_key").first)
+        self.access = _access(self.plan, self.plan.api_keys, "api_keys")  # a client's
+        self.fleet_access = _access(self.plan, self.plan.fleet_key, "fleet_key")
 
     @property
     def endpoints(self) -> list[str]:
@@ -106,38 +112,15 @@ class Stack:
     @property
     def web(self) -> str:
         """Where the first coordinator's HTTP API and playground are."""
-        return f"http://{self.children[0].http_address}"
+        return f"{'https' if self.access.tls else 'http'}://{self.children[0].http_address}"
 
     def start_coordinators(self) -> None:
-        for i in range(self.plan.coordinators):
-            port = self.plan.port + i if self.plan.port else 0
-            http_port = self.plan.http_port + i if self.plan.http_port > 0 else self.plan.http_port
-            flags = ["--host", self.plan.host, "--port", str(port), "--http-port", str(http_port)]
-            flags += ["--insecure"] if self.plan.insecure else []
-            flags += ["--open-metrics"] if self.plan.open_metrics else []
-            self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=self._redis)
+        for service in coordinators(self.plan, self._redis):
+            self._start(service)
 
     def start_workers(self) -> None:
-        coordinators = ["--coordinators", ",".join(self.endpoints)]
-        common = [*coordinators, "--dtype", self.plan.dtype, "--threads", str(self.plan.threads)]
-        for i in range(self.plan.verifiers):
-            flags = [
-                "--target",
-                self.plan.target,
-                "--engine",
-                self.plan.engine,
-                "--kv-tokens",
-                str(self.plan.kv_tokens),
-                "--quantization",
-                self.plan.quantization,
-                "--compile",
-                self.plan.compile,
-            ]
-            self._spawn(f"verifier-{i + 1}", "verifier", [*common, *flags, "--device", self.plan.device])
-        for i, (kind, model) in enumerate(self.plan.drafters):
-            flags = ["--kind", kind, "--model", model, "--target", self.plan.target]
-            flags += ["--device", self.plan.drafter_device]
-            self._spawn(f"drafter-{i + 1}", "drafter", [*common, *flags])
+        for service in workers(self.plan, self.endpoints):
+            self._start(service)
 
     def wait_ready(self, children: Sequence[Child], tick: Callable[[], None] = lambda: None) -> None:
         """Until all of them serve; raises StartupError with the last words of one that died."""
@@ -149,7 +132,7 @@ class Stack:
     def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
         """Until the coordinator knows every worker."""
         wanted = self.plan.verifiers + len(self.plan.drafters)
-        with Client(self.endpoints[:1], api_key=self._api_key) as client:
+        with Client(self.endpoints[:1], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
                 self._raise_for_dead(self.children)
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
@@ -191,23 +174,14 @@ class Stack:
             if child.process is not None and child.process.poll() is not None:
                 raise StartupError(f"{child.name} ended with status {child.process.returncode}:\n{child.last_words()}")
 
-    def _spawn(self, name: str, module: str, flags: list[str], redis: str = "") -> None:
-        logging = ["--log-level", self.plan.log_level, "--log-json" if self.plan.log_json else "--no-log-json"]
-        command = [sys.executable, "-m", module, *flags, *logging]
-        child = Child(name, command, self.folder / f"{name}.log", self._secrets(module, redis))
+    def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
+        """Start one that is in no plan."""
+        self._start(ServiceSpec(name, service, KINDS[service](**_common(self.plan, service), **settings)))
+
+    def _start(self, service: ServiceSpec) -> None:
+        child = Child(service.name, service.command, self.folder / f"{service.name}.log", service.variables)
         self.children.append(child)
         self._launch(child)
-
-    def _secrets(self, module: str, redis: str) -> dict[str, str]:
-        """What this service needs to know and no other: keys, and addresses that may have a password in them."""
-        given = {"OUTRIDER_OTLP_ENDPOINT": self.plan.otlp_endpoint, "OUTRIDER_FLEET_KEY": self._fleet_key}
-        if module == "coordinator":
-            given |= {"OUTRIDER_API_KEYS": self.plan.api_keys, "REDIS_URL": redis}
-        if module != "verifier":
-            given["OUTRIDER_DRAFTER_KEY"] = self._drafter_key
-        if module == "drafter" and self._drafter_key:
-            del given["OUTRIDER_FLEET_KEY"]
-        return {name: value for name, value in given.items() if value}
 
     def _launch(self, child: Child) -> None:
         child.ready.clear()
@@ -252,10 +226,12 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         # A random port is nobody's: what is kept under it would be some other run's.
         state = exits.enter_context(state_folder(plan.state_dir, plan.port if plan.keep else 0))
+        plan = with_certificate(_with_own(plan, state))
+        check_services([*coordinators(plan, ""), *workers(plan, [])])
         redis = redis_url() or exits.enter_context(
             embedded_redis(state.data if state.kept else None, holding=[state.lock])
         )
-        running = Stack(_with_keys(plan, state), redis, folder, state)
+        running = Stack(plan, redis, folder, state)
         exits.callback(running.stop)
         running.start_coordinators()
         running.wait_ready(running.children, lambda: tick(running))
@@ -266,12 +242,76 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         yield running
 
 
-def _with_keys(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
-    """Services of a fleet always show each other keys; those that are made up lie where the same user finds them."""
+def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
+    """Return what is to be started, the ports of further ones after those of the first."""
+    own = _common(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
+    own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
+    ports = [
+        {
+            "port": plan.port + i if plan.port else 0,
+            "http_port": plan.http_port + i if plan.http_port > 0 else plan.http_port,
+        }
+        for i in range(plan.coordinators)
+    ]
+    return make_services("coordinator", [own | each for each in ports], plan.overrides)
+
+
+def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
+    """Return what is to be started once the coordinators are at `endpoints`."""
+    own = {"coordinators": ",".join(endpoints), "target": plan.target, "dtype": plan.dtype, "threads": plan.threads}
+    verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
+    verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization, "compile": plan.compile}
+    drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
+    drafters = [drafter | {"kind": kind, "model": model} for kind, model in plan.drafters]
+    return [
+        *make_services("verifier", [verifier] * plan.verifiers, plan.overrides),
+        *make_services("drafter", drafters, plan.overrides),
+    ]
+
+
+def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
+    """Return what all services have, and of the keys those that this kind needs."""
+    own: dict[str, Any] = {"log_level": plan.log_level, "log_json": plan.log_json, "otlp_endpoint": plan.otlp_endpoint}
+    own |= {name: getattr(plan, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_name")}
+    if kind != "verifier":
+        own["drafter_key"] = plan.drafter_key
+    if kind != "drafter" or not plan.drafter_key:
+        own["fleet_key"] = plan.fleet_key
+    return own
+
+
+def with_keys(plan: LaunchPlan) -> LaunchPlan:
+    """Return a plan whose services have keys that nobody else knows, unless some are given."""
+    if plan.fleet_key:
+        return plan  # who gave only this one has drafters elsewhere that know no other
+    return replace(plan, fleet_key=secrets.token_urlsafe(32), drafter_key=plan.drafter_key or secrets.token_urlsafe(32))
+
+
+def with_certificate(plan: LaunchPlan) -> LaunchPlan:
+    """Return a plan with a name that its certificate holds: the services call each other at addresses of all kinds."""
+    Tls.load(cert=plan.tls_cert, key=plan.tls_key, ca=plan.tls_ca)
+    if not plan.tls_cert:
+        return plan
+    names = certified_names(plan.tls_cert, plan.tls_key, plan.tls_ca)
+    return replace(plan, tls_name=names[0].replace("*.", "outrider."))
+
+
+def _with_own(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
+    """Return a plan with keys and certificate that lie where the same user finds them, unless others are given."""
+    if plan.tls:
+        if plan.tls_cert or plan.tls_key or plan.tls_ca:
+            raise StartupError("--tls makes a certificate: give it, or --tls-cert, --tls-key and --tls-ca", field="tls")
+        cert, key, ca = make_certificate(state.folder / "tls", plan.host)
+        plan = replace(plan, tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))
     if plan.fleet_key:
         return plan
     given = plan.drafter_key or f"@{state.key('drafter-key')}"
     return replace(plan, fleet_key=f"@{state.key('fleet-key')}", drafter_key=given)
+
+
+def _access(plan: LaunchPlan, keys: str, name: str) -> Channels:
+    tls = Tls.load(cert=plan.tls_cert, key=plan.tls_key, ca=plan.tls_ca, name=plan.tls_name)
+    return Channels(tls, ApiKeys.parse(keys, name).first)
 
 
 def watch(running: Stack, say: Callable[[str], None]) -> None:

@@ -31,7 +31,8 @@ class Channels:
         if self.tls is None:
             channel = grpc.insecure_channel(address, options=channel_options())
         else:
-            channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=channel_options())
+            options = [*channel_options(), *self.tls.channel_options()]
+            channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=options)
         return cast("grpc.Channel", _Keyed(channel, self.key)) if self.key else channel
 
     def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
@@ -40,6 +41,7 @@ class Channels:
         if self.tls is None:
             channel = grpc.aio.insecure_channel(address, options=options)
         else:
+            options += self.tls.channel_options()
             channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
         return cast("grpc.aio.Channel", _Keyed(channel, self.key)) if self.key else channel
 

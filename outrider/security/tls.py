@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass, field, replace
+from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import grpc
 
@@ -30,12 +31,13 @@ class Tls:
     key: bytes = field(default=b"", repr=False)
     ca: bytes = b""  # empty: the authorities that gRPC brings along
     client_auth: bool = False
+    name: str = ""  # that the certificates of those we call must hold; empty: the host that we call
     # To listen without gRPC: asking callers for what gRPC asks them for, and for nothing.
     context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
     lenient_context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def load(cls, *, cert: str = "", key: str = "", ca: str = "") -> Self | None:
+    def load(cls, *, cert: str = "", key: str = "", ca: str = "", name: str = "") -> Self | None:
         """From files; None when none is named. Raises StartupError for what can never work."""
         if not (cert or key or ca):
             return None
@@ -46,6 +48,7 @@ class Tls:
             cert=_read("tls_cert", cert) if cert else b"",
             key=_read("tls_key", key) if key else b"",
             ca=_read("tls_ca", ca) if ca not in ("", SYSTEM) else b"",
+            name=name,
         )
         context = _context(cert, key) if cert else None
         if given.ca:
@@ -55,7 +58,8 @@ class Tls:
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
         """A service's: it must be able to listen, and to tell who calls when it is to ask them."""
-        given = cls.load(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca)
+        named = {"cert": settings.tls_cert, "key": settings.tls_key, "ca": settings.tls_ca}
+        given = cls.load(**named, name=settings.tls_name)
         if given is not None and not given.cert:
             raise StartupError(
                 "tls_ca is given without tls_cert and tls_key: this service would listen in plain text",
@@ -89,6 +93,46 @@ class Tls:
         return grpc.ssl_channel_credentials(
             root_certificates=self.ca or None, private_key=self.key or None, certificate_chain=self.cert or None
         )
+
+    def channel_options(self) -> list[tuple[str, str]]:
+        return [("grpc.ssl_target_name_override", self.name)] if self.name else []
+
+
+def certified_names(cert: str, key: str, ca: str) -> list[str]:
+    """Return the names in a certificate that callers who trust `ca` would believe, hosts before addresses.
+
+    Raises StartupError for one that they would not. The two ends of a connection in memory find it out, as callers do.
+    """
+    caller = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    caller.check_hostname = False
+    if ca in ("", SYSTEM):
+        with as_file(files("grpc") / "_cython" / "_credentials" / "roots.pem") as bundle:
+            caller.load_verify_locations(bundle)
+    else:
+        _trust(caller, ca)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    calling = caller.wrap_bio(back, there)
+    called = _context(cert, key).wrap_bio(there, back, server_side=True)
+    try:
+        while not (_handshake(calling) & _handshake(called)):
+            pass
+    except ssl.SSLError as error:
+        _refuse("tls_cert", cert, f"callers who trust {ca or SYSTEM} (tls_ca) would refuse tls_cert {cert}", error)
+    shown: dict[str, Any] = calling.getpeercert() or {}
+    found = sorted((kind, name) for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
+    if not found:
+        raise StartupError(
+            f"tls_cert {cert} names no host (subjectAltName)", field="tls_cert", value=cert, limit="a host"
+        )
+    return [name for _, name in found]
+
+
+def _handshake(end: ssl.SSLObject) -> bool:
+    try:
+        end.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
 
 
 def _read(field: str, path: str) -> bytes:

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import redis
 
+from outrider.client.sync import Client
+from outrider.protocol.errors import PeerLost
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.security.tls import Tls
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, ask, client, generate, until, until_async
@@ -24,10 +28,12 @@ pytestmark = [
 
 
 def sessions_in(server: int) -> dict[bytes, object]:
-    """Return what Redis holds of sessions. Its title says where it listens."""
+    """Return what Redis holds of finished sessions. Its title says where it listens."""
     path = command_line(server).rpartition("unixsocket:")[2]
     with redis.Redis(unix_socket_path=path) as asking:
-        return {key: asking.dump(key) for key in asking.scan_iter("outrider:*:{*}")}
+        finished = [key for key in asking.scan_iter("outrider:session:*") if asking.hget(key, "finish")]
+        kept = [key.replace(b":session:", kind) for key in finished for kind in (b":session:", b":tokens:")]
+        return {key: asking.dump(key) for key in kept}
 
 
 def wait_for_ends(running: Up) -> None:
@@ -82,3 +88,47 @@ async def _kept(output: Output, server: int) -> dict[bytes, object]:
 
 async def _durable(stub: rpc.OutriderStub) -> bool:
     return bool((await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)).durable)
+
+
+CONFIG = """
+drafter = "ngram"
+target = "{target}"
+tls = true
+[coordinator]
+max-sessions = 7
+[verifier]
+max-sessions = 5
+metrics-key = "secret-of-metrics"
+[verifier-1]
+prefix-tokens = 0
+"""
+
+
+def test_settings_of_services_and_tls(models: Models, tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(CONFIG.format(target=models.target))
+    ca = tmp_path / "state" / "tls" / "ca.pem"
+    line = ["--config", str(file), "--set", "verifier.max-sessions=6", "--state-dir", str(tmp_path / "state")]
+    with up(tmp_path, *line, OUTRIDER_GAMMA_MAX="3") as running:
+        address = running.ready()
+        assert f"--endpoint {address} --tls-ca {ca}" in running.log.read_text()
+        assert "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max" in running.log.read_text()
+        with Client([address], tls=Tls.load(ca=str(ca))) as client:
+            capacities = {worker.kind: worker.capacity for worker in client.server().workers}
+            assert capacities == {"target": 6, "ngram": 64}
+            assert len(client.complete("Hello", params=SamplingParams(temperature=0.0, max_tokens=4)).token_ids) == 4
+        with Client([address]) as client, pytest.raises(PeerLost):
+            client.server()
+        (verifier,) = [pid for pid in running.family() if "-m verifier" in command_line(pid)]
+        assert "--max-sessions 6 " in command_line(verifier)
+        assert "--prefix-tokens 0 " in command_line(verifier)
+        assert b"secret-of-metrics" in (Path("/proc") / str(verifier) / "environ").read_bytes()
+        assert not [pid for pid in running.family() if "secret" in command_line(pid)]
+
+
+def test_a_wrong_setting_starts_nothing(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "coordinator.max-sesions=3") as running:
+        assert running.process.wait(60) == 1
+    assert running.log.read_text().splitlines() == [
+        "outrider: --set coordinator.max-sesions: max-sesions is no setting of coordinator; did you mean max-sessions?"
+    ]

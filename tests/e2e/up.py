@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +15,10 @@ from pathlib import Path
 from tests.cluster import ROOT, START_S, environment, until
 from tests.contract.test_security import OUTRIDER
 
-# A script that starts it with &: without job control the shell then has it ignore SIGINT. The shell itself takes
-# Ctrl-C as an interactive one does, and ends with the status of what it started.
-_SCRIPT = 'trap : INT; "$@" & pid=$!; echo "$pid" > "$PID_FILE"; wait "$pid"; wait "$pid"'
+_PLAIN = 'echo $$ > "$PID_FILE"; exec "$@"'
+# A script that starts it with &: without job control the shell has it ignore SIGINT. The shell takes Ctrl-C as an
+# interactive one does, and ends with the status of what it started.
+_IN_BACKGROUND = 'trap : INT; "$@" & pid=$!; echo "$pid" > "$PID_FILE"; wait "$pid"; wait "$pid"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +57,21 @@ def up(folder: Path, *flags: str, in_background: bool = False, **variables: str)
     log = folder / f"up-{len(list(folder.glob('up-*.log')))}.log"
     pid_file = log.with_suffix(".pid")
     line = [*OUTRIDER, "up", "--port", "0", "--http-port", "-1", "--device", "cpu", "--threads", "1", *flags]
-    if in_background:
-        line = ["sh", "-c", _SCRIPT, "sh", *line]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            line,
+            ["sh", "-c", _IN_BACKGROUND if in_background else _PLAIN, "sh", *line],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             env=environment(PID_FILE=str(pid_file), **variables),
             start_new_session=True,
         )
+    pid = int(until(lambda: pid_file.exists() and pid_file.read_text(), 20, "process id"))
     try:
-        pid = (
-            int(until(lambda: pid_file.exists() and pid_file.read_text(), 20, "pid")) if in_background else process.pid
-        )
         yield Up(process, log, pid)
     finally:
-        process.terminate()
+        if process.poll() is None:
+            os.kill(pid, signal.SIGTERM)
         process.wait(40)
 
 
@@ -79,8 +80,8 @@ def command_line(pid: int) -> str:
 
 
 def _family(pid: int) -> list[int]:
-    threads = (Path("/proc") / str(pid) / "task").glob("*")
-    children = [int(child) for thread in threads for child in _read(thread / "children").split()]
+    of_threads = glob.glob(f"/proc/{pid}/task/*/children")  # unlike Path's it takes folders that vanish
+    children = [int(child) for one in of_threads for child in _read(Path(one)).split()]
     return [pid, *(one for child in children for one in _family(child))]
 
 

@@ -72,12 +72,12 @@ class RemoteStack(Stack):
         self.link_port = 0
 
     def start_workers(self) -> None:
-        common = ["--coordinators", ",".join(self.endpoints), "--device", "cpu", "--threads", "1"]
-        self._spawn("verifier", "verifier", [*common, "--target", str(self._pair.target), "--pace", self._paces.verify])
-        flags = ["--kind", "model", "--model", str(self._pair.draft), "--pace", f"1:{self._paces.draft_ms:g}"]
-        flags += ["--blur", self._paces.blur] if self._paces.blur else []
-        where = ["--port", str(self.drafter_port), "--advertise", f"127.0.0.1:{self.link_port}"]
-        self._spawn("drafter", "drafter", [*common, *flags, *where])
+        common = {"coordinators": ",".join(self.endpoints), "device": "cpu", "threads": 1}
+        self._spawn("verifier", "verifier", target=str(self._pair.target), pace=self._paces.verify, **common)
+        drafter = {"kind": "model", "model": str(self._pair.draft)}
+        drafter |= {"pace": f"1:{self._paces.draft_ms:g}", "blur": self._paces.blur}
+        where = {"port": self.drafter_port, "advertise": f"127.0.0.1:{self.link_port}"}
+        self._spawn("drafter", "drafter", **drafter, **where, **common)
 
 
 class Network:

@@ -76,18 +76,16 @@ class Lanes(Stack):
 
     def start_coordinators(self) -> None:
         for i, (lane, url) in enumerate(zip(self.lanes, self._redis_of, strict=True)):
-            flags = ["--host", self.plan.host, "--port", "0", "--http-port", "-1"]
-            flags += ["--drafters-per-session", str(max(1, len(lane.drafters)))]
-            self._spawn(f"coordinator-{i + 1}", "coordinator", flags, redis=url)
+            most = max(1, len(lane.drafters))
+            self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=most)
 
     def start_workers(self) -> None:
         """The verifier reports to the first lane, a drafter to its own."""
         super().start_workers()
         pairs = [(at, drafter) for at, lane in self.addressed() for drafter in lane.drafters]
         for i, (at, (kind, model)) in enumerate(pairs):
-            flags = ["--coordinators", at, "--kind", kind, "--model", model, "--device", self.plan.drafter_device]
-            flags += ["--dtype", self.plan.dtype, "--threads", str(self.plan.threads)]
-            self._spawn(f"drafter-{i + 1}", "drafter", flags)
+            common = {"device": self.plan.drafter_device, "dtype": self.plan.dtype, "threads": self.plan.threads}
+            self._spawn(f"drafter-{i + 1}", "drafter", coordinators=at, kind=kind, model=model, **common)
 
     def wait_verifier(self) -> WorkerInfo:
         """Until the first lane knows it."""

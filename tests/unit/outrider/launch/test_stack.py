@@ -1,19 +1,109 @@
-"""What `outrider up` gives its services on their command lines."""
+"""What `outrider up` starts, from its plan."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outrider.launch.stack import LaunchPlan, Stack
+from outrider.launch.services import ServiceSpec, read_assignments
+from outrider.launch.stack import LaunchPlan, coordinators, stack, with_certificate, with_keys, workers
+from outrider.protocol.errors import StartupError
+from tests.certificates import Authority, Certificate
+
+PLAN = LaunchPlan(target="big", drafters=(("model", "small"), ("ngram", "")), verifiers=2, coordinators=2, http_port=80)
+
+
+def found(specs: list[ServiceSpec], *names: str) -> list[tuple[object, ...]]:
+    return [(spec.name, *(getattr(spec.settings, name) for name in names)) for spec in specs]
+
+
+def test_further_coordinators_take_the_next_ports() -> None:
+    assert found(coordinators(PLAN, "redis://x"), "port", "http_port", "redis_url") == [
+        ("coordinator-1", 50050, 80, "redis://x"),
+        ("coordinator-2", 50051, 81, "redis://x"),
+    ]
+    free = replace(PLAN, port=0, http_port=-1)
+    assert found(coordinators(free, ""), "port", "http_port") == [("coordinator-1", 0, -1), ("coordinator-2", 0, -1)]
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_metrics_are_opened_where_that_is_asked_for(
-    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_metrics_are_opened_where_that_is_asked_for(given: bool) -> None:
+    made = coordinators(replace(PLAN, open_metrics=given), "")
+    assert [("--open-metrics" in spec.command) for spec in made] == [given] * 2
+
+
+def test_workers_know_their_coordinators_and_models() -> None:
+    made = workers(replace(PLAN, device="cuda", drafter_device="cpu", kv_tokens=4096), ["a:1", "b:2"])
+    verifiers, drafters = made[:2], made[2:]
+    assert found(verifiers, "coordinators", "target", "device", "kv_tokens") == [
+        (f"verifier-{i}", "a:1,b:2", "big", "cuda", 4096) for i in (1, 2)
+    ]
+    assert found(drafters, "coordinators", "target", "device", "kind", "model") == [
+        ("drafter-1", "a:1,b:2", "big", "cpu", "model", "small"),
+        ("drafter-2", "a:1,b:2", "big", "cpu", "ngram", ""),
+    ]
+
+
+def test_each_service_has_the_keys_that_it_needs() -> None:
+    def variables(plan: LaunchPlan) -> list[set[str]]:
+        made = [*coordinators(plan, ""), *workers(plan, [])]
+        kinds = {spec.kind: {name.removeprefix("OUTRIDER_") for name in spec.variables} for spec in made}
+        return [kinds[kind] for kind in ("coordinator", "verifier", "drafter")]
+
+    both = [{"API_KEYS", "FLEET_KEY", "DRAFTER_KEY"}, {"FLEET_KEY"}, {"DRAFTER_KEY"}]
+    assert variables(with_keys(replace(PLAN, api_keys="k"))) == both
+    one = [{"API_KEYS", "FLEET_KEY"}, {"FLEET_KEY"}, {"FLEET_KEY"}]
+    assert variables(with_keys(replace(PLAN, api_keys="k", fleet_key="f"))) == one
+
+
+def test_settings_go_before_the_flags_of_up() -> None:
+    plan = replace(PLAN, device="cuda", overrides=read_assignments(["verifier-2.device=cpu", "drafter.threads=3"]))
+    assert found(workers(plan, []), "device", "threads") == [
+        ("verifier-1", "cuda", 0),
+        ("verifier-2", "cpu", 0),
+        ("drafter-1", "auto", 3),
+        ("drafter-2", "auto", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [(["a.example.com"], "a.example.com"), (["*.example.com"], "outrider.example.com"), ([], "127.0.0.1")],
+)
+def test_services_go_by_a_name_in_their_certificate(tmp_path: Path, hosts: list[str], name: str) -> None:
+    authority = Authority.make(tmp_path)
+    plan = with_certificate(certified(authority.issue("mine", hosts=hosts), authority))
+    made = [*coordinators(plan, ""), *workers(plan, [])]
+    assert {spec.settings.tls_name for spec in made} == {name}
+    assert {spec.settings.tls_cert for spec in made} == {str(tmp_path / "mine.pem")}
+
+
+def certified(mine: Certificate, authority: Authority) -> LaunchPlan:
+    return replace(PLAN, tls_cert=str(mine.cert), tls_key=str(mine.key), tls_ca=str(authority.path))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (LaunchPlan(host="0.0.0.0"), "there are no keys"),
+        (LaunchPlan(quantization="int3"), "verifier-1.quantization is 'int3'"),
+        (LaunchPlan(overrides=read_assignments(["coordinator.max-sessions=0"])), "coordinator-1.max-sessions is '0'"),
+        (LaunchPlan(tls=True, tls_ca="x"), "--tls makes a certificate"),
+        (LaunchPlan(tls_ca="/missing"), "tls_ca: cannot read /missing"),
+        (LaunchPlan(tls_ca="system"), "this service would listen in plain text"),
+        (LaunchPlan(port=50050, http_port=50050), "is the port of"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_starts(
+    plan: LaunchPlan, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stack, "_launch", lambda *_: None)
-    stack = Stack(LaunchPlan(target="", coordinators=2, open_metrics=given), "", tmp_path)
-    stack.start_coordinators()
-    assert [("--open-metrics" in child.command) for child in stack.children] == [given] * 2
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("outrider.launch.stack.embedded_redis", started)
+    monkeypatch.setattr("outrider.launch.stack.subprocess.Popen", started)
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    with pytest.raises(StartupError, match=message), stack(replace(plan, keep=False)):
+        pass

@@ -10,7 +10,7 @@ from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
-from outrider.security.tls import SYSTEM, Tls
+from outrider.security.tls import SYSTEM, Tls, certified_names
 from tests.certificates import Authority
 
 
@@ -95,3 +95,22 @@ def test_to_ask_callers_needs_an_authority(authority: Authority, ca: str) -> Non
     mine = authority.issue("asks")
     assert "tls_client_auth needs" in refusal(tls_cert=mine.cert, tls_key=mine.key, tls_ca=ca, tls_client_auth=True)
     assert "tls_client_auth needs" in refusal(tls_client_auth=True)
+
+
+def test_a_certificate_is_looked_at_as_its_callers_do(authority: Authority, tmp_path: Path) -> None:
+    public = authority.issue("public", hosts=["*.example.com", "a.example.com"])
+    local = authority.issue("local")
+    assert certified_names(str(public.cert), str(public.key), str(authority.path)) == ["*.example.com", "a.example.com"]
+    assert certified_names(str(local.cert), str(local.key), str(authority.path)) == ["127.0.0.1"]
+    stranger = Authority.make(tmp_path, "stranger")
+    for ca in (str(stranger.path), SYSTEM, ""):
+        with pytest.raises(StartupError, match=f"trust {ca or SYSTEM}.*would refuse tls_cert .*local.pem"):
+            certified_names(str(local.cert), str(local.key), ca)
+
+
+def test_a_shared_certificate_goes_by_its_name(authority: Authority) -> None:
+    mine = authority.issue("shared", hosts=["outrider.internal"])
+    tls = Tls.of(settings(tls_cert=mine.cert, tls_key=mine.key, tls_ca=authority.path, tls_name="outrider.internal"))
+    assert tls is not None
+    assert tls.channel_options() == [("grpc.ssl_target_name_override", "outrider.internal")]
+    assert Tls.load(ca=SYSTEM).channel_options() == []

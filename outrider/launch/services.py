@@ -1,0 +1,224 @@
+"""Settings of the services that `outrider up` starts, from --set and --config, checked before anything is started.
+
+Names are those of the services' own flags: `--set verifier.max-sessions=32` is `--max-sessions 32` of every verifier,
+`--set verifier-2.device=cuda:1` of one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr, ValidationError
+
+from coordinator.settings import CoordinatorSettings
+from drafter.settings import DrafterSettings
+from outrider.base.config import PREFIX, VARIABLES, Settings, flags, refuse_open_door
+from outrider.protocol.errors import StartupError
+from outrider.security.credentials import Credentials
+from verifier.settings import VerifierSettings
+
+KINDS: dict[str, type[Settings]] = {
+    "coordinator": CoordinatorSettings,
+    "verifier": VerifierSettings,
+    "drafter": DrafterSettings,
+}
+_NAME = re.compile(rf"({'|'.join(KINDS)})(?:-([1-9][0-9]*))?")
+# What `up` decides for all of its services together, and by what.
+_EVERYWHERE = {name: "--" + name.replace("_", "-") for name in ("fleet_key", "drafter_key", "tls_cert", "tls_key")}
+_EVERYWHERE |= {"tls_ca": "--tls-ca", "tls_name": "the names in --tls-cert"}
+_WORKERS = {"coordinators": "the coordinators that it starts", "target": "--target"}
+DECIDED: dict[str, dict[str, str]] = {
+    "coordinator": {name: "--" + name.replace("_", "-") for name in ("host", "port", "http_port", "insecure")}
+    | {"api_keys": "--api-keys", "redis_url": "the variable REDIS_URL"}
+    | _EVERYWHERE,
+    "verifier": _WORKERS | _EVERYWHERE,
+    "drafter": _WORKERS | _EVERYWHERE,
+}
+_PRIVATE = ("redis_url", "otlp_endpoint")  # addresses that may have a password in them
+_PORTS = ("port", "http_port", "metrics_port")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSetting:
+    """One setting as it was given, and where."""
+
+    value: Any = field(repr=False)
+    where: str
+
+
+Overrides = Mapping[str, Mapping[str, GivenSetting]]  # by "verifier" or "verifier-2", then by the setting
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One process to start: what it is called, what it is, and all of its settings."""
+
+    name: str
+    kind: str
+    settings: Settings = field(repr=False)
+
+    @property
+    def command(self) -> list[str]:
+        """Everybody on a machine may read it: secrets are in `variables`."""
+        public = self.settings.model_copy(update=dict.fromkeys(_PRIVATE, "")) if self._private else self.settings
+        return [sys.executable, "-m", self.kind, *flags(public)]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        secrets = {n: v.get_secret_value() for n, v in self.settings if isinstance(v, SecretStr)} | self._private
+        return {PREFIX + name.upper(): value for name, value in secrets.items() if value}
+
+    @property
+    def _private(self) -> dict[str, str]:
+        return {name: value for name in _PRIVATE if (value := getattr(self.settings, name, ""))}
+
+
+def read_assignments(assignments: Iterable[str]) -> Overrides:
+    """Read what `--set` was given: SERVICE.SETTING=VALUE; of the same setting the last one holds."""
+    found: dict[str, dict[str, GivenSetting]] = {}
+    for assignment in assignments:
+        left, equals, value = assignment.partition("=")
+        name, dot, key = left.strip().partition(".")
+        if not (equals and dot):
+            raise _refused("--set", left, "must be SERVICE.SETTING=VALUE, such as verifier.max-sessions=32")
+        found.setdefault(name, {})[_known(name, key, f"--set {left.strip()}")] = GivenSetting(value, "--set")
+    return found
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
+    """Read a TOML file: a table for each service, and beside them flags of `up` by their names."""
+    try:
+        content = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise _refused("--config", str(path), f"cannot be read: {reason}") from error
+    flags_of_up = {key.replace("-", "_"): _plain(value) for key, value in content.items() if not _is_table(value)}
+    tables = {name: value for name, value in content.items() if _is_table(value)}
+    return flags_of_up, {
+        name: {
+            _known(name, key, f"{path}: [{name}] {key}"): GivenSetting(_plain(value), str(path))
+            for key, value in table.items()
+        }
+        for name, table in tables.items()
+    }
+
+
+def merged(first: Overrides, then: Overrides) -> Overrides:
+    """Return both; where they speak of the same setting the second one holds."""
+    return {name: {**first.get(name, {}), **then.get(name, {})} for name in {**first, **then}}
+
+
+def make_services(kind: str, given: Sequence[Mapping[str, Any]], overrides: Overrides) -> list[ServiceSpec]:
+    """Return a service for each element of `given`, what `up` itself sets. Raise StartupError for what cannot be."""
+    for name in overrides:
+        _, number = _parts(name)
+        if name.startswith(kind) and number > len(given):
+            where = next(iter(overrides[name].values())).where
+            raise _refused(where, name, f"is not among the {len(given)} of its kind that are started")
+    return [_service(kind, f"{kind}-{number}", own, overrides) for number, own in enumerate(given, start=1)]
+
+
+def check_services(services: Sequence[ServiceSpec]) -> None:
+    """Raise StartupError for keys, certificates and ports that cannot work."""
+    taken: dict[int, str] = {}
+    for service in services:
+        refuse_open_door(service.settings)
+        Credentials(service.settings)
+        for key in _PORTS:
+            port = getattr(service.settings, key, 0)
+            here = f"{service.name}.{key.replace('_', '-')}"
+            if port > 0 and taken.setdefault(port, here) != here:
+                raise _refused(here, str(port), f"is the port of {taken[port]} too")
+
+
+def unread_variables(read: Iterable[object]) -> list[str]:
+    """Return a hint for each variable of ours that is set and that only a service started by hand would read."""
+    names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in read)
+    hints = []
+    for name in names:
+        setting = name.removeprefix(PREFIX).lower()
+        kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields.keys() - DECIDED[kind]]
+        if kinds:
+            hints.append(f"{name} is not read here: --set {kinds[0]}.{setting.replace('_', '-')}=...")
+        elif name not in VARIABLES:
+            raise _refused("environment", name, "is unknown", VARIABLES)
+    return hints
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about a name that is not known."""
+    by_form = {_form(one): one for one in known}
+    near = difflib.get_close_matches(_form(name), by_form, n=1)
+    return f"; did you mean {by_form[near[0]]}?" if near else ""
+
+
+def _form(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _service(kind: str, name: str, own: Mapping[str, Any], overrides: Overrides) -> ServiceSpec:
+    more = {**overrides.get(kind, {}), **overrides.get(name, {})}
+    # Another way to draft does not go on with the model of the one that it replaces.
+    own = {key: value for key, value in own.items() if key != "model" or "kind" not in more}
+    return ServiceSpec(name, kind, _made(kind, name, own, more))
+
+
+def _made(kind: str, name: str, own: Mapping[str, Any], more: Mapping[str, GivenSetting]) -> Settings:
+    try:
+        return KINDS[kind](**{**own, **{key: given.value for key, given in more.items()}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        where = f"{more[key].where}: " if key in more else ""
+        secret = KINDS[kind].model_fields[key].annotation is SecretStr
+        shown = "" if secret else f" is {first['input']!r}"
+        raise StartupError(
+            f"{where}{name}.{key.replace('_', '-')}{shown}: {first['msg']}",
+            field=key,
+            value="" if secret else first["input"],
+        ) from error
+
+
+def _known(name: str, key: str, where: str) -> str:
+    """Return a setting's name as its field has it."""
+    kind, _ = _parts(name)
+    if not kind:
+        raise _refused(where, name, f"is no service: {', '.join(KINDS)}, or one of them as in verifier-2", KINDS)
+    setting = key.strip().replace("-", "_")
+    if setting in DECIDED[kind]:
+        raise _refused(where, key, f"is decided for {kind}s by {DECIDED[kind][setting]}")
+    if setting not in KINDS[kind].model_fields:
+        others = [other for other in KINDS if setting in KINDS[other].model_fields]
+        if others:
+            raise _refused(where, key, f"is a setting of {' and '.join(others)}, not of {kind}")
+        known = [field.replace("_", "-") for field in KINDS[kind].model_fields if field not in DECIDED[kind]]
+        raise _refused(where, key, f"is no setting of {kind}", known)
+    return setting
+
+
+def _parts(name: str) -> tuple[str, int]:
+    """Return the kind and the number, 0 for all; no kind where the name is of none."""
+    match = _NAME.fullmatch(name.strip())
+    return (match[1], int(match[2] or 0)) if match else ("", 0)
+
+
+def _refused(where: str, value: str, why: str, known: Iterable[str] = ()) -> StartupError:
+    """`known`: among these the one that was meant may be."""
+    return StartupError(f"{where}: {value} {why}{did_you_mean(value, known)}", field=where, value=value, limit=why)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _plain(value: Any) -> Any:
+    """Return a list as the text with commas that flags take."""
+    return ",".join(str(one) for one in value) if isinstance(value, list) else value

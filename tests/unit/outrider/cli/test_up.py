@@ -1,0 +1,145 @@
+"""`outrider up`: its flags, its file, its signals. That it runs is tests/e2e/test_up.py's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from outrider.base.config import PREFIX
+from outrider.cli import up
+from outrider.cli.app import app
+from outrider.launch.stack import LaunchPlan
+from outrider.protocol.errors import StartupError
+
+FILE = """
+target = "./Big"
+http-port = 9000
+verifiers = 2
+[verifier]
+max-sessions = 5
+"""
+
+
+class Reached(Exception):
+    """The services would now be started."""
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
+    """What would have been started."""
+    for name in list(os.environ):
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    caught: list[LaunchPlan] = []
+
+    @contextlib.contextmanager
+    def pretend(plan: LaunchPlan, *_: object) -> Iterator[None]:
+        caught.append(plan)
+        raise Reached
+        yield
+
+    monkeypatch.setattr(up, "stack", pretend)
+    monkeypatch.setattr(up, "_end_on_signals", lambda: None)
+    return caught
+
+
+def run(*line: str, **variables: str) -> Result:
+    return CliRunner().invoke(app, ["up", *line], env={PREFIX + name: value for name, value in variables.items()})
+
+
+def test_flags_go_before_variables_and_these_before_the_file(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(FILE)
+    for line, variables, expected in (
+        ([], {}, ("./Big", 9000, 2)),
+        ([], {"HTTP_PORT": "9001", "VERIFIERS": "3"}, ("./Big", 9001, 3)),
+        (["--verifiers", "4"], {"HTTP_PORT": "9001", "VERIFIERS": "3"}, ("./Big", 9001, 4)),
+    ):
+        result = run("--config", str(file), *line, **variables)
+        assert isinstance(result.exception, Reached), result.output
+        plan = plans.pop()
+        assert (plan.target, plan.http_port, plan.verifiers) == expected
+        assert plan.port == 50050, "the default"
+        assert plan.overrides["verifier"]["max_sessions"].value == 5
+
+
+def test_settings_on_the_line_go_before_the_file(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(FILE)
+    run("--set", "verifier.max-sessions=6", "--set", "drafter.threads=2", CONFIG=str(file))
+    overrides = plans.pop().overrides
+    assert overrides["verifier"]["max_sessions"].value == "6"
+    assert overrides["drafter"]["threads"].value == "2"
+    run(SET="verifier.max-sessions=7 drafter.threads=3")
+    assert plans.pop().overrides["drafter"]["threads"].value == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("htp-port = 1", "htp-port is no flag of `up`; did you mean http-port"),
+        ("verifer = 1", "verifer is no flag of `up`; did you mean verifier"),
+        ("set = 1", "set is no flag of `up`"),
+    ],
+)
+def test_an_unknown_name_in_the_file_is_refused(
+    plans: list[LaunchPlan], tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(text)
+    result = run("--config", str(file))
+    assert isinstance(result.exception, StartupError)
+    assert message in result.exception.message
+    assert not plans
+
+
+def test_a_wrong_value_in_the_file_names_the_flag(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text("verifiers = 0")
+    result = run("--config", str(file))
+    assert result.exit_code == 2
+    assert "--verifiers" in result.output
+    assert not plans
+
+
+def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
+    result = run(GAMMA_MAX="3", HTTP_PORT="9001")
+    assert "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=..." in result.output
+    assert "HTTP_PORT" not in result.output
+    assert plans
+
+
+@pytest.fixture
+def handlers() -> Iterator[Callable[[int], None]]:
+    """Send a signal to ourselves; the handlers from before come back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield signal.raise_signal
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_ends_it_and_only_ctrl_c_hastens(handlers: Callable[[int], None], first: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell leaves it for what ends in &
+    up._end_on_signals()
+    with pytest.raises(KeyboardInterrupt):
+        handlers(first)
+    handlers(signal.SIGTERM)
+    handlers(signal.SIGHUP)
+    with pytest.raises(KeyboardInterrupt):
+        handlers(signal.SIGINT)
+
+
+def test_nohup_means_it(handlers: Callable[[int], None]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    up._end_on_signals()
+    handlers(signal.SIGHUP)
+    with pytest.raises(KeyboardInterrupt):
+        handlers(signal.SIGTERM)
