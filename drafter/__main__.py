@@ -10,18 +10,44 @@ from outrider.base.config import main
 from outrider.base.openmp import use_threads
 from outrider.models.hub import AUTO, MODEL_FREE, choose_drafter
 from outrider.observability.tracing import tracing_to
+from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service
+
+_WITHOUT_ENGINE = MODEL_FREE | {"medusa", "mock"}
 
 
 def run(settings: DrafterSettings) -> None:
-    if settings.kind == AUTO:
-        kind, model = choose_drafter(settings.model or AUTO, settings.target)
-        settings = settings.model_copy(update={"kind": kind, "model": model})
+    settings = select_method(settings)
     if set(settings.kind.split("+")) <= MODEL_FREE:
         importlib.import_module("outrider.base.no_torch")
     else:
         use_threads(settings.threads)
     serve(settings)
+
+
+def select_method(settings: DrafterSettings) -> DrafterSettings:
+    """Return the settings with the drafting method that runs. Raises StartupError where --engine excludes it."""
+    engine = settings.selected_engine
+    if engine == "mock":
+        if settings.kind not in (AUTO, "mock"):
+            raise StartupError(
+                f"kind is {settings.kind}, must be mock with --engine mock",
+                field="kind",
+                value=settings.kind,
+                limit="auto or mock",
+            )
+        return settings.model_copy(update={"kind": "mock", "model": ""})
+    if settings.kind == AUTO:
+        kind, model = choose_drafter(settings.model or AUTO, settings.target)
+        settings = settings.model_copy(update={"kind": kind, "model": model})
+    if settings.engine != "auto" and set(settings.kind.split("+")) <= _WITHOUT_ENGINE:
+        raise StartupError(
+            f"engine is {engine}, must be auto: kind {settings.kind} runs no engine",
+            field="engine",
+            value=engine,
+            limit="auto",
+        )
+    return settings
 
 
 def serve(settings: DrafterSettings) -> None:

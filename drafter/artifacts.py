@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from drafter.settings import DrafterSettings
-from outrider.engine.loading.loader import pick_device
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.fleet import ModelInfo
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
@@ -29,4 +29,6 @@ def read_trained(settings: DrafterSettings, method: str, progress: Callable[[str
     card, weights = cards.load(folder, method)
     matrices = read_embeddings_and_head(settings.target, progress)
     card.check_target(folder, settings.target, matrices.digest)
-    return TrainedArtifacts(card, weights, matrices.on(pick_device(settings.device)), card.info(folder, weights))
+    return TrainedArtifacts(
+        card, weights, matrices.on(EngineOptions.of(settings).selected_device), card.info(folder, weights)
+    )

@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from outrider.engine import Engine, SessionTokens
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import OutriderError
 from outrider.testing.toy_models import byte_tokenizer
 
@@ -218,8 +219,8 @@ def fate(name: str, scratch: Path) -> Fate:
         return Fate(name, model_name, not_built=f"{type(error).__name__}: {error}")
     engines: dict[str, Engine] = {}
     refusal = ""
-    for compile_ in ("auto", "off"):
-        options = EngineOptions(device="cpu", compile=compile_, kv_tokens=KV_TOKENS, threads=1)
+    for name in ("auto", "transformers"):
+        options = EngineOptions(device="cpu", engine=name, kv_tokens=KV_TOKENS, threads=1)
         try:
             engine = load_model(str(scratch), options).engine
         except OutriderError as error:

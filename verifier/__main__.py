@@ -12,9 +12,10 @@ import structlog
 from outrider.base.config import flags, main
 from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.engine.mock import MockEngine
-from outrider.engine.tensor_parallel import RankGroup, follow, ranks
+from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import tracing_to
 from outrider.runtime.serving import Service
@@ -26,24 +27,24 @@ log = structlog.get_logger(__name__)
 
 
 def build(
-    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], team: RankGroup | None
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
 ) -> VerifierService:
     tracing = tracing_to(settings.otlp_endpoint, "verifier")
-    if settings.engine == "instant":
-        log.warning("engine 'instant' holds no model: for measuring overhead only")
-        instant = MockEngine()
-        return VerifierService(instant, instant.vocabulary, instant.save_tokenizer(scratch), settings, tracing=tracing)
-    loaded = load_model(settings.target, EngineOptions.of(settings), progress, team)
+    if settings.selected_engine == "mock":
+        log.warning("mock engine selected: no model, for measuring overhead only")
+        mock = MockEngine()
+        return VerifierService(mock, mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing)
+    loaded = load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
     files = save_tokenizer(loaded.tokenizer, scratch)
     return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost, tracing)
 
 
-def serve(settings: VerifierSettings, team: RankGroup | None = None) -> None:
+def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
         use_threads(settings.threads)
 
         def built(progress: Callable[[str], None]) -> Service:
-            return build(settings, Path(scratch), progress, team)
+            return build(settings, Path(scratch), progress, rank_group)
 
         run_worker("verifier", settings, built)
 
@@ -54,11 +55,13 @@ def run(settings: VerifierSettings) -> None:
         return
     set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
     command = [sys.executable, "-m", "verifier", *flags(settings)]
-    with ranks(settings.tensor_parallel, settings, command) as team:
-        if team.leads:
-            serve(settings, team)
+    with join_ranks(settings.tensor_parallel, settings, command) as rank_group:
+        if rank_group.is_leader:
+            serve(settings, rank_group)
         else:
-            follow(load_model(settings.target, EngineOptions.of(settings), team=team).engine, team)
+            run_follower(
+                load_model(settings.target, EngineOptions.of(settings), rank_group=rank_group).engine, rank_group
+            )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,6 @@ class VerifierSettings(WorkerSettings):
     """Serve a target model: check guesses, commit tokens."""
 
     target: str = Field(DEFAULT, description="Target model: a directory, a .gguf file, a hub id, or 'default'.")
-    engine: str = Field(
-        "transformers",
-        pattern="^(transformers|instant)$",
-        description="transformers; or instant, a stand-in without a model for measuring overhead only.",
-    )
     tensor_parallel: int = Field(1, ge=1, description="Processes that share the model, on CUDA each with its device.")
     max_waiting: int = Field(256, ge=0, description="Sessions that may wait for room before new ones are refused.")
     prefill_rows: int = Field(512, ge=1, description="Prompt tokens cached per step, all sessions together, at most.")

@@ -23,8 +23,10 @@ from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import let_go
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
-from outrider.engine.loading.loader import EngineOptions, make_engine, pick_device, pick_dtype, warm_up
-from outrider.protocol.errors import Overloaded
+from outrider.engine.loading.loader import warm_up
+from outrider.engine.loading.options import EngineOptions, pick_dtype
+from outrider.engine.loading.selection import make_engine
+from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
@@ -242,7 +244,7 @@ class EagleDrafter:
         """Return the layer's input for consecutive tokens, with an output for the last one."""
         inputs = self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device))
         last = len(tokens) - 1
-        return SessionTokens(session, tokens, logits_from=last, hidden_from=last, inputs=inputs)
+        return SessionTokens(session, tokens, logits_from=last, hidden_from=last, input_embeddings=inputs)
 
     def _tree_input(
         self,
@@ -263,7 +265,7 @@ class EagleDrafter:
             tuple(index.get(builder.parents[node], -1) for node in nodes),
             logits_from=first_new,
             hidden_from=first_new,
-            inputs=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
+            input_embeddings=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
         )
 
 
@@ -285,20 +287,27 @@ def _advance(
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDrafter:
     trained = read_trained(settings, METHOD, progress)
     eagle = Eagle.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
-    eagle.to(pick_device(settings.device))
+    eagle.to(EngineOptions.of(settings).selected_device)
     return EagleDrafter(eagle, engine_for(eagle, settings, progress), trained.info, settings.draft_candidates)
 
 
 def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str], None]) -> Engine:
     """Return a warmed-up engine for the layer alone; its weights are stored in bfloat16."""
-    device = pick_device(settings.device)
+    options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
+    device = options.selected_device
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.to(dtype).eval()
     body.set_attn_implementation(RAGGED_ATTENTION)
     info = ModelInfo("eagle", "", vocab_size=len(eagle.ids), context_length=eagle.shape.context)
-    options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
-    if device.type == "cuda":
-        options = replace(options, compile="off")  # CUDA graphs take ids, not input embeddings
+    if options.engine == "cuda":
+        raise StartupError(
+            "engine cuda cannot run kind eagle: CUDA graphs take ids, not input embeddings",
+            field="engine",
+            value="cuda",
+            limit="auto, native or transformers",
+        )
+    if device.type == "cuda" and options.engine == "auto":
+        options = replace(options, engine="transformers")
     engine = make_engine(body, info, options, progress)
     progress("warming up")
     warm_up(engine)

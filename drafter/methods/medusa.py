@@ -13,7 +13,7 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
-from outrider.engine.loading.loader import pick_device
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution
 from outrider.protocol.vocabulary import Vocabulary
@@ -89,5 +89,5 @@ class MedusaDrafter:
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> MedusaDrafter:
     trained = read_trained(settings, METHOD, progress)
     medusa = Medusa.from_weights(trained.card.shape, trained.weights, trained.embeddings_and_head).eval()
-    medusa.to(pick_device(settings.device))
+    medusa.to(EngineOptions.of(settings).selected_device)
     return MedusaDrafter(medusa, trained.info, settings.draft_candidates)

@@ -16,7 +16,7 @@ class MockDrafter:
     needs_hidden_states = False
 
     def __init__(self) -> None:
-        self.info = ModelInfo(name="instant", fingerprint="instant", architecture="none")
+        self.info = ModelInfo(name="mock", fingerprint="mock", architecture="none")
         self.vocabulary: Vocabulary | None = None
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:

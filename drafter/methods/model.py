@@ -20,7 +20,8 @@ from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.engine import Engine, SessionTokens
-from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.engine.loading.loader import LoadedModel, load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.tree_shape import ROOT, TreeShape

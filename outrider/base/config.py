@@ -22,6 +22,7 @@ from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
 PREFIX = "OUTRIDER_"
+ENGINES = ("auto", "native", "cuda", "transformers", "mock")
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
@@ -132,8 +133,14 @@ class WorkerSettings(Settings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
+    engine: str = Field(
+        "auto",
+        pattern="^(auto|native|cuda|transformers|mock|instant)$",
+        description="What runs the model: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), "
+        "transformers, or mock (no model, for measuring overhead). An engine that is named runs, or the start fails.",
+    )
     compile: str = Field(
-        "auto", pattern="^(auto|on|off)$", description="Fast engine: auto, on (insist) or off (plain transformers)."
+        "", pattern="^(|auto|on|off)$", description="Deprecated: on is --engine native or cuda, off is transformers."
     )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
     kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
@@ -146,6 +153,42 @@ class WorkerSettings(Settings):
     blur: str = Field(
         "", description="With --pace: noise on what the model says from a position on, e.g. 200:1.5,400:0."
     )
+
+    @property
+    def selected_engine(self) -> str:
+        """Return the engine to run, see `selected_engine`."""
+        return selected_engine(self.engine, self.compile)
+
+    @property
+    def deprecated(self) -> list[tuple[str, str]]:
+        """Return each deprecated option in use, with its replacement."""
+        return deprecated_options(self.engine, self.compile)
+
+
+def selected_engine(engine: str, compile_: str) -> str:
+    """Return --engine, or the meaning of the deprecated --compile. `fast` is native on a CPU and cuda on a GPU.
+
+    Raises StartupError where the two disagree.
+    """
+    engine = "mock" if engine == "instant" else engine
+    mapped = {"on": "fast", "off": "transformers"}.get(compile_, "auto")
+    if engine == "auto" or mapped == "auto":
+        return mapped if engine == "auto" else engine
+    if engine == mapped or (mapped == "fast" and engine in ("native", "cuda")):
+        return engine
+    raise StartupError(
+        f"engine is {engine} and compile is {compile_}: leave out --compile",
+        field="compile",
+        value=compile_,
+        limit="none with --engine",
+    )
+
+
+def deprecated_options(engine: str, compile_: str) -> list[tuple[str, str]]:
+    """Return each deprecated option in use, with its replacement."""
+    replacements = {"auto": "--engine auto", "on": "--engine native or --engine cuda", "off": "--engine transformers"}
+    options = [(f"--compile {compile_}", replacements[compile_])] if compile_ in replacements else []
+    return [*options, ("--engine instant", "--engine mock")] if engine == "instant" else options
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:

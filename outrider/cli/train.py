@@ -116,14 +116,14 @@ class _Shown:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def says(self, text: str) -> None:
+    def on_status(self, text: str) -> None:
         self._progress.console.print(text, style="dim")
 
-    def writes(self, what: str, progress: data.DataProgress) -> None:
+    def on_data(self, what: str, progress: data.DataProgress) -> None:
         task = self._task(what, progress.total)
         self._progress.update(task, completed=progress.done, description=f"texts {what}")
 
-    def learns(self, report: loop.Report) -> None:
+    def on_step(self, report: loop.Report) -> None:
         task = self._task("learning", report.total)
         self._progress.update(
             task, completed=min(report.tokens, report.total), description=f"learning, loss {report.loss:.3f}"

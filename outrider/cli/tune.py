@@ -41,7 +41,7 @@ def tune(
             gamma_max=gamma_max,
             max_tokens=max_tokens,
             device=device,
-            says=status.update,
+            status=status.update,
         )
     table = Table("layers", "guess 1 holds", "2", "3", "best γ", "× plain")
     for each in exits:

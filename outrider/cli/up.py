@@ -14,6 +14,7 @@ from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
+from outrider.base.config import ENGINES, deprecated_options, selected_engine
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
@@ -21,7 +22,7 @@ from outrider.launch.services import KINDS, did_you_mean, merged, read_assignmen
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
 from outrider.launch.state import StateFolder
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
-from outrider.protocol.errors import OutriderError, StartupError
+from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM
 
@@ -40,7 +41,17 @@ Device = Annotated[str, options.option("--device", "Device of the verifiers: aut
 DrafterDevice = Annotated[str, options.option("--drafter-device", "Device of the drafters.")]
 Dtype = Annotated[str, options.option("--dtype", "auto, float32, bfloat16 or float16.")]
 Quantization = Annotated[str, options.option("--quantization", "The target's weights: none or int8 (on a CPU).")]
-Compile = Annotated[str, options.option("--compile", "Fast engine: auto, on (insist) or off (plain transformers).")]
+Engine = Annotated[
+    str,
+    options.option(
+        "--engine",
+        "What runs the target: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), transformers, "
+        "or mock (no model, for measuring overhead).",
+    ),
+]
+Compile = Annotated[
+    str, options.option("--compile", "Deprecated: on is --engine native or cuda, off is --engine transformers.")
+]
 Threads = Annotated[int, options.option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
 
 
@@ -78,7 +89,8 @@ def up(
     drafter_device: DrafterDevice = "auto",
     dtype: Dtype = "auto",
     quantization: Quantization = "none",
-    compile: Compile = "auto",  # noqa: A002
+    engine: Engine = "auto",
+    compile: Compile = "",  # noqa: A002
     threads: Threads = 0,
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
@@ -143,9 +155,10 @@ def up(
 
     Any setting of the services can be given: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
+    check_engine(engine, compile)
     plan = LaunchPlan(
         target=target,
-        drafters=(choose_drafter(drafter, target),) * drafters,
+        drafters=(_drafter_for(engine, drafter, target),) * drafters,
         verifiers=verifiers,
         coordinators=coordinators,
         host=host,
@@ -156,6 +169,7 @@ def up(
         drafter_device=drafter_device,
         dtype=dtype,
         quantization=quantization,
+        engine=engine,
         compile=compile,
         threads=threads,
         kv_tokens=kv_tokens,
@@ -176,6 +190,8 @@ def up(
     console = Console()
     for hint in unread_variables({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
+    for option, replacement in deprecated_options(engine, compile):
+        console.print(f"{option} is deprecated, use {replacement}", style="yellow")
     _end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
@@ -194,6 +210,26 @@ def up(
             watch(running, console.print)
     except KeyboardInterrupt:
         console.print("stopped")
+
+
+def check_engine(engine: str, compile_: str, engines: tuple[str, ...] = ENGINES) -> None:
+    """Raise InvalidRequest or StartupError for an unknown --engine or --compile, or for two that disagree."""
+    if engine not in engines:
+        raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")
+    if compile_ not in ("", "auto", "on", "off"):
+        raise InvalidRequest.of("--compile", compile_, "one of auto, on, off")
+    selected_engine(engine, compile_)
+
+
+def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
+    """Return a drafter's kind and model. The mock engine has a drafter of its own."""
+    if engine != "mock":
+        return choose_drafter(drafter, target)
+    if drafter not in (AUTO, "mock"):
+        raise StartupError(
+            f"drafter is {drafter}, must be mock with --engine mock", field="drafter", value=drafter, limit="mock"
+        )
+    return "mock", ""
 
 
 def demo(

@@ -1,4 +1,4 @@
-"""The engine: a model with the KV caches of many sessions. One engine serves drafter and verifier alike."""
+"""The engine: a model with the KV caches of many sessions, for drafters and verifiers."""
 
 from outrider.engine.interface import Engine, SessionTokens, StepResult
 

@@ -1,15 +1,14 @@
-"""Attention for a ragged step: many sessions flattened into one row of tokens, no padding.
+"""Attention for a ragged step: the tokens of many sessions in one flat batch, without padding.
 
-Registered with transformers under one name, so that any model whose
-attention goes through its attention interface runs here unchanged. The model
-hands over queries, keys and values of all sessions at once; keys and values
-go to their pages, and each session's rows attend to its own pages only.
+It is registered with transformers under one name. Any model whose attention
+goes through the attention interface of transformers runs unchanged. The model
+passes queries, keys and values of all sessions at once. Keys and values go to
+their blocks, and each session's tokens attend to its own blocks only.
 
-A mask over the rows of a step would mean nothing here, because the keys are
-elsewhere. So in place of a mask the model gets a stand-in for the rule that
-the mask would be made by (causal, sliding window, chunks), and attention asks
-the rule about every row's true position. A mask that comes from anywhere else
-is refused.
+A mask over the tokens of a step cannot express this, because the keys are in
+the cache. The model gets a placeholder for the rule that would make the mask
+(causal, sliding window, chunks), and attention applies the rule to the true
+positions. A mask from any other source is refused.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from outrider.engine.block_manager import BLOCK_TOKENS
-from outrider.engine.kv_cache import KvStore, Where
+from outrider.engine.kv_cache import KvStore, Slots
 from outrider.engine.paged import ForwardStep, Segment
 from outrider.protocol.errors import ModelMismatch
 
 NAME = "outrider_ragged"
 
-# Of batch, head, query's and key's position: whether the key is seen. Broadcasts over positions.
+# (batch, head, query position, key position) → whether the query attends to the key. Broadcasts over positions.
 Rule = Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 current_step: ContextVar[RaggedStep] = ContextVar("current_step")
@@ -39,30 +38,34 @@ current_step: ContextVar[RaggedStep] = ContextVar("current_step")
 
 @dataclass(slots=True)
 class AttentionSegment:
-    """One session's share of a step, as attention sees it."""
+    """One session's share of a step, with its slots and masks."""
 
     segment: Segment
     device: torch.device
-    where: Where = field(init=False)  # its tokens, cached and new
+    slots: Slots = field(init=False)  # of its tokens, cached and new
     masks: dict[Rule, torch.Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        pages, length = self.segment.pages, self.segment.base + self.segment.count
-        first = pages[0]
-        if all(page == first + i for i, page in enumerate(pages)):
-            self.where = slice(first * BLOCK_TOKENS, first * BLOCK_TOKENS + length)
+        blocks, length = self.segment.blocks, self.segment.base + self.segment.count
+        first = blocks[0]
+        if all(block == first + i for i, block in enumerate(blocks)):
+            self.slots = slice(first * BLOCK_TOKENS, first * BLOCK_TOKENS + length)
         else:
-            starts = torch.tensor(pages)[:, None] * BLOCK_TOKENS
-            self.where = (starts + torch.arange(BLOCK_TOKENS)).flatten()[:length].to(self.device)
+            starts = torch.tensor(blocks)[:, None] * BLOCK_TOKENS
+            self.slots = (starts + torch.arange(BLOCK_TOKENS)).flatten()[:length].to(self.device)
 
     def new_slots(self) -> torch.Tensor:
+        """Return the slots of its new tokens."""
         base = self.segment.base
-        if isinstance(self.where, slice):
-            return torch.arange(self.where.start + base, self.where.stop, device=self.device)
-        return self.where[base:]
+        if isinstance(self.slots, slice):
+            return torch.arange(self.slots.start + base, self.slots.stop, device=self.device)
+        return self.slots[base:]
 
     def mask(self, rule: Rule) -> torch.Tensor | None:
-        """Which cached and new tokens each new row sees, made once per step; None: all.  # [rows, cached + rows]"""
+        """Return which cached and new tokens each new token attends to, made once per step; None: all of them.
+
+        # [new tokens, cached + new tokens]
+        """
         if rule not in self.masks:
             self.masks[rule] = self._make_mask(rule)
         return self.masks[rule]
@@ -71,35 +74,37 @@ class AttentionSegment:
         old, new = self.segment.base, self.segment.count
         if new == 1 and rule is causal_mask_function:
             return None
-        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.sees()], dim=1).to(self.device)
-        if rule is not causal_mask_function:  # a row's ancestors are at lower positions: causal is what it sees anyway
-            rows = torch.tensor(self.segment.rows.depths(), device=self.device) + old
-            keys = torch.cat([torch.arange(old, device=self.device), rows])
-            mask &= allowed(rule, rows, keys)
+        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.tree_mask()], dim=1).to(self.device)
+        if rule is not causal_mask_function:  # ancestors are at lower positions: the tree mask is causal already
+            queries = torch.tensor(self.segment.new.depths(), device=self.device) + old
+            keys = torch.cat([torch.arange(old, device=self.device), queries])
+            mask &= allowed(rule, queries, keys)
         return mask
 
 
 class RaggedStep:
+    """The step that is running: its segments, slots, and the mask rules of the layers so far."""
+
     def __init__(self, step: ForwardStep, store: KvStore, device: torch.device) -> None:
         self.store = store
         self.parts = [AttentionSegment(segment, device) for segment in step.segments]
         self.slots = torch.cat([part.new_slots() for part in self.parts])
         self.rules: dict[int, Rule] = {}  # by layer, of those that have run
-        self._masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address; a tensor that is kept keeps its address
+        self._masks: dict[int, tuple[torch.Tensor, Rule]] = {}  # by address, which is fixed while the tensor is stored
 
-    def stand_in(self, rule: Rule, rows: int, keys: int, like: dict[str, Any]) -> torch.Tensor:
-        """What the model hands around in place of a mask."""
+    def placeholder(self, rule: Rule, queries: int, keys: int, like: dict[str, Any]) -> torch.Tensor:
+        """Return a tensor that the model passes around in place of a mask."""
         mask = torch.zeros(1, **like)
         self._masks[mask.untyped_storage().data_ptr()] = mask, rule
-        return mask.expand(1, 1, rows, keys)
+        return mask.expand(1, 1, queries, keys)
 
-    def enter(self, layer: int, rows: int, mask: torch.Tensor | None, window: int | None) -> Rule:
-        """The rule by which this layer attends. Raises ModelMismatch for what would be ignored here."""
+    def enter(self, layer: int, keys: int, mask: torch.Tensor | None, window: int | None) -> Rule:
+        """Return the mask rule of a layer. Raises ModelMismatch for a layer that cannot run here."""
         if layer in self.rules:
             raise ModelMismatch(f"layer {layer} attends twice in one step", field="target")
-        if rows != len(self.slots):
+        if keys != len(self.slots):
             raise ModelMismatch(
-                f"layer {layer} attends to {rows} keys in a step of {len(self.slots)} tokens", field="target"
+                f"layer {layer} attends to {keys} keys in a step of {len(self.slots)} tokens", field="target"
             )
         self.rules[layer] = rule = self._rule(layer, mask, window)
         return rule
@@ -123,7 +128,7 @@ def _sliding(window: int) -> Rule:
 
 
 def allowed(rule: Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Which keys a rule shows to which queries, by their positions.  # [queries, keys]"""
+    """Return which queries attend to which keys by a rule, from their positions.  # [queries, keys]"""
     try:
         return rule(0, 0, queries[:, None], keys[None, :]).expand(len(queries), len(keys))
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -133,8 +138,8 @@ def allowed(rule: Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 def ragged_mask(
     *, q_length: int, kv_length: int, mask_function: Rule, dtype: torch.dtype, device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """Called by transformers where a mask is to be made."""
-    return current_step.get().stand_in(mask_function, q_length, kv_length, {"dtype": dtype, "device": device})
+    """Return a placeholder where transformers makes a mask."""
+    return current_step.get().placeholder(mask_function, q_length, kv_length, {"dtype": dtype, "device": device})
 
 
 def ragged_attention(
@@ -149,7 +154,7 @@ def ragged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [1, heads, tokens, dim], key and value [1, kv heads, tokens, dim] → [1, tokens, heads, dim]."""
+    """Map query [1, heads, tokens, dim], key and value [1, kv heads, tokens, dim] to [1, tokens, heads, dim]."""
     step = current_step.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     rule = step.enter(layer, key.shape[2], attention_mask, sliding_window)
@@ -161,7 +166,7 @@ def ragged_attention(
 
     def attend(part: AttentionSegment, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         new = part.segment.count
-        # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
+        # Query heads that share a key head become extra queries: keys and values are read once, never repeated.
         grouped = query[0, :, part.segment.start : part.segment.end].reshape(kv_heads, group * new, dim)
         mask = part.mask(rule)
         if mask is not None and group > 1:
@@ -176,17 +181,17 @@ def ragged_attention(
         return attended.reshape(heads, new, -1).transpose(0, 1)
 
     for part in step.parts:
-        out[0, part.segment.start : part.segment.end] = attend(part, *step.store.read(layer, part.where))
+        out[0, part.segment.start : part.segment.end] = attend(part, *step.store.read(layer, part.slots))
     masked = [part for part in step.parts if part.mask(rule) is not None]
     if masked and not bool(out.isfinite().all()):
         for part in masked:
-            _mend(
-                out[0, part.segment.start : part.segment.end], part, rule, attend, *step.store.read(layer, part.where)
+            _exclude_not_finite(
+                out[0, part.segment.start : part.segment.end], part, rule, attend, *step.store.read(layer, part.slots)
             )
     return out, None
 
 
-def _mend(
+def _exclude_not_finite(
     out: torch.Tensor,
     part: AttentionSegment,
     rule: Rule,
@@ -194,10 +199,10 @@ def _mend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Compute a part again if it holds tokens whose keys or values are not finite.
+    """Compute a part again without its tokens whose keys or values are not finite.
 
     A masked key has a weight of 0, and 0 · NaN is NaN. Such tokens count as
-    zeros for the rows that do not see them; the rows that do are NaN.
+    zeros for the tokens that do not attend to them; the others are NaN.
     """
     mask = part.mask(rule)
     bad = ~(keys.isfinite().all(dim=2) & values.isfinite().all(dim=2)).all(dim=0)  # [tokens]
@@ -216,7 +221,7 @@ def _explicit(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Written out, for models that cap their scores (Gemma 2) or have a sink per head (gpt-oss)."""
+    """Compute attention step by step, for models that cap scores (Gemma 2) or have a sink per head (gpt-oss)."""
     scores = (query @ keys.transpose(1, 2) * scale).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -1,11 +1,11 @@
-"""A plan run by torch in a few fixed shapes: on a CUDA device a whole step is one graph.
+"""The engine that runs a model spec in a few fixed shapes: on a CUDA device each shape is one captured graph.
 
-A step of few rows takes a GPU less time than Python needs to launch its
-kernels one by one. So such a step is padded to a bucket (sessions, rows to
-each, tokens of context), whose kernels are captured once and then launched
-together; what differs from step to step goes there in one copy. Steps of many
-rows, as of a prompt, run the same arithmetic without padding or capture. On a
-CPU nothing is captured and everything else is the same.
+A step of few tokens takes a GPU less time than Python needs to launch its
+kernels one by one. Such a step is padded to a bucket (sessions, new tokens of
+each, tokens of context). A bucket's kernels are captured once and then
+launched together; the inputs go to the device in one copy. Steps of many
+tokens, such as prompts, run the same arithmetic without padding or capture. On
+a CPU nothing is captured; everything else is the same.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import structlog
 import torch
 
 from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
-from outrider.engine.decoder import FEW_ROWS, Decoder, SessionGroup
+from outrider.engine.decoder import FEW_TOKENS, Decoder, SessionGroup
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.paged import ForwardStep, PagedEngine, Segment, slot_of, wanted_rows
+from outrider.engine.paged import ForwardStep, PagedEngine, Segment, output_indices, slot_of
 from outrider.protocol.fleet import ModelInfo
 
-_LEAST_CONTEXT = 256
-_MOST_COPIED = 1 << 30  # bytes of keys and values that attention may copy at once
-_BEYOND = 1024  # guesses may look past the end of the context by less than this
-_MOST_PADDED = 16  # rows of a session that shares its attention with others outside a bucket
-_MOST_BUCKETS = 96  # a graph of some six hundred kernels takes megabytes
-_COMMON_ROWS = (1, 2, 4, 8, 16, 32)
+_MIN_CONTEXT = 256
+_MAX_COPIED_BYTES = 1 << 30  # keys and values that attention copies at once
+_BEYOND = 1024  # guesses reach past the end of the context by less than this
+_MAX_PADDED_TOKENS = 16  # of a session that shares its attention with others outside a bucket
+_MAX_BUCKETS = 96  # a graph of about six hundred kernels takes megabytes
+_COMMON_TOKENS = (1, 2, 4, 8, 16, 32)
 _COMMON_CONTEXTS = (256, 512, 1024)
 
 Results = tuple[torch.Tensor, torch.Tensor]  # logits, final hidden states
@@ -38,122 +38,125 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a bucket has room for."""
+    """The capacity of a bucket."""
 
     sessions: int
-    rows: int  # of each session
+    tokens: int  # new tokens of each session
     context: int  # tokens of each session, cached and new
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> GraphShape:
-        rows = _bucket(max(segment.count for segment in segments))
+        """Return the smallest shape that holds the segments."""
+        tokens = _power_of_two(max(segment.count for segment in segments))
         return cls(
-            _bucket(len(segments)),
-            rows,
-            _bucket(max(_LEAST_CONTEXT, *(segment.base + rows for segment in segments))),
+            _power_of_two(len(segments)),
+            tokens,
+            _power_of_two(max(_MIN_CONTEXT, *(segment.base + tokens for segment in segments))),
         )
 
     @property
-    def all_rows(self) -> int:
-        return self.sessions * self.rows
+    def all_tokens(self) -> int:
+        """Return the number of new tokens of all sessions."""
+        return self.sessions * self.tokens
 
     @property
-    def pages(self) -> int:
+    def blocks(self) -> int:
+        """Return the number of blocks of each session."""
         return self.context // BLOCK_TOKENS
 
 
 class CudaGraphEngine(PagedEngine):
-    """A result of `extend` is good until the next one."""
+    """An engine over a decoder and its graph buckets. A result of `extend` is valid until the next one."""
 
     def __init__(
-        self, plan: ModelSpec, info: ModelInfo, *, kv_tokens: int, evictable_tokens: int | None = None
+        self, spec: ModelSpec, info: ModelInfo, *, kv_tokens: int, evictable_tokens: int | None = None
     ) -> None:
-        super().__init__(info, plan.head.weight.device, kv_tokens, evictable_tokens)
+        super().__init__(info, spec.head.weight.device, kv_tokens, evictable_tokens)
         capacity = self.capacity_tokens
         positions = min(capacity, info.context_length + _BEYOND) if info.context_length else capacity
-        self._scratch = capacity // BLOCK_TOKENS  # a page that padding writes to
-        self._skeleton = Decoder(plan, capacity + BLOCK_TOKENS, positions)
+        self._scratch = capacity // BLOCK_TOKENS  # a block that padding writes to
+        self._decoder = Decoder(spec, capacity + BLOCK_TOKENS, positions)
         self._buckets: dict[GraphShape, GraphBucket] = {}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._memory = torch.cuda.graph_pool_handle() if on_gpu else None  # graphs never run at the same time
+        self._memory = torch.cuda.graph_pool_handle() if on_gpu else None  # shared: graphs never run at the same time
 
     @property
     def shapes(self) -> list[GraphShape]:
-        """Those that have a bucket, the last used last."""
+        """Return the shapes with a bucket, the last used last."""
         return list(self._buckets)
 
     @property
     def captured(self) -> list[GraphShape]:
-        """Those of them that run as graphs."""
+        """Return the shapes that run as graphs."""
         return [shape for shape, bucket in self._buckets.items() if bucket.is_captured]
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Make the graphs of one session's common steps now, not in the middle of its text."""
+        """Capture the graphs of one session's common steps at start, not in the middle of a text."""
         if self.device.type != "cuda":
             return
         most = self.info.context_length or self.capacity_tokens
         contexts = [context for context in _COMMON_CONTEXTS if context // 2 < most]
-        progress(f"capturing {len(contexts) * len(_COMMON_ROWS)} graphs")
+        progress(f"capturing {len(contexts) * len(_COMMON_TOKENS)} graphs")
         for context in contexts:
-            for rows in _COMMON_ROWS:
-                self._bucket_of(GraphShape(1, rows, context))
+            for tokens in _COMMON_TOKENS:
+                self._bucket_of(GraphShape(1, tokens, context))
 
     def _run(self, step: ForwardStep) -> Results:
         shape = GraphShape.of(step.segments)
-        if shape.all_rows <= FEW_ROWS and self._fits(shape.sessions * shape.context):
+        if shape.all_tokens <= FEW_TOKENS and self._fits(shape.sessions * shape.context):
             logits, hidden = self._bucket_of(shape).run(step.segments)
-            return logits[: len(step.wanted)], hidden[: len(step.wanted)]
-        return self._run_freely(step)
+            return logits[: len(step.outputs)], hidden[: len(step.outputs)]
+        return self._run_unpadded(step)
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._skeleton.copy_pages(copies)
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._decoder.copy_blocks(copies)
 
     def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        self._skeleton.move(old, new)
+        self._decoder.move(old, new)
 
     def _fits(self, tokens: int) -> bool:
-        return self._skeleton.copied_bytes(tokens) <= _MOST_COPIED
+        return self._decoder.copied_bytes(tokens) <= _MAX_COPIED_BYTES
 
     def _bucket_of(self, shape: GraphShape) -> GraphBucket:
         bucket = self._buckets.pop(shape, None)
         if bucket is None:
-            if len(self._buckets) == _MOST_BUCKETS:
+            if len(self._buckets) == _MAX_BUCKETS:
                 del self._buckets[next(iter(self._buckets))]
-            bucket = GraphBucket(shape, self._skeleton, self._scratch, self.device)
+            bucket = GraphBucket(shape, self._decoder, self._scratch, self.device)
             if self._stream is not None and self._memory is not None:
                 bucket.capture(self._stream, self._memory)
-        self._buckets[shape] = bucket  # the last used is the last to be given up
+        self._buckets[shape] = bucket  # insertion order is the order of last use
         return bucket
 
-    def _run_freely(self, step: ForwardStep) -> Results:
-        """Any number of rows: those of prompts as they are, the others' padded to the same count."""
-        at: dict[int, int] = {}
+    def _run_unpadded(self, step: ForwardStep) -> Results:
+        """Run any number of tokens: prompts unpadded, other sessions padded to the same count."""
+        first_of: dict[int, int] = {}
         first, parts, inputs = 0, [], []
         for segments in self._groups(step.segments):
-            rows = max(segment.count for segment in segments)
-            longest = max(segment.base for segment in segments) + rows
-            padded = Padded(
-                GraphShape(len(segments), rows, blocks_for(longest) * BLOCK_TOKENS), self._scratch, self.device
+            tokens = max(segment.count for segment in segments)
+            longest = max(segment.base for segment in segments) + tokens
+            padded = PaddedInputs(
+                GraphShape(len(segments), tokens, blocks_for(longest) * BLOCK_TOKENS), self._scratch, self.device
             )
             padded.send(segments)
-            at |= {segment.start: first + i * rows for i, segment in enumerate(segments)}
-            parts.append(padded.part(first))
-            inputs.append(padded.rows)
+            first_of |= {segment.start: first + i * tokens for i, segment in enumerate(segments)}
+            parts.append(padded.group(first))
+            inputs.append(padded.tokens)
             first = parts[-1].end
         ids, positions, slots = torch.cat(inputs, dim=1)
-        wanted = torch.tensor(wanted_rows(step.segments, at), dtype=torch.int64, device=self.device)
-        return self._skeleton.run(ids, positions, slots, wanted, parts)
+        outputs = torch.tensor(output_indices(step.segments, first_of), dtype=torch.int64, device=self.device)
+        return self._decoder.run(ids, positions, slots, outputs, parts)
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Who attends together: prompts alone, the others with those whose contexts are as long, while they fit."""
+        """Return the sessions that attend together: prompts alone, others by length of context, as far as they fit."""
         groups: list[list[Segment]] = []
         together: list[Segment] = []
         for segment in sorted(segments, key=lambda segment: segment.base):
-            if segment.count > _MOST_PADDED:
+            if segment.count > _MAX_PADDED_TOKENS:
                 groups.append([segment])
-            elif together and not self._fits((len(together) + 1) * (segment.base + _MOST_PADDED)):
+            elif together and not self._fits((len(together) + 1) * (segment.base + _MAX_PADDED_TOKENS)):
                 groups.append(together)
                 together = [segment]
             else:
@@ -161,113 +164,119 @@ class CudaGraphEngine(PagedEngine):
         return [*groups, together] if together else groups
 
 
-class Padded:
-    """The inputs of a shape: filled in here, sent in one copy, read there."""
+class PaddedInputs:
+    """The inputs of a shape: filled on the host, sent in one copy, read on the device."""
 
     def __init__(self, shape: GraphShape, scratch: int, device: torch.device, pinned: bool = False) -> None:
         self.shape = shape
         size = sum(_sizes(shape))
-        self._here = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        self._there = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
         self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self._device = device
-        self._fields = _Fields.of(self._here, shape)
-        self._inputs = _Fields.of(self._there, shape)
+        self._fields = _Fields.of(self._host, shape)
+        self._inputs = _Fields.of(self._on_device, shape)
         self._fields.slots.fill_(scratch * BLOCK_TOKENS)
         self._fields.table.fill_(scratch)
-        self._fields.sees.fill_(True).tril_()  # as in a chain
-        self._empty = self._here.numpy().copy()
-        self._whole = self._here.numpy()
+        self._fields.mask.fill_(True).tril_()  # as in a chain
+        self._empty = self._host.numpy().copy()
+        self._whole = self._host.numpy()
         self._arrays = [field.numpy() for field in self._fields]
 
     @property
-    def rows(self) -> torch.Tensor:
-        """Ids, positions and slots.  # [3, rows]"""
-        return self._there[: 3 * self.shape.all_rows].view(3, -1)
+    def tokens(self) -> torch.Tensor:
+        """Return ids, positions and slots.  # [3, tokens]"""
+        return self._on_device[: 3 * self.shape.all_tokens].view(3, -1)
 
     @property
-    def wanted(self) -> torch.Tensor:
-        return self._inputs.wanted
+    def outputs(self) -> torch.Tensor:
+        """Return the indices of the tokens with an output."""
+        return self._inputs.outputs
 
-    def part(self, first: int) -> SessionGroup:
-        to = self._inputs
+    def group(self, first: int) -> SessionGroup:
+        """Return the sessions as a group whose tokens begin at `first`."""
+        inputs = self._inputs
         return SessionGroup(
             first,
             self.shape.sessions,
-            self.shape.rows,
-            table=to.table.view(-1),
-            base=to.base,
-            positions=to.positions,
-            sees=to.sees,
+            self.shape.tokens,
+            table=inputs.table.view(-1),
+            base=inputs.base,
+            positions=inputs.positions,
+            mask=inputs.mask,
         )
 
     def send(self, segments: Sequence[Segment]) -> None:
+        """Fill in the inputs of these segments, and copy them to the device."""
         if self._sent is None:
             self._fill(segments)
-            self._there.copy_(self._here)
+            self._on_device.copy_(self._host)
             return
-        self._sent.synchronize()  # what the last copy read may be written again
+        self._sent.synchronize()  # the last copy must have read the host memory
         self._fill(segments)
-        self._there.copy_(self._here, non_blocking=True)
+        self._on_device.copy_(self._host, non_blocking=True)
         self._sent.record(torch.cuda.current_stream(self._device))
 
     def _fill(self, segments: Sequence[Segment]) -> None:
         self._whole[:] = self._empty
-        ids, positions, slots, wanted, base, table, sees = self._arrays
+        ids, positions, slots, outputs, base, table, mask = self._arrays
         for i, segment in enumerate(segments):
             count = segment.count
-            ids[i, :count] = segment.rows.tokens
-            positions[i, :count] = [segment.base + depth for depth in segment.rows.depths()]
-            slots[i, :count] = [slot_of(segment.pages, segment.base + row) for row in range(count)]
+            ids[i, :count] = segment.new.tokens
+            positions[i, :count] = [segment.base + depth for depth in segment.new.depths()]
+            slots[i, :count] = [slot_of(segment.blocks, segment.base + index) for index in range(count)]
             base[i] = segment.base
-            table[i, : len(segment.pages)] = segment.pages
-            if segment.rows.parents:
-                sees[i, :count, :count] = segment.sees().numpy()
-        chosen = wanted_rows(segments, {segment.start: i * self.shape.rows for i, segment in enumerate(segments)})
-        wanted[: len(chosen)] = chosen
+            table[i, : len(segment.blocks)] = segment.blocks
+            if segment.new.parents:
+                mask[i, :count, :count] = segment.tree_mask().numpy()
+        chosen = output_indices(segments, {segment.start: i * self.shape.tokens for i, segment in enumerate(segments)})
+        outputs[: len(chosen)] = chosen
 
 
 class _Fields(NamedTuple):
-    """Parts of one tensor."""
+    """The parts of one tensor."""
 
-    ids: torch.Tensor  # [sessions, rows]
-    positions: torch.Tensor  # [sessions, rows]
-    slots: torch.Tensor  # [sessions, rows]
-    wanted: torch.Tensor  # [sessions · rows]
+    ids: torch.Tensor  # [sessions, tokens]
+    positions: torch.Tensor  # [sessions, tokens]
+    slots: torch.Tensor  # [sessions, tokens]
+    outputs: torch.Tensor  # [sessions · tokens]
     base: torch.Tensor  # [sessions]
-    table: torch.Tensor  # [sessions, pages]
-    sees: torch.Tensor  # [sessions, rows, rows]
+    table: torch.Tensor  # [sessions, blocks]
+    mask: torch.Tensor  # [sessions, tokens, tokens]
 
     @classmethod
     def of(cls, whole: torch.Tensor, shape: GraphShape) -> _Fields:
-        *rows, wanted, base, table, sees = torch.split_with_sizes(whole, _sizes(shape))
-        ids, positions, slots = (each.view(shape.sessions, shape.rows) for each in rows)
-        seen = sees.view(torch.bool)[: shape.all_rows * shape.rows].view(shape.sessions, shape.rows, shape.rows)
-        return cls(ids, positions, slots, wanted, base, table.view(shape.sessions, -1), seen)
+        *tokens, outputs, base, table, mask = torch.split_with_sizes(whole, _sizes(shape))
+        ids, positions, slots = (each.view(shape.sessions, shape.tokens) for each in tokens)
+        square = mask.view(torch.bool)[: shape.all_tokens * shape.tokens]
+        square = square.view(shape.sessions, shape.tokens, shape.tokens)
+        return cls(ids, positions, slots, outputs, base, table.view(shape.sessions, -1), square)
 
 
 def _sizes(shape: GraphShape) -> list[int]:
-    """Of the fields, in 8 bytes; who sees whom takes one."""
-    rows = shape.all_rows
-    return [rows, rows, rows, rows, shape.sessions, shape.sessions * shape.pages, -(-rows * shape.rows // 8)]
+    """Return the sizes of the fields in units of 8 bytes; an entry of the mask takes one byte."""
+    tokens = shape.all_tokens
+    mask = -(-tokens * shape.tokens // 8)
+    return [tokens, tokens, tokens, tokens, shape.sessions, shape.sessions * shape.blocks, mask]
 
 
 class GraphBucket:
-    """One shape that is run again and again, and its graph."""
+    """A shape that runs repeatedly, and its graph."""
 
-    def __init__(self, shape: GraphShape, skeleton: Decoder, scratch: int, device: torch.device) -> None:
-        self._inputs = Padded(shape, scratch, device, pinned=device.type == "cuda")
-        self._skeleton = skeleton
+    def __init__(self, shape: GraphShape, decoder: Decoder, scratch: int, device: torch.device) -> None:
+        self._inputs = PaddedInputs(shape, scratch, device, pinned=device.type == "cuda")
+        self._decoder = decoder
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: Results | None = None
 
     @property
     def is_captured(self) -> bool:
+        """Return whether it runs as a graph."""
         return self._graph is not None
 
     def run(self, segments: Sequence[Segment]) -> Results:
-        """Results of the wanted rows come first, those of padding after them."""
+        """Run a step; the results of padding come after those of the outputs."""
         self._inputs.send(segments)
         if self._graph is None or self._results is None:
             return self._step()
@@ -275,14 +284,14 @@ class GraphBucket:
         return self._results
 
     def capture(self, stream: torch.cuda.Stream, memory: Any) -> None:
-        """Without memory for it, the bucket goes on kernel by kernel."""
+        """Capture the graph. Where memory does not suffice, the bucket runs kernel by kernel."""
         try:
             graph = torch.cuda.CUDAGraph()
-            # The stream is named twice: the outer one is left whatever becomes of the capture.
+            # The stream is named twice: the outer context leaves it even if the capture fails.
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.device(self._device), torch.cuda.stream(stream):
                 self._inputs.send([])
-                self._step()  # what libraries set up at first use cannot be captured
+                self._step()  # initialisation of libraries at first use cannot be captured
                 stream.synchronize()
                 with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
                     self._results = self._step()
@@ -290,13 +299,13 @@ class GraphBucket:
             self._graph = graph
         except RuntimeError as error:
             self._results = None
-            log.warning("no graph for a shape: its steps are slower", shape=str(self._inputs.shape), reason=str(error))
+            log.warning("graph capture failed, steps are slower", shape=str(self._inputs.shape), reason=str(error))
 
     def _step(self) -> Results:
-        ids, positions, slots = self._inputs.rows
-        return self._skeleton.run(ids, positions, slots, self._inputs.wanted, [self._inputs.part(0)])
+        ids, positions, slots = self._inputs.tokens
+        return self._decoder.run(ids, positions, slots, self._inputs.outputs, [self._inputs.group(0)])
 
 
-def _bucket(least: int) -> int:
-    """The next power of two."""
+def _power_of_two(least: int) -> int:
+    """Return the next power of two."""
     return 1 << (least - 1).bit_length()

@@ -1,9 +1,9 @@
-"""The arithmetic of a plan in torch, over keys and values in pages; `cuda_graphs` decides in which shapes it runs.
+"""The forward pass of a model spec in torch, over keys and values in blocks; `cuda_graphs` decides its shapes.
 
-All of a step's sessions share the products with the weights. Attention sees
-them in parts: sessions of one padded shape, each with its own page table.
-Nothing in here waits for the device or asks it for a number, so that a CUDA
-graph may hold all of it.
+All sessions of a step share the products with the weights. Attention runs in
+groups: sessions of one padded shape, each with its own block table. Nothing
+here waits for the device or reads a number from it, so a CUDA graph can
+capture all of it.
 """
 
 from __future__ import annotations
@@ -17,98 +17,102 @@ from torch.nn import functional
 from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 
-FEW_ROWS = 64  # up to here a session's scores are written out; above, they would not fit
-_SPLIT_TOKENS = 512  # of a context: the least that is worth a share of the device of its own
-_SPLITS = 128  # about as many shares as a large device has processors
+FEW_TOKENS = 64  # up to here a session's scores are materialised; more would not fit in memory
+_SPLIT_TOKENS = 512  # of a context: shorter splits cost more than they gain
+_SPLITS = 128  # about the number of processors of a large device
 
 
 @dataclass(frozen=True, slots=True)
 class SessionGroup:
     """Sessions of a step that attend together, padded to one shape.
 
-    The step's rows from `first` on are theirs, `rows` to each. A row of
-    padding sees itself, so that nothing is ever divided by zero.
+    The step's tokens from `first` on belong to them, `tokens` to each. Padding
+    attends to itself, so that no sum of weights is zero.
     """
 
     first: int
     sessions: int
-    rows: int
-    table: torch.Tensor  # pages one after the other  # [sessions · pages]
-    base: torch.Tensor  # tokens cached before  # [sessions]
-    positions: torch.Tensor  # [sessions · rows]
-    sees: torch.Tensor  # which new rows each new row sees  # [sessions, rows, rows]
+    tokens: int
+    table: torch.Tensor  # blocks of all sessions, concatenated  # [sessions · blocks]
+    base: torch.Tensor  # number of tokens cached before  # [sessions]
+    positions: torch.Tensor  # [sessions · tokens]
+    mask: torch.Tensor  # which new tokens each new token attends to  # [sessions, tokens, tokens]
 
     @property
     def context(self) -> int:
+        """Return the padded context of each session, in tokens."""
         return self.table.shape[0] // self.sessions * BLOCK_TOKENS
 
     @property
     def end(self) -> int:
-        return self.first + self.sessions * self.rows
+        """Return the index after the last token."""
+        return self.first + self.sessions * self.tokens
 
     def hidden(self, window: int | None) -> torch.Tensor:
-        """What each row does not see of its session's pages.  # [sessions, rows, context]"""
+        """Return which cached tokens each new token does not attend to.  # [sessions, tokens, context]"""
         index = torch.arange(self.context, device=self.table.device)
         new = index - self.base[:, None]  # [sessions, context]
-        which = new.clamp(0, self.rows - 1)
-        wide = which[:, None].expand(self.sessions, self.rows, self.context)
-        hidden = ~self.sees.gather(2, wide) | (new >= self.rows)[:, None]
+        which = new.clamp(0, self.tokens - 1)
+        wide = which[:, None].expand(self.sessions, self.tokens, self.context)
+        hidden = ~self.mask.gather(2, wide) | (new >= self.tokens)[:, None]
         hidden &= (new >= 0)[:, None]
         if window is not None:
-            positions = self.positions.view(self.sessions, self.rows)
+            positions = self.positions.view(self.sessions, self.tokens)
             at = torch.where(new < 0, index, positions.gather(1, which))
             hidden |= at[:, None] <= positions[:, :, None] - window
         return hidden
 
 
 class Decoder:
-    """`positions` is how many the rotations are made for."""
+    """The forward pass and its KV cache. Rotations are computed for `positions` positions."""
 
-    def __init__(self, plan: ModelSpec, slots: int, positions: int) -> None:
-        weight = plan.head.weight
-        self._plan = plan
-        self._layers = [_TorchLayer(layer, weight.dtype) for layer in plan.layers]
-        self._final = _TorchNorm(plan.final, weight.dtype)
-        self._turns = [_table(turn, positions, plan.head_dim, weight) for turn in plan.rotations]
-        self._swap = _swapped(plan.rotated, plan.head_dim).to(weight.device)
-        # Zeros: what was never written is read, and weighs nothing only if it is a number.
-        self._pool = torch.zeros(
-            (len(plan.layers), 2 * plan.kv_heads, slots, plan.head_dim), dtype=weight.dtype, device=weight.device
+    def __init__(self, spec: ModelSpec, slots: int, positions: int) -> None:
+        weight = spec.head.weight
+        self._spec = spec
+        self._layers = [_TorchLayer(layer, weight.dtype) for layer in spec.layers]
+        self._final = _TorchNorm(spec.final, weight.dtype)
+        self._rotations = [_table(rotate, positions, spec.head_dim, weight) for rotate in spec.rotations]
+        self._swap = _swapped(spec.rotated, spec.head_dim).to(weight.device)
+        # Zeros: unwritten slots are read with weight 0, and 0 · NaN is NaN.
+        self._cache = torch.zeros(
+            (len(spec.layers), 2 * spec.kv_heads, slots, spec.head_dim), dtype=weight.dtype, device=weight.device
         )
-        self._bad = torch.zeros(slots, dtype=torch.bool, device=weight.device)  # tokens whose embedding is not finite
-        self._windows = {layer.window for layer in plan.layers}
+        self._not_finite = torch.zeros(
+            slots, dtype=torch.bool, device=weight.device
+        )  # tokens whose embedding is not finite
+        self._windows = {layer.window for layer in spec.layers}
         self._widest = None if None in self._windows else max(window for window in self._windows if window is not None)
 
     def copied_bytes(self, tokens: int) -> int:
-        """Bytes that attention copies for this many tokens of context."""
-        return 2 * self._plan.kv_heads * self._plan.head_dim * self._pool.element_size() * tokens
+        """Return the number of bytes that attention copies for this many tokens of context."""
+        return 2 * self._spec.kv_heads * self._spec.head_dim * self._cache.element_size() * tokens
 
     def run(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        wanted: torch.Tensor,
+        outputs: torch.Tensor,
         parts: Sequence[SessionGroup],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and final hidden states of the wanted rows."""
-        plan = self._plan
-        x = plan.embed(ids, positions)
-        good = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True) < float("inf")
-        x = torch.where(good, x, 0)
-        turns = [
+        """Return logits and final hidden states of the tokens in `outputs`."""
+        spec = self._spec
+        x = spec.embed(ids, positions)
+        finite = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True) < float("inf")
+        x = torch.where(finite, x, 0)
+        rotations = [
             (cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None])
-            for cos, sin in self._turns
+            for cos, sin in self._rotations
         ]
         hidden = {window: [part.hidden(window) for part in parts] for window in self._windows}
         for index, layer in enumerate(self._layers):
-            of = layer.of
+            of = layer.spec
             read = layer.attention_in(x)
-            inner = self._up(of, layer.mlp_in(x) if of.mlp_in else read) if plan.parallel else None
-            qkv = _product(of.qkv, read).view(x.shape[0], -1, plan.head_dim)
-            self._turn(layer, qkv, turns)
-            self._pool[index].index_copy_(1, slots, self._storable(qkv[:, plan.heads :]).transpose(0, 1))
-            queries = qkv[:, : plan.heads]
+            inner = self._up(of, layer.mlp_in(x) if of.mlp_in else read) if spec.parallel else None
+            qkv = _product(of.qkv, read).view(x.shape[0], -1, spec.head_dim)
+            self._rotate(layer, qkv, rotations)
+            self._cache[index].index_copy_(1, slots, self._storable(qkv[:, spec.heads :]).transpose(0, 1))
+            queries = qkv[:, : spec.heads]
             attended = [
                 self._attend(index, of.scale, queries[part.first : part.end], part, mask)
                 for part, mask in zip(parts, hidden[of.window], strict=True)
@@ -117,101 +121,107 @@ class Decoder:
             if inner is None:
                 inner = self._up(of, layer.mlp_in(x))
             _add(x, of.down, inner, layer.mlp_out)
-        spoilt = self._spoilt(~good[:, 0], slots, parts, hidden[self._widest])
-        final = self._final(x.index_select(0, wanted)).masked_fill_(
-            spoilt.index_select(0, wanted)[:, None], float("nan")
+        reached = self._not_finite_context(~finite[:, 0], slots, parts, hidden[self._widest])
+        final = self._final(x.index_select(0, outputs)).masked_fill_(
+            reached.index_select(0, outputs)[:, None], float("nan")
         )
-        logits = _product(plan.head, final)
-        return _capped(logits, plan.logit_softcap), final
+        logits = _product(spec.head, final)
+        return _capped(logits, spec.logit_softcap), final
 
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        pages = self._pool.view(*self._pool.shape[:2], -1, BLOCK_TOKENS, self._pool.shape[3])
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy keys and values from blocks to blocks."""
+        blocks = self._cache.view(*self._cache.shape[:2], -1, BLOCK_TOKENS, self._cache.shape[3])
+        not_finite = self._not_finite.view(-1, BLOCK_TOKENS)
         for source, target in copies:
-            pages[:, :, target] = pages[:, :, source]
-            bad = self._bad.view(-1, BLOCK_TOKENS)
-            bad[target] = bad[source]
+            blocks[:, :, target] = blocks[:, :, source]
+            not_finite[target] = not_finite[source]
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        source, target = torch.tensor([old, new], device=self._pool.device)
-        self._pool.index_copy_(2, target, self._pool.index_select(2, source))
-        self._bad.index_copy_(0, target, self._bad.index_select(0, source))
+        """Move keys and values from slots to slots."""
+        source, target = torch.tensor([old, new], device=self._cache.device)
+        self._cache.index_copy_(2, target, self._cache.index_select(2, source))
+        self._not_finite.index_copy_(0, target, self._not_finite.index_select(0, source))
 
-    def _spoilt(
-        self, bad: torch.Tensor, slots: torch.Tensor, parts: Sequence[SessionGroup], hidden: Sequence[torch.Tensor]
+    def _not_finite_context(
+        self,
+        not_finite: torch.Tensor,
+        slots: torch.Tensor,
+        parts: Sequence[SessionGroup],
+        hidden: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Return which rows see a token whose embedding is not finite, and remember the new ones.  # [rows]
+        """Return which tokens attend to one whose embedding is not finite, and record the new ones.  # [tokens]
 
-        Such a token is computed as zeros: a NaN in a page would reach rows that do not see it, and sessions that get
-        the page later, since a weight of 0 does not stop it.
+        Such a token is computed as zeros. A NaN in a block would reach tokens that do not attend to it, and sessions
+        that get the block later, because 0 · NaN is NaN.
         """
-        self._bad.index_copy_(0, slots, bad)
-        pages = self._bad.view(-1, BLOCK_TOKENS)
-        found = [
-            # "Greater" is "and not": one kernel.
-            (pages.index_select(0, part.table).view(part.sessions, 1, -1) > unseen).any(dim=2).view(-1)
-            for part, unseen in zip(parts, hidden, strict=True)
+        self._not_finite.index_copy_(0, slots, not_finite)
+        blocks = self._not_finite.view(-1, BLOCK_TOKENS)
+        reached = [
+            # For booleans, "greater" is "and not", in one kernel.
+            (blocks.index_select(0, part.table).view(part.sessions, 1, -1) > masked).any(dim=2).view(-1)
+            for part, masked in zip(parts, hidden, strict=True)
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return reached[0] if len(reached) == 1 else torch.cat(reached)
 
     def _up(self, layer: Layer, read: torch.Tensor) -> torch.Tensor:
         inner = _product(layer.up, read)
-        if not self._plan.gated:
-            return _activated(inner, self._plan.activation)
+        if not self._spec.gated:
+            return _activated(inner, self._spec.activation)
         gate, up = inner.chunk(2, dim=-1)
-        return _activated(gate, self._plan.activation).mul_(up)
+        return _activated(gate, self._spec.activation).mul_(up)
 
-    def _turn(self, layer: _TorchLayer, qkv: torch.Tensor, turns: Sequence[Cosines]) -> None:
-        """Norms and rotation of queries and keys, in place."""
-        heads, keys = self._plan.heads, self._plan.heads + self._plan.kv_heads
-        if layer.of.query is not None:
+    def _rotate(self, layer: _TorchLayer, qkv: torch.Tensor, rotations: Sequence[Cosines]) -> None:
+        """Apply norms and rotation to queries and keys, in place."""
+        heads, keys = self._spec.heads, self._spec.heads + self._spec.kv_heads
+        if layer.spec.query is not None:
             qkv[:, :heads] = layer.query(qkv[:, :heads])
-        if layer.of.key is not None:
+        if layer.spec.key is not None:
             qkv[:, heads:keys] = layer.key(qkv[:, heads:keys])
-        if layer.of.rope is not None:
-            cos, sin = turns[layer.of.rope]
-            turned = qkv[:, :keys]
-            swapped = turned.index_select(2, self._swap)
-            turned.mul_(cos).addcmul_(swapped, sin)
+        if layer.spec.rope is not None:
+            cos, sin = rotations[layer.spec.rope]
+            rotated = qkv[:, :keys]
+            swapped = rotated.index_select(2, self._swap)
+            rotated.mul_(cos).addcmul_(swapped, sin)
 
     def _storable(self, new: torch.Tensor) -> torch.Tensor:
-        """float16 overflows; what one session leaves in a page must weigh nothing for the next, and NaN · 0 is NaN."""
+        """Return keys and values without NaN: float16 overflows, and a later session reads them with weight 0."""
         return new.nan_to_num() if new.dtype == torch.float16 else new
 
     def _attend(
         self, index: int, scale: float, queries: torch.Tensor, part: SessionGroup, hidden: torch.Tensor
     ) -> torch.Tensor:
-        """Queries [rows of the part, heads, dim] → [rows of the part, heads · dim]."""
-        plan = self._plan
-        group = plan.heads // plan.kv_heads
-        # Query heads that share a key head become extra rows: keys and values are read once, never repeated.
-        shape = (plan.kv_heads, part.sessions, group, part.rows, plan.head_dim)
-        grouped = queries.view(part.sessions, part.rows, plan.kv_heads, group, plan.head_dim).permute(2, 0, 3, 1, 4)
-        grouped = grouped.reshape(plan.kv_heads * part.sessions, group * part.rows, plan.head_dim)
+        """Map queries [tokens of the part, heads, dim] to [tokens of the part, heads · dim]."""
+        spec = self._spec
+        group = spec.heads // spec.kv_heads
+        # Query heads that share a key head become extra queries: keys and values are read once, never repeated.
+        shape = (spec.kv_heads, part.sessions, group, part.tokens, spec.head_dim)
+        grouped = queries.view(part.sessions, part.tokens, spec.kv_heads, group, spec.head_dim).permute(2, 0, 3, 1, 4)
+        grouped = grouped.reshape(spec.kv_heads * part.sessions, group * part.tokens, spec.head_dim)
         keys, values = self._cached(index, part)  # [kv heads · sessions, context, dim]
-        if part.rows <= FEW_ROWS or plan.softcap:
+        if part.tokens <= FEW_TOKENS or spec.softcap:
             scores = torch.baddbmm(grouped.new_empty(1, 1, 1), grouped, keys.transpose(1, 2), beta=0, alpha=scale)
-            scores = _capped(scores, plan.softcap)
+            scores = _capped(scores, spec.softcap)
             scores.view(*shape[:-1], -1).masked_fill_(hidden[None, :, None], float("-inf"))
             attended = _weighted(torch.softmax(scores, dim=-1), values)
         else:
             seen = ~hidden.repeat(1, group, 1)[None]
             query, key, value = (
-                each.view(plan.kv_heads, part.sessions, *each.shape[1:]) for each in (grouped, keys, values)
+                each.view(spec.kv_heads, part.sessions, *each.shape[1:]) for each in (grouped, keys, values)
             )
             attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
         return attended.view(shape).permute(1, 3, 0, 2, 4).reshape(queries.shape[0], -1)
 
     def _cached(self, index: int, part: SessionGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copied page by page, in the widest numbers there are: what they mean is no matter here."""
-        heads, dim = 2 * self._plan.kv_heads, self._plan.head_dim
-        pages = self._pool[index].view(heads, -1, BLOCK_TOKENS * dim).view(torch.int64)
-        copied = pages.index_select(1, part.table).view(self._pool.dtype)
+        """Gather blocks as int64 words: fewer, wider copies."""
+        heads, dim = 2 * self._spec.kv_heads, self._spec.head_dim
+        blocks = self._cache[index].view(heads, -1, BLOCK_TOKENS * dim).view(torch.int64)
+        copied = blocks.index_select(1, part.table).view(self._cache.dtype)
         keys, values = copied.view(2, -1, part.context, dim)
         return keys, values
 
 
 class _TorchNorm:
-    """Statistics in float32. In the weights' own format where its weight fits in it: that is one kernel, not three."""
+    """A norm with statistics in float32. It runs in the model's format if its weight fits: one kernel, not three."""
 
     def __init__(self, norm: Norm | None, dtype: torch.dtype) -> None:
         self._norm = norm
@@ -234,8 +244,10 @@ class _TorchNorm:
 
 
 class _TorchLayer:
+    """A layer's spec with its norms."""
+
     def __init__(self, layer: Layer, dtype: torch.dtype) -> None:
-        self.of = layer
+        self.spec = layer
         self.attention_in = _TorchNorm(layer.attention_in, dtype)
         self.mlp_in = _TorchNorm(layer.mlp_in, dtype)
         self.attention_out = _TorchNorm(layer.attention_out, dtype) if layer.attention_out else None
@@ -249,7 +261,7 @@ def _product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _add(x: torch.Tensor, linear: Linear, read: torch.Tensor, norm: _TorchNorm | None) -> None:
-    """x += product, normalised first where the model says so."""
+    """Add a product to x, after the output norm if there is one."""
     if norm is not None:
         x.add_(norm(_product(linear, read)))
     elif linear.bias is not None:
@@ -271,24 +283,24 @@ def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weights [batch, rows, context] · values [batch, context, dim], a long context in shares.
+    """Multiply weights [batch, tokens, context] by values [batch, context, dim], with a long context in splits.
 
-    A library gives each small result to one processor, which then reads all
-    of a context alone while the others wait.
+    The library assigns each small result to one processor, which would read a
+    whole context while the others are idle.
     """
-    batch, rows, context = weights.shape
-    shares = min(context // _SPLIT_TOKENS, _SPLITS // batch)
-    shares = 1 << (shares.bit_length() - 1) if shares > 1 and context & (context - 1) == 0 else 1
-    if shares == 1:
+    batch, tokens, context = weights.shape
+    splits = min(context // _SPLIT_TOKENS, _SPLITS // batch)
+    splits = 1 << (splits.bit_length() - 1) if splits > 1 and context & (context - 1) == 0 else 1
+    if splits == 1:
         return torch.bmm(weights, values)
-    split = weights.view(batch, rows, shares, -1).transpose(1, 2).reshape(batch * shares, rows, -1)
-    parts = torch.bmm(split, values.view(batch * shares, -1, values.shape[2]))
-    return parts.view(batch, shares, rows, -1).sum(dim=1)
+    split = weights.view(batch, tokens, splits, -1).transpose(1, 2).reshape(batch * splits, tokens, -1)
+    parts = torch.bmm(split, values.view(batch * splits, -1, values.shape[2]))
+    return parts.view(batch, splits, tokens, -1).sum(dim=1)
 
 
-def _table(turn: Callable[[torch.Tensor], Cosines], positions: int, dim: int, like: torch.Tensor) -> Cosines:
-    """Cosines and signed sines of all positions, 1 and 0 where a head is not rotated.  # [positions, dim] each"""
-    cos, sin = turn(torch.arange(positions, device=like.device))
+def _table(rotate: Callable[[torch.Tensor], Cosines], positions: int, dim: int, like: torch.Tensor) -> Cosines:
+    """Return cosines and signed sines by position; 1 and 0 where a head is not rotated.  # [positions, dim] each"""
+    cos, sin = rotate(torch.arange(positions, device=like.device))
     rotated = cos.shape[1]
     whole_cos, whole_sin = cos.new_ones(positions, dim), sin.new_zeros(positions, dim)
     whole_cos[:, :rotated] = cos
@@ -298,5 +310,5 @@ def _table(turn: Callable[[torch.Tensor], Cosines], positions: int, dim: int, li
 
 
 def _swapped(rotated: int, dim: int) -> torch.Tensor:
-    """Where a head's dimension finds its partner: the other half of what is rotated."""
+    """Return the index of each dimension's partner: in the other half of the rotated ones."""
     return torch.cat([torch.arange(rotated).roll(rotated // 2), torch.arange(rotated, dim)])

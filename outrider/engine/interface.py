@@ -1,4 +1,4 @@
-"""What a service asks of an engine. Not thread-safe: each service has one thread for it."""
+"""The interface between services and engines. Not thread-safe: each service calls its engine from one thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SessionTokens:
 
     They follow the session's cached tokens. `parents[i]` is the index in
     `tokens` that token i hangs from, −1 for the cached prefix; empty means a
-    chain. `logits_from` is the first row whose logits are wanted,
-    `hidden_from` the first whose hidden state is (None: of none).
-    `inputs` stand for what the model's own embeddings would give.
+    chain. Logits are computed from token `logits_from` on, hidden states from
+    `hidden_from` on (None: for no token). `input_embeddings` replace the
+    model's own embeddings of `tokens`.
     """
 
     session: str
@@ -30,18 +30,18 @@ class SessionTokens:
     parents: Sequence[int] = CHAIN
     logits_from: int = 0
     hidden_from: int | None = None
-    inputs: torch.Tensor | None = None  # [tokens, width]
+    input_embeddings: torch.Tensor | None = None  # [tokens, width]
 
     def depths(self) -> list[int]:
-        """How far each row is past the cached prefix, from 0."""
+        """Return each token's distance from the end of the cached prefix; the first tokens have 0."""
         return [depth - 1 for depth in TreeShape.of(self.parents, len(self.tokens)).depths]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per Rows, in order: logits [rows wanted, vocab] and hidden states [rows wanted, width].
+    """Logits [tokens requested, vocab] and hidden states [tokens requested, width] per SessionTokens, in order.
 
-    `all_logits` are the logits of all of them in one tensor.
+    `all_logits` holds the logits of all of them in one tensor.
     """
 
     all_logits: torch.Tensor
@@ -50,6 +50,8 @@ class StepResult:
 
 
 class Engine(Protocol):
+    """A model with the KV caches of many sessions."""
+
     @property
     def info(self) -> ModelInfo: ...
 
@@ -58,53 +60,53 @@ class Engine(Protocol):
 
     @property
     def capacity_tokens(self) -> int:
-        """Room for tokens, all sessions all_logits."""
+        """Return the cache capacity in tokens, over all sessions."""
         ...
 
     @property
     def cached_tokens(self) -> int:
-        """Room that sessions hold."""
+        """Return the capacity that sessions occupy, in tokens."""
         ...
 
     @property
     def evictable_tokens(self) -> int:
-        """Room that holds prefixes of ended sessions, given up when needed."""
+        """Return the capacity that evictable cached blocks occupy, in tokens."""
         ...
 
     def length(self, session: str) -> int:
-        """Tokens in this session's cache; 0 for a new one."""
+        """Return the number of tokens in a session's cache; 0 for a new one."""
         ...
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        """Begin a session with what others under the same salt left of these tokens; how many that saves."""
+        """Begin a session with the cached blocks of the same tokens and salt; return the number of tokens found."""
         ...
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        """One forward pass over the new rows of several sessions; their keys and values stay cached.
+        """Run one forward pass over the new tokens of several sessions, and cache their keys and values.
 
-        The result is good until the next call. Raises Overloaded when the cache is full.
+        The result is valid until the next call. Raises Overloaded when the cache is full.
         """
         ...
 
     def truncate(self, session: str, length: int) -> None:
-        """Forget what comes after the first `length` tokens."""
+        """Drop the tokens after the first `length` from a session's cache."""
         ...
 
-    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
-        """After extending from length `base`: keep only these rows, in order, as the cache's new end."""
+    def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
+        """Keep, of the tokens cached after length `base`, those at `indices`, in this order."""
         ...
 
     def fork(self, session: str, copy: str) -> None:
-        """A second session with the same cached tokens."""
+        """Begin a second session with the same cached tokens."""
         ...
 
     def free(self, session: str) -> None:
-        """Release a session's cache; unknown sessions are fine."""
+        """Release a session's cache; unknown sessions are accepted."""
         ...
 
 
 def prefill(engine: Engine, session: str, tokens: Sequence[int], chunk: int = 512) -> torch.Tensor:
-    """Cache `tokens` chunk by chunk; the logits after the last one.  # [vocab]"""
+    """Cache `tokens` chunk by chunk, and return the logits after the last one.  # [vocab]"""
     logits = torch.empty(0)
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]

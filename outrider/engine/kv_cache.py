@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-Where = slice | torch.Tensor  # slots in order: a run of neighbours, or their numbers
+Slots = slice | torch.Tensor  # slots in order: a contiguous run, or their numbers
 
 
 class KvStore:
-    """Made for a layer when it first writes: only the model knows the shapes."""
+    """Keys and values by layer. A layer's tensors are allocated at its first write, which shows their shapes."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._num_slots = num_slots
@@ -18,27 +18,27 @@ class KvStore:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keys and values [heads, tokens, dim] of new tokens into their slots."""
-        held = self._layers.get(layer)
-        if held is None:
-            held = self._layers[layer] = self._room_like(keys), self._room_like(values)
-        held[0].index_copy_(1, slots, keys)
-        held[1].index_copy_(1, slots, values)
+        """Write keys and values [heads, tokens, dim] of new tokens into their slots."""
+        stored = self._layers.get(layer)
+        if stored is None:
+            stored = self._layers[layer] = self._allocate_like(keys), self._allocate_like(values)
+        stored[0].index_copy_(1, slots, keys)
+        stored[1].index_copy_(1, slots, values)
 
-    def read(self, layer: int, where: Where) -> tuple[torch.Tensor, torch.Tensor]:
-        """[heads, tokens, dim] each; without a copy where the slots are neighbours."""
+    def read(self, layer: int, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [heads, tokens, dim], without a copy where the slots are contiguous."""
         keys, values = self._layers[layer]
-        if isinstance(where, slice):
-            return keys[:, where], values[:, where]
-        return keys.index_select(1, where), values.index_select(1, where)
+        if isinstance(slots, slice):
+            return keys[:, slots], values[:, slots]
+        return keys.index_select(1, slots), values.index_select(1, slots)
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """All are read before any is written."""
+        """Move keys and values between slots. All are read before any is written."""
         source = torch.tensor(old, device=self._device)
         target = torch.tensor(new, device=self._device)
         for layer in self._layers.values():
             for buffer in layer:
                 buffer.index_copy_(1, target, buffer.index_select(1, source))
 
-    def _room_like(self, new: torch.Tensor) -> torch.Tensor:
+    def _allocate_like(self, new: torch.Tensor) -> torch.Tensor:
         return torch.empty((new.shape[0], self._num_slots, new.shape[2]), dtype=new.dtype, device=new.device)

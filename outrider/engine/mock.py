@@ -1,7 +1,7 @@
-"""A stand-in engine for `outrider bench overhead`: answers at once and holds no model.
+"""An engine without a model, for tests and `outrider bench overhead`.
 
-The token after x is always (x + 1) mod 256, so that the matching drafter is
-always right and all the time that passes is the services' own.
+The token after x is always (x + 1) mod 256. The mock drafter is always right,
+and all measured time is that of the services.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ _VOCAB = 256
 
 
 def next_token(token: int) -> int:
+    """Return the token that follows another one."""
     return (token + 1) % _VOCAB
 
 
 class MockEngine:
+    """An engine that returns fixed logits at once."""
+
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(tuple(f"t{i}" for i in range(_VOCAB)))
         self.device = torch.device("cpu")
         self.info = ModelInfo(
-            name="instant",
-            fingerprint="instant",
+            name="mock",
+            fingerprint="mock",
             architecture="none",
             vocab_size=_VOCAB,
             vocabulary_digest=self.vocabulary.digest,
@@ -62,19 +65,19 @@ class MockEngine:
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         logits: list[torch.Tensor] = []
-        for rows in batch:
-            self._lengths[rows.session] = self.length(rows.session) + len(rows.tokens)
-            logits.append(self._answers[list(rows.tokens[rows.logits_from :])])
+        for new in batch:
+            self._lengths[new.session] = self.length(new.session) + len(new.tokens)
+            logits.append(self._answers[list(new.tokens[new.logits_from :])])
         hidden_states = [
-            torch.zeros(0 if rows.hidden_from is None else len(rows.tokens) - rows.hidden_from, 1) for rows in batch
+            torch.zeros(0 if new.hidden_from is None else len(new.tokens) - new.hidden_from, 1) for new in batch
         ]
         return StepResult(torch.cat(logits), logits, hidden_states)
 
     def truncate(self, session: str, length: int) -> None:
         self._lengths[session] = min(self.length(session), length)
 
-    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
-        self._lengths[session] = base + len(rows)
+    def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
+        self._lengths[session] = base + len(indices)
 
     def fork(self, session: str, copy: str) -> None:
         self._lengths[copy] = self._lengths[session]
@@ -83,6 +86,7 @@ class MockEngine:
         self._lengths.pop(session, None)
 
     def save_tokenizer(self, into: Path) -> dict[str, Path]:
+        """Save a tokenizer of its vocabulary, and return the files by name."""
         model = WordLevel({token: i for i, token in enumerate(self.vocabulary.tokens)}, unk_token="t0")  # noqa: S106
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = WhitespaceSplit()

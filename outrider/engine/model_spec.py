@@ -1,9 +1,9 @@
-"""What a decoder of a common family is made of, taken out of its transformers model.
+"""Model specs: the layers of a decoder of a common family, taken from its transformers model.
 
-One skeleton covers them: norm, attention, norm, feed-forward, with a few
-switches. Whoever runs a plan must hold it against the model itself before
-trusting it (`load` does): a family that changed in some release is then run
-by transformers, slower and right.
+One structure covers the families: norm, attention, norm, feed-forward, with a
+few switches. An engine over a spec must be compared with the model before it
+serves (`loading.selection` does). If a release changes a family, transformers
+runs it instead, slower and correct.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ _ACTIVATIONS = {
 
 
 class UnsupportedModel(Exception):
-    """This model is not one of the families that the skeleton covers."""
+    """The model has no spec: its family is not covered, or it is not built as known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
+    """A linear map."""
+
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """A norm over the last dimension."""
+
     kind: NormKind
     weight: torch.Tensor
     eps: float
@@ -51,6 +55,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """A decoder layer. Absent norms are None."""
+
     qkv: Linear  # all queries, all keys, all values
     out: Linear
     up: Linear  # gate and up one after the other when gated
@@ -63,11 +69,13 @@ class Layer:
     query: Norm | None = None
     key: Norm | None = None
     window: int | None = None
-    rope: int | None = None  # which of the plan's rotations
+    rope: int | None = None  # index of the spec's rotation
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
+    """The layers of a decoder, its embeddings, rotations, final norm and head."""
+
     layers: tuple[Layer, ...]
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids, positions → [tokens, hidden]
     rotations: tuple[Callable[[torch.Tensor], Cosines], ...]  # positions → cos and sin [tokens, rotated]
@@ -85,18 +93,20 @@ class ModelSpec:
 
     @property
     def hidden(self) -> int:
+        """Return the width of hidden states."""
         return int(self.final.weight.shape[0])
 
     @property
     def inner(self) -> int:
+        """Return the inner width of the feed-forward part."""
         return int(self.layers[0].down.weight.shape[1])
 
 
-def plan(model: PreTrainedModel) -> ModelSpec:
-    """Raises NoPlan for what the skeleton does not cover."""
+def build_spec(model: PreTrainedModel) -> ModelSpec:
+    """Return a model's spec. Raises UnsupportedModel for one that the structure does not cover."""
     kind = model.config.model_type
     if kind not in _FAMILIES:
-        raise UnsupportedModel(f"no plan for models of type {kind!r}")
+        raise UnsupportedModel(f"no model spec for models of type {kind!r}")
     try:
         return _FAMILIES[kind](model)
     except (AttributeError, KeyError, TypeError) as error:  # another release of transformers, another build of it
@@ -104,7 +114,7 @@ def plan(model: PreTrainedModel) -> ModelSpec:
 
 
 def _llama(model: Any) -> ModelSpec:
-    """Llama, Mistral, Qwen 2 and 3, Phi-3 and the Gemmas: RMS norms, rotation, a gated feed-forward."""
+    """Return the spec of Llama, Mistral, Qwen 2 and 3, Phi-3 or Gemma: RMS norms, rotation, a gated feed-forward."""
     config, body = model.config, model.model
     gemma = config.model_type.startswith("gemma")
     local = _is_local(config)
@@ -270,7 +280,7 @@ def _linear(module: Any) -> Linear:
 
 
 def _joined(parent: Any, whole: str, *parts: str) -> Linear:
-    """Projections of the same input as one; from then on the model reads its weights there too, so none lie twice."""
+    """Return projections of the same input as one. The model's weights become views of it, so memory is shared."""
     if hasattr(parent, whole):
         return _linear(getattr(parent, whole))
     modules = [getattr(parent, part) for part in parts]
@@ -278,7 +288,7 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):
         raise UnsupportedModel("some of the joined projections have a bias and some have none")
-    with torch.inference_mode(False), torch.no_grad():  # the model stays one that may also be trained
+    with torch.inference_mode(False), torch.no_grad():  # the model stays trainable
         weight = torch.cat([linear.weight for linear in linears])
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
     for module, part in zip(modules, parts_of, strict=True):
@@ -287,16 +297,16 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
 
 
 def _sorted_by_kind(linear: Linear, heads: int, dim: int) -> Linear:
-    """From query, key and value head by head to all queries, all keys, all values."""
+    """Reorder query, key and value of each head to all queries, all keys, all values."""
 
-    def sort(rows: torch.Tensor) -> torch.Tensor:
-        return rows.reshape(heads, 3, dim, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    def sort(weight: torch.Tensor) -> torch.Tensor:
+        return weight.reshape(heads, 3, dim, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
 
     return Linear(sort(linear.weight), None if linear.bias is None else sort(linear.bias))
 
 
 def _rms(module: Any, from_one: bool) -> Norm:
-    """`from_one`: the Gemmas keep the distance of the weight from 1."""
+    """Return an RMS norm. With `from_one` (the Gemmas), the stored weight is its distance from 1."""
     eps = getattr(module, "variance_epsilon", None) or module.eps
     weight = module.weight.detach().float()
     return Norm("rms", weight + 1.0 if from_one else weight, float(eps))
@@ -314,7 +324,7 @@ def _activation(name: str) -> str:
 
 
 def _is_local(config: Any) -> Callable[[int], bool]:
-    """Whether a layer sees a sliding window only."""
+    """Return a function from a layer's index to whether it attends to a sliding window only."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is not None:
@@ -323,20 +333,20 @@ def _is_local(config: Any) -> Callable[[int], bool]:
 
 
 def _rotations(rotary: Any, config: Any) -> tuple[Callable[[torch.Tensor], Cosines], ...]:
-    """The model's own rotations, scaled as it scales them; Gemma 3 has one per kind of layer."""
+    """Return the model's own rotations with their scaling; Gemma 3 has one per kind of layer."""
     like = torch.empty(0)
 
-    def turn(kind: dict[str, str], positions: torch.Tensor) -> Cosines:
+    def rotate(kind: dict[str, str], positions: torch.Tensor) -> Cosines:
         cos, sin = rotary(like.to(positions.device), positions[None], **kind)
         return cos[0], sin[0]
 
     kinds: list[dict[str, str]] = [{}]
     if config.model_type == "gemma3_text":
         kinds = [{"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}]
-    turns = tuple(partial(turn, kind) for kind in kinds)
+    rotations = tuple(partial(rotate, kind) for kind in kinds)
     last = int(config.max_position_embeddings) - 1
-    for each in turns:
+    for each in rotations:
         if not torch.equal(each(torch.tensor([1]))[0][0], each(torch.tensor([1, last]))[0][0]):
-            # Sessions of one step would turn each other's keys.
+            # A session's keys would depend on the other sessions of the step.
             raise UnsupportedModel("its rotation changes with the length of the context")
-    return turns
+    return rotations

@@ -1,10 +1,9 @@
 """Rotations (RoPE) that change for all positions once a step passes some length: longrope and dynamic scaling.
 
-Transformers chooses their frequencies by the longest position of a step.
-Here a step holds many sessions, and guesses besides, so a neighbour or a
-guess would decide how a session's keys are turned. Such a model is served up
-to the length at which its rotation changes, with the rotation that it has
-until there.
+Transformers selects their frequencies by the longest position of a step. Here
+a step holds many sessions and guesses, so another session or a guess would
+decide how a session's keys are rotated. Such a model is served up to the
+length at which its rotation changes, with the rotation that it has until then.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-BEYOND = 1024  # guesses may look past the end of the context by less than this
+BEYOND = 1024  # guesses reach past the end of the context by less than this
 
 
-def hold_rotations(model: PreTrainedModel, context: int) -> int:
-    """Make each row's rotation depend on its own position only; the length up to which that changes nothing."""
+def fix_rotations(model: PreTrainedModel, context: int) -> int:
+    """Make each token's rotation depend on its own position only. Return the length up to which nothing changes."""
     limit = context
     for module in list(model.modules()):
         if not _is_rotary(module):
@@ -30,7 +29,7 @@ def hold_rotations(model: PreTrainedModel, context: int) -> int:
         length = min((_steady_length(module, kind, context + BEYOND) for kind in _kinds(module)), default=context)
         if length < context + BEYOND:
             limit = min(limit, length)
-            module.forward = _held(module.forward, length - 1)
+            module.forward = partial(_forward_clamped, module.forward, length - 1)
     return limit
 
 
@@ -41,7 +40,7 @@ def _is_rotary(module: torch.nn.Module) -> bool:
 
 
 def _kinds(module: torch.nn.Module) -> Iterator[dict[str, str]]:
-    """What a rotation is asked by besides positions: a kind of layer, where there are several."""
+    """Yield the arguments of a rotation besides positions: the kind of layer, where there are several."""
     types = getattr(module, "rope_type", None)
     if isinstance(types, dict):
         yield from ({"layer_type": kind} for kind in types)
@@ -50,17 +49,17 @@ def _kinds(module: torch.nn.Module) -> Iterator[dict[str, str]]:
 
 
 def _steady_length(module: torch.nn.Module, kind: dict[str, str], most: int) -> int:
-    """The longest step, up to `most` tokens, that turns its second token as a step of two tokens does."""
-    probed = copy.deepcopy(module)  # the frequencies that it used last are part of its state
+    """Return the longest step, up to `most` tokens, that rotates its second token as a step of two tokens does."""
+    probe = copy.deepcopy(module)  # its last frequencies are part of its state
     like = torch.empty(0, device=next(module.buffers(recurse=False)).device)
 
-    def turned(last: int) -> list[torch.Tensor]:
-        found = probed(like, torch.tensor([[1, last]], device=like.device), **kind)
-        return [part[:, :1].clone() for part in (found if isinstance(found, tuple) else (found,))]
+    def rotation(last: int) -> list[torch.Tensor]:
+        result = probe(like, torch.tensor([[1, last]], device=like.device), **kind)
+        return [part[:, :1].clone() for part in (result if isinstance(result, tuple) else (result,))]
 
     def is_steady(length: int) -> bool:
-        alone, beside = turned(1), turned(length - 1)
-        return all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
+        short, long = rotation(1), rotation(length - 1)
+        return all(torch.equal(one, other) for one, other in zip(short, long, strict=True))
 
     with torch.inference_mode(False), torch.no_grad():
         if is_steady(most):
@@ -72,12 +71,8 @@ def _steady_length(module: torch.nn.Module, kind: dict[str, str], most: int) -> 
         return steady
 
 
-def _held(forward: Callable[..., Any], last: int) -> Callable[..., Any]:
-    return partial(_forward_held, forward, last)
-
-
-def _forward_held(
+def _forward_clamped(
     forward: Callable[..., Any], last: int, x: torch.Tensor, position_ids: torch.Tensor, *kind: Any, **named: Any
 ) -> Any:
-    """Rows past the last position are guesses that can never be committed: the context ends before them."""
+    """Rotate with positions clamped: tokens beyond are guesses past the end of the context, never committed."""
     return forward(x, position_ids.clamp(max=last), *kind, **named)

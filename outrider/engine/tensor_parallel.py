@@ -1,10 +1,10 @@
-"""One model over several processes, its ranks: each holds a share of every layer (tensor parallelism).
+"""Tensor parallelism: one model over several processes (ranks), each with a share of every layer.
 
-Rank 0 is the process that was started: it alone serves. It starts the other
-ranks, or finds them started by torchrun. Its `TensorParallelEngine` tells them every
-call that changes what is cached; they do the same in the same order
-(`follow`), so sessions and pages agree everywhere without being sent. What the
-layers themselves exchange is transformers' part.
+Rank 0 is the process that the operator starts, and it alone serves. It starts
+the other ranks, unless torchrun has. Its `TensorParallelEngine` broadcasts
+every call that changes the cache, and the other ranks repeat the calls in the
+same order (`run_follower`). Sessions and blocks therefore agree on all ranks
+without being sent. transformers does the communication within layers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from outrider.protocol.fleet import ModelInfo
 
 log = structlog.get_logger(__name__)
 
-_MEETING = "RANKS_MEET_AT"  # among the variables of a rank that rank 0 has started; torchrun's ranks have none
-_LOAD_S = 3_600.0  # rank 0 may have to fetch the model first
-_IDLE = timedelta(days=365)  # a verifier may have nothing to do for long; who is lost is found out otherwise
+_RENDEZVOUS = "RANKS_MEET_AT"  # environment variable of the ranks that rank 0 has started; torchrun's have none
+_LOAD_S = 3_600.0  # rank 0 may have to download the model first
+_IDLE = timedelta(days=365)  # a verifier may be idle for long; lost ranks are detected otherwise
 _STEP_S = 300.0
 _WATCH_S = 0.2
 _LEAVE_S = 5.0
@@ -55,45 +55,51 @@ Command = list[Any]  # name of an engine's method, and its arguments
 
 
 class RankGroup:
-    """The ranks of one model as one of them sees them."""
+    """The ranks of one model, from the view of one of them."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, meeting: str, started: Sequence[subprocess.Popen[bytes]] = ()
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        rendezvous: str,
+        started: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._started = started
         self._commands: dist.ProcessGroup | None = None
         self._step_ends = math.inf
-        self._over = threading.Event()
-        if self.leads:
+        self._stopping = threading.Event()
+        if self.is_leader:
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     @contextlib.contextmanager
     def rank_0_first(self) -> Iterator[None]:
-        """What is fetched, converted or complained about in this block is so once; then all ranks have met."""
-        if not self.leads:
-            self._meet()
+        """Run the block on rank 0 first: it downloads, converts and fails once. Afterwards all ranks are connected."""
+        if not self.is_leader:
+            self._connect()
         yield
-        if self.leads:
-            self._meet()
+        if self.is_leader:
+            self._connect()
 
     def sharding(self) -> dict[str, Any]:
-        """How from_pretrained is told to load this rank's share."""
+        """Return from_pretrained's arguments for this rank's share."""
         return {"distributed_config": DistributedConfig(tp_size=self.size, tp_plan="auto")}
 
     def check_model(self, name: str, source: dict[str, Any]) -> None:
-        """Raises StartupError when the model cannot be split so."""
+        """Raise StartupError for a model that cannot be split over this many ranks."""
         try:
             config = AutoConfig.from_pretrained(**source).get_text_config()
         except (OSError, ValueError, KeyError):
-            return  # loading will say what is wrong with it
+            return  # loading fails with the reason
         if not config.base_model_tp_plan:
             raise StartupError(
                 f"transformers has no plan to split {config.model_type} models: tensor_parallel is {self.size}, "
@@ -112,16 +118,16 @@ class RankGroup:
                     limit=f"a divisor of {heads}",
                 )
 
-    def tell(self, commands: Sequence[Command]) -> None:
-        """Rank 0 to all others."""
+    def broadcast(self, commands: Sequence[Command]) -> None:
+        """Send commands from rank 0 to all others."""
         data = json.dumps(commands).encode()
         frame = (len(data).to_bytes(_HEADER, "little") + data[: _FRAME - _HEADER]).ljust(_FRAME, b"\0")
         self._broadcast(bytearray(frame))
         if rest := data[_FRAME - _HEADER :]:
             self._broadcast(bytearray(rest))
 
-    def hear(self) -> list[Command]:
-        """What rank 0 tells next."""
+    def receive(self) -> list[Command]:
+        """Return the next commands of rank 0."""
         try:
             frame = bytearray(_FRAME)
             self._broadcast(frame)
@@ -136,70 +142,70 @@ class RankGroup:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Ranks that do not do the same any more cannot go on: whatever fails in here, or takes forever, is the end."""
+        """Run a step. An error or a timeout ends the process: ranks that diverge cannot continue."""
         self._step_ends = time.monotonic() + _STEP_S
         try:
             yield
         except OutriderError:
-            raise  # every rank came to the same
+            raise  # every rank raises the same
         except Exception as error:
             self._lose(f"a step on {self.size} ranks failed: {error}")
         finally:
             self._step_ends = math.inf
 
     def leave(self) -> None:
-        """The end in order: all ranks are gone afterwards."""
-        self._over.set()
-        if self.leads and self._commands is not None:
-            with contextlib.suppress(RuntimeError):  # gone already
-                self.tell([[_STOP]])
+        """Stop all ranks in order."""
+        self._stopping.set()
+        if self.is_leader and self._commands is not None:
+            with contextlib.suppress(RuntimeError):  # a rank has exited
+                self.broadcast([[_STOP]])
         for process in self._started:
             try:
-                process.wait(_LEAVE_S if self._commands is not None else 0)  # one that has not met us hears nothing
+                process.wait(_LEAVE_S if self._commands is not None else 0)  # unconnected ranks get no stop
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         on_cuda = self.device.type == "cuda"
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
-            init_method=self._meeting,
+            init_method=self._rendezvous,
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=_LOAD_S),
             device_id=self.device if on_cuda else None,
         )
-        # Commands are bytes in main memory, and their wait is another than that of a layer's sums.
+        # Commands are bytes in main memory and have a timeout of their own.
         self._commands = dist.new_group(backend="gloo", timeout=_IDLE)
 
     def _broadcast(self, data: bytearray) -> None:
         dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self._commands)
 
     def _watch(self) -> None:
-        while not self._over.wait(_WATCH_S):
+        while not self._stopping.wait(_WATCH_S):
             for rank, process in enumerate(self._started, 1):
-                if (status := process.poll()) is not None and not self._over.is_set():
+                if (status := process.poll()) is not None and not self._stopping.is_set():
                     self._lose(f"rank {rank} of {self.size} ended with status {status}")
             if time.monotonic() > self._step_ends:
                 self._lose(f"a step on {self.size} ranks took longer than {_STEP_S:g} s")
 
     def _lose(self, reason: str) -> NoReturn:
-        """A rank that waits for a lost one inside a device's queue cannot be called back: no clean-up, just the end."""
-        log.critical("leaving, the model is no longer whole", reason=reason)
+        """Exit without clean-up: a wait in a device's queue cannot be interrupted."""
+        log.critical("rank lost, shutting down", reason=reason)
         sys.stderr.flush()
         os._exit(1)
 
 
 class TensorParallelEngine:
-    """Rank 0's engine: what changes the cache here does so on every rank. A step costs one message."""
+    """Rank 0's engine: every call that changes the cache runs on all ranks. A step costs one message."""
 
-    def __init__(self, engine: Engine, team: RankGroup) -> None:
+    def __init__(self, engine: Engine, rank_group: RankGroup) -> None:
         self._engine = engine
-        self._team = team
-        self._untold: list[Command] = []  # goes out with the next step: until then nobody can see the difference
+        self._rank_group = rank_group
+        self._pending: list[Command] = []  # sent with the next step
 
     @property
     def info(self) -> ModelInfo:
@@ -226,45 +232,43 @@ class TensorParallelEngine:
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         saved = self._engine.match_prefix(session, tokens, salt)
-        # The last token is never adopted: with one more than was found the others find the same.
-        self._untold.append(["match_prefix", session, list(tokens[: saved + 1]), salt])
+        # The last token is never matched: with one token more than was found, the others find the same.
+        self._pending.append(["match_prefix", session, list(tokens[: saved + 1]), salt])
         return saved
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        rows = [
-            [part.session, list(part.tokens), list(part.parents), part.logits_from, part.hidden_from] for part in batch
-        ]
-        told, self._untold = [*self._untold, ["extend", rows]], []
-        with self._team.step():
-            self._team.tell(told)
+        calls = [[new.session, list(new.tokens), list(new.parents), new.logits_from, new.hidden_from] for new in batch]
+        commands, self._pending = [*self._pending, ["extend", calls]], []
+        with self._rank_group.step():
+            self._rank_group.broadcast(commands)
             result = self._engine.extend(batch)
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # a lost rank must show here, under the step's clock
+                torch.cuda.synchronize(self.device)  # a lost rank must show within the step's timeout
         return result
 
     def truncate(self, session: str, length: int) -> None:
         self._engine.truncate(session, length)
-        self._untold.append(["truncate", session, length])
+        self._pending.append(["truncate", session, length])
 
-    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
-        self._engine.compact(session, base, rows)
-        self._untold.append(["compact", session, base, list(rows)])
+    def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
+        self._engine.compact(session, base, indices)
+        self._pending.append(["compact", session, base, list(indices)])
 
     def fork(self, session: str, copy: str) -> None:
         self._engine.fork(session, copy)
-        self._untold.append(["fork", session, copy])
+        self._pending.append(["fork", session, copy])
 
     def free(self, session: str) -> None:
         self._engine.free(session)
-        self._untold.append(["free", session])
+        self._pending.append(["free", session])
 
 
-def follow(engine: Engine, team: RankGroup) -> None:
-    """Do what rank 0 does until it says that it is over. Signals are for rank 0, which may have streams to finish."""
+def run_follower(engine: Engine, rank_group: RankGroup) -> None:
+    """Repeat the calls of rank 0 until it stops. Signals are ignored: rank 0 may have streams to finish."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     while True:
-        for name, *arguments in team.hear():
+        for name, *arguments in rank_group.receive():
             if name == _STOP:
                 return
             _apply(engine, name, arguments)
@@ -272,33 +276,33 @@ def follow(engine: Engine, team: RankGroup) -> None:
 
 def _apply(engine: Engine, name: str, arguments: list[Any]) -> None:
     if name == "extend":
-        with contextlib.suppress(Overloaded):  # on rank 0 too, which tells who asked
-            engine.extend([SessionTokens(*rows) for rows in arguments[0]])
+        with contextlib.suppress(Overloaded):  # rank 0 raises it as well
+            engine.extend([SessionTokens(*new) for new in arguments[0]])
     else:
         getattr(engine, name)(*arguments)
 
 
 @contextlib.contextmanager
-def ranks(size: int, settings: WorkerSettings, command: Sequence[str]) -> Iterator[RankGroup]:
-    """This process's place among `size` ranks. Where nobody has started the others, `command` does."""
+def join_ranks(size: int, settings: WorkerSettings, command: Sequence[str]) -> Iterator[RankGroup]:
+    """Yield this process's rank group of `size`. `command` starts the other ranks, unless torchrun has."""
     with contextlib.ExitStack() as exits:
         if "RANK" in os.environ:
-            team = _joined(size, settings)
+            rank_group = _joined(size, settings)
         else:
             _check(size, settings)
             folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-ranks-")))
-            team = _started(size, settings, command, folder)
-        exits.callback(team.leave)
+            rank_group = _started(size, settings, command, folder)
+        exits.callback(rank_group.leave)
         # Ranks on one machine share its cores.
         torch.set_num_threads(settings.threads or max(1, torch.get_num_threads() // size))
-        yield team
+        yield rank_group
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as if it were not split. All ranks must ask for the same."""
+def gather_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight in full. All ranks must call it for the same weight."""
     gather = getattr(weight, "full_tensor", None)
-    found: torch.Tensor = weight if gather is None else gather()
-    return found
+    full: torch.Tensor = weight if gather is None else gather()
+    return full
 
 
 def _joined(size: int, settings: WorkerSettings) -> RankGroup:
@@ -313,19 +317,19 @@ def _joined(size: int, settings: WorkerSettings) -> RankGroup:
     if rank == 0:
         _check(int(os.environ.get("LOCAL_WORLD_SIZE", size)), settings)
     device = _device(settings.device, int(os.environ.get("LOCAL_RANK", rank)))
-    return RankGroup(rank, size, device, os.environ.get(_MEETING, "env://"))
+    return RankGroup(rank, size, device, os.environ.get(_RENDEZVOUS, "env://"))
 
 
 def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder: Path) -> RankGroup:
-    # Nobody outside this machine has to do with these ranks: they meet at a file and speak over the loopback.
-    meeting = (folder / "meeting").as_uri()
+    # These ranks are on one machine: they meet at a file and communicate over the loopback.
+    rendezvous = (folder / "meeting").as_uri()
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == "OUTRIDER_HOME"}
     started = []
     for rank in range(1, size):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _MEETING: meeting}
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), _RENDEZVOUS: rendezvous}
         started.append(
             subprocess.Popen(
                 command,
@@ -336,11 +340,11 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
                 preexec_fn=_die_with_parent,
             )
         )
-    return RankGroup(0, size, _device(settings.device, 0), meeting, started)
+    return RankGroup(0, size, _device(settings.device, 0), rendezvous, started)
 
 
 def _die_with_parent() -> None:
-    """In a new rank: no rank 0, no rank, however it ended. Linux; elsewhere a broken connection says so later."""
+    """End this rank when rank 0 ends, in whatever way. Linux only; elsewhere the connection breaks later."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -353,7 +357,8 @@ def _device(device: str, local_rank: int) -> torch.device:
 
 
 def _check(size: int, settings: WorkerSettings) -> None:
-    """What cannot go together, said before anything is started. `size` counts the ranks of this machine."""
+    """Raise StartupError for settings that exclude each other, before anything starts. `size` is the number of ranks on
+    this machine."""
     devices = torch.cuda.device_count()
     refused: list[tuple[bool, str, object, str]] = [
         (settings.device not in ("auto", "cpu", "cuda"), "device", settings.device, "auto, cpu or cuda"),
@@ -361,6 +366,7 @@ def _check(size: int, settings: WorkerSettings) -> None:
         (settings.device == "cpu" and devices > 0, "device", "cpu", "auto or cuda where CUDA devices are visible"),
         (settings.quantization != "none", "quantization", settings.quantization, "none"),
         (settings.compile == "on", "compile", settings.compile, "auto or off"),
+        (settings.engine not in ("auto", "transformers"), "engine", settings.engine, "auto or transformers"),
         (0 < devices < size, "tensor_parallel", size, f"at most {devices}, a CUDA device for each rank"),
     ]
     for applies, field, value, limit in refused:

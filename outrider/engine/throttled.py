@@ -1,8 +1,8 @@
-"""An engine that answers no sooner than another device would: for benchmarks of timing only.
+"""An engine whose steps take at least a given time: it imitates another device, for benchmarks of timing only.
 
-The model and its answers are real; only the time of a step is that of the
-device that is being studied, as long as this machine is faster. And one that
-grows worse or better along a text, to see how others take it.
+The model and its logits are real, as long as this machine is faster than the
+device. Noise on the logits can also make a drafter worse or better along a
+text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 
-_SPIN_S = 0.0005  # sleeping is not exact to less
+_SPIN_S = 0.0005  # the precision of sleep
 
 
 class ThrottledEngine:
-    """`blur` is what is added to the logits, in their own standard deviations, from which position on."""
+    """An engine behind a least time per step. `blur` is (position, noise): the noise from that position on, in
+    standard deviations of the logits."""
 
     def __init__(self, engine: Engine, pace: CostCurve, blur: Sequence[tuple[int, float]] = ()) -> None:
         self._engine = engine
@@ -58,8 +59,8 @@ class ThrottledEngine:
         return self._engine.match_prefix(session, tokens, salt)
 
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        until = time.perf_counter() + self._pace.at(sum(len(rows.tokens) for rows in batch)) / 1000
-        starts = [self._engine.length(rows.session) for rows in batch] if self._blur else []
+        until = time.perf_counter() + self._pace.at(sum(len(new.tokens) for new in batch)) / 1000
+        starts = [self._engine.length(new.session) for new in batch] if self._blur else []
         result = self._engine.extend(batch)
         if self._blur:
             result = self._blurred(result, batch, starts)
@@ -70,16 +71,16 @@ class ThrottledEngine:
         return result
 
     def _blurred(self, result: StepResult, batch: Sequence[SessionTokens], starts: Sequence[int]) -> StepResult:
-        """The same noise for the same position, whenever it is asked for."""
+        """Add noise that is a function of the position."""
         blurred = []
-        for rows, start, logits in zip(batch, starts, result.logits, strict=True):
+        for new, start, logits in zip(batch, starts, result.logits, strict=True):
             noisy = logits.clone()
-            for row, depth in enumerate(rows.depths()[rows.logits_from :]):
+            for index, depth in enumerate(new.depths()[new.logits_from :]):
                 position = start + depth
                 amount = self._blur_at(position)
                 if amount:
                     noise = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(position))
-                    noisy[row] += amount * logits[row].std() * noise.to(logits)
+                    noisy[index] += amount * logits[index].std() * noise.to(logits)
             blurred.append(noisy)
         return replace(result, logits=blurred, all_logits=torch.cat(blurred))
 
@@ -90,8 +91,8 @@ class ThrottledEngine:
     def truncate(self, session: str, length: int) -> None:
         self._engine.truncate(session, length)
 
-    def compact(self, session: str, base: int, rows: Sequence[int]) -> None:
-        self._engine.compact(session, base, rows)
+    def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
+        self._engine.compact(session, base, indices)
 
     def fork(self, session: str, copy: str) -> None:
         self._engine.fork(session, copy)
@@ -101,13 +102,13 @@ class ThrottledEngine:
 
 
 def parse_pace(text: str) -> CostCurve:
-    """`1:40,16:40,32:80`: milliseconds of a step by the tokens that go through it."""
-    points = _points("pace", text, "rows:ms,... with ascending rows")
-    return CostCurve(tuple(rows for rows, _ in points), tuple(ms for _, ms in points))
+    """Parse `1:40,16:40,32:80`: the milliseconds of a step by its number of tokens."""
+    points = _points("pace", text, "tokens:ms,... with ascending tokens")
+    return CostCurve(tuple(tokens for tokens, _ in points), tuple(ms for _, ms in points))
 
 
 def parse_blur(text: str) -> list[tuple[int, float]]:
-    """`200:1.5,400:0`: how much noise, from which position on."""
+    """Parse `200:1.5,400:0`: positions, and the amount of noise from there on."""
     return _points("blur", text, "position:amount,... with ascending positions") if text else []
 
 

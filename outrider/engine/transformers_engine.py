@@ -1,4 +1,4 @@
-"""Any transformers causal LM as an engine: several sessions, chains and trees in one forward pass."""
+"""The engine for any transformers causal LM: several sessions, chains and trees in one forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.protocol.fleet import ModelInfo
 
 
 class TransformersEngine(PagedEngine):
-    """Sets the model to the ragged attention. `rules` says by which rule each layer attended in the last step."""
+    """An engine that sets the model to the ragged attention. `rules` holds each layer's mask rule of the last step."""
 
     def __init__(
         self, model: PreTrainedModel, info: ModelInfo, *, kv_tokens: int, evictable_tokens: int | None = None
@@ -30,23 +30,23 @@ class TransformersEngine(PagedEngine):
         self._model = model
         self._store = KvStore(self.capacity_tokens, self.device)
         self._layers: int = model.config.get_text_config().num_hidden_layers
-        self._chooses = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hidden = torch.empty(0)
         self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self._store, self.device)
-        wanted = torch.tensor(step.wanted, dtype=torch.int64, device=self.device)
+        outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)
         token = current_step.set(ragged)
         try:
             logits = self._model(
                 **self._inputs(step),
                 position_ids=torch.tensor([step.positions], device=self.device),
-                # Without it transformers would look for several sequences in the positions.
+                # Without a mask, transformers searches the positions for several sequences.
                 attention_mask=torch.ones((1, len(step.ids)), dtype=torch.int64, device=self.device),
                 use_cache=False,
-                **({"logits_to_keep": wanted} if self._chooses else {}),
+                **({"logits_to_keep": outputs} if self._selects_logits else {}),
             ).logits[0]
         finally:
             current_step.reset(token)
@@ -58,16 +58,16 @@ class TransformersEngine(PagedEngine):
                 field="target",
                 value=self.info.name,
             )
-        if self._chooses:
+        if self._selects_logits:
             return logits, self._hidden[0]
-        return logits[wanted], self._hidden[0, wanted]
+        return logits[outputs], self._hidden[0, outputs]
 
     def _inputs(self, step: ForwardStep) -> dict[str, torch.Tensor]:
-        if step.inputs is None:
+        if step.input_embeddings is None:
             return {"input_ids": torch.tensor([step.ids], device=self.device)}
-        return {"inputs_embeds": step.inputs.to(self.device, self._model.dtype)[None]}
+        return {"inputs_embeds": step.input_embeddings.to(self.device, self._model.dtype)[None]}
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
             slots = range(BLOCK_TOKENS)
             self._store.move([source * BLOCK_TOKENS + i for i in slots], [target * BLOCK_TOKENS + i for i in slots])

@@ -52,9 +52,9 @@ class LaunchPlan:
     dtype: str = "auto"
     threads: int = 0
     kv_tokens: int = 65_536
-    engine: str = "transformers"
+    engine: str = "auto"
     quantization: str = "none"
-    compile: str = "auto"
+    compile: str = ""  # deprecated, see `selected_engine`
     log_level: str = "info"
     log_json: bool = False
     api_keys: str = field(default="", repr=False)

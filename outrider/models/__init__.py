@@ -1,1 +1,1 @@
-"""Where models and tokenizers come from."""
+"""Models and tokenizers: locating, downloading and converting them."""

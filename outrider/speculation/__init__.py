@@ -1,1 +1,1 @@
-"""The rules of speculative decoding: acceptance, sampling, noise, trees, grammars. Pure."""
+"""The rules of speculative decoding: acceptance, sampling, noise, trees, grammars. No I/O."""

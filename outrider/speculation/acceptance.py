@@ -1,9 +1,8 @@
-"""Which guesses hold: the lossless rules, pure.
+"""The lossless acceptance rules, without I/O or global randomness.
 
-No I/O, no global randomness: whatever is decided by chance is asked of a
-`RandomSource`, which in production is the counter-based noise and in the proofs an
-enumerator that takes every branch. The target's rows are those of a block:
-row 0 answers the last committed token, row i the i-th guess.
+Every random decision comes from a `RandomSource`: counter-based noise in
+production, an enumerator of all branches in the proofs. Row 0 of the target's
+logits follows the last committed token, row i the i-th guess.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from outrider.speculation import noise
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a block came to: the rows that hold, from the root down, and the target's own token after them."""
+    """The result for a block: the accepted rows, from the root down, and the target's own token after them."""
 
     path: tuple[int, ...]
     final: int
@@ -28,17 +27,19 @@ class Outcome:
 
 
 class RandomSource(Protocol):
-    """Where a rule's luck comes from. Every question is asked at most once per (position, block)."""
+    """The random decisions of a rule. Each method is called at most once per (position, block)."""
 
-    def accept(self, probability: float, position: int, block: int) -> bool: ...
+    def accept(self, probability: float, position: int, block: int) -> bool:
+        """Return True with the given probability."""
+        ...
 
     def draw(self, weights: torch.Tensor, position: int) -> int:
-        """An id, with P(id) = weights[id] / Σ weights.  # [vocab]"""
+        """Return an id, with P(id) = weights[id] / Σ weights.  # [vocab]"""
         ...
 
 
 class SeededNoise:
-    """Luck that is a function of the request's seed."""
+    """Random decisions as a function of the request's seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -52,7 +53,7 @@ class SeededNoise:
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
-    """Greedy and coupled: follow the target's own draws through the tree for as long as they were guessed.
+    """Follow the target's own draws through the tree as long as they were guessed (greedy and coupled modes).
 
     `parents` is the guesses' TreeShape. drawn[0] is the target's token after
     the committed text, drawn[i + 1] its token after guess i.
@@ -72,7 +73,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) ->
 def rejection(
     tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
 ) -> Outcome:
-    """Token by token (Leviathan et al. 2023, algorithm 1): keep a guess with probability min(1, target/draft).
+    """Verify token by token (Leviathan et al. 2023, algorithm 1): accept a guess with probability min(1, target/draft).
 
     `target` is [len(tokens) + 1, vocab]; guess i is for position + i.
     """
@@ -88,7 +89,7 @@ def rejection(
 def block(
     tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
 ) -> Outcome:
-    """A whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`.
+    """Verify a whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`.
 
     reach[i] is the paper's p_i, the joint chance that the first i guesses hold.
     """
@@ -114,7 +115,7 @@ def block(
 
 
 def residual(target: torch.Tensor, draft: Distribution, scale: float) -> torch.Tensor:
-    """The positive part of scale · target − draft, not normalised.  # [vocab]"""
+    """Return the positive part of scale · target − draft, not normalised.  # [vocab]"""
     left = target * scale
     ids = torch.tensor(draft.ids, dtype=torch.int64, device=target.device)
     share = torch.tensor(draft.weights, dtype=torch.float64, device=target.device) / WHOLE
@@ -124,7 +125,7 @@ def residual(target: torch.Tensor, draft: Distribution, scale: float) -> torch.T
 
 
 def draft_prob(draft: Distribution, token: int) -> float:
-    """Probability of the token that was drawn; 0 cannot be: the edge has checked."""
+    """Return the draft probability of a drawn token; never 0, because incoming messages are checked."""
     return draft.weights[draft.ids.index(token)] / WHOLE
 
 

@@ -1,7 +1,7 @@
-"""The draw that drafter and target share: greedy and coupled.
+"""The draw that drafter and target share: greedy and coupled sampling.
 
-Both sides call the same function with the same seed and position; where
-their distributions are alike, so is the token.
+Both call the same function with the same seed and position. Similar
+distributions then usually give the same token.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation import noise, sampling
 
-_WIDE = 64  # ids that a guess is looked for among: the rest would hardly ever win
+_CANDIDATES = 64  # likeliest ids that guesses are taken from: the others almost never win
 
-Choice = tuple[int, float]  # a token, and the logarithm of its share
+Choice = tuple[int, float]  # a token, and the logarithm of its probability to win
 
 
 def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
-    """The token that each row of adjusted logits yields at its absolute position.  # [rows, vocab]"""
+    """Return the token drawn from each row of adjusted logits at its absolute position.  # [rows, vocab]"""
     if params.greedy:
         return [int(token) for token in logits.argmax(dim=-1).tolist()]
     assert params.seed is not None
@@ -34,13 +34,13 @@ def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequenc
 def shared_choices(
     logits: torch.Tensor, params: SamplingParams, positions: Sequence[int], count: int
 ) -> list[list[Choice]]:
-    """The shared draw's winner of each row and its runners-up, for guessing: what another model draws with the same
-    noise is likely to be among them.
+    """Return the shared draw's winner of each row and its runners-up, as guesses.
 
-    The draw is the argmax of log-probabilities plus Gumbel noise, −log of the
-    race's exponentials; the shares are the softmax of just these sums (of the
-    logits when greedy): how likely each is to win where a model like this one
-    draws. Of all ids only the likeliest are looked at.
+    A model that draws with the same noise is likely to draw one of them. The
+    draw is the argmax of log-probabilities plus Gumbel noise, which is −log of
+    the race's exponentials. The softmax of these sums (of the logits when
+    greedy) estimates how likely each token is to win for a similar model. Only
+    the likeliest ids are considered.
     """
     values, ids = _likeliest(logits)
     if params.greedy:
@@ -61,7 +61,7 @@ def shared_choices(
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ascending ids, so that of equals the first wins, as everywhere.  # [rows, kept] each"""
-    values, ids = logits.topk(min(_WIDE, logits.shape[-1]), dim=-1)
+    """Return the likeliest ids, ascending: of equal values the lowest id wins, as everywhere.  # [rows, kept] each"""
+    values, ids = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
     ids, order = ids.sort(dim=-1)
     return values.gather(1, order), ids

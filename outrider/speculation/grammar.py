@@ -1,8 +1,8 @@
-"""What an output must be: grammars compiled for a vocabulary, and a session's place in one.
+"""Grammars of outputs: compiled for a vocabulary, and matched against a session's output.
 
-The parsing is llguidance's; here is what the services need of it. A verifier
-masks what its target may draw, a drafter what it guesses, a coordinator
-refuses what does not compile. No torch: masks are numpy's.
+llguidance does the parsing. A verifier masks its target's logits, a drafter
+filters its guesses, a coordinator rejects grammars that do not compile. No
+torch: masks are numpy arrays.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Masks = npt.NDArray[np.bool_]
 
-# What one grammar may take. The first mask, made when it is compiled, stays below half a second and some hundred
-# megabytes, a later one below some ten milliseconds. A grammar that needs more is refused, or fails on the way.
+# Limits of one grammar. The first mask, at compilation, takes at most half a second and about a hundred megabytes; a
+# later one takes about ten milliseconds. A grammar that needs more is rejected, or fails during generation.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
 )
-_REMEMBERED = 16  # compiled grammars
-_FADES = 0.97
+_MAX_COMPILED = 16  # grammars in the cache
+_MASK_TIME_DECAY = 0.97
 _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
-_INSIDES = re.compile("<state>|<non-verbose/>")
+_INTERNALS = re.compile("<state>|<non-verbose/>")
 
-# Between the parts of a JSON text: nothing, a blank, or a new line with its indentation.
+# Whitespace between the parts of a JSON text: none, one space, or a line break with indentation.
 _WHITESPACE: JsonCompileOptions = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarMatcher:
-    """One session's place in its grammar, after what is committed. Used by one thread at a time.
+    """The state of one session's output in its grammar, after the committed tokens. Not thread-safe.
 
-    A mask depends on the tokens before it alone, not on what was looked at
-    meanwhile: so everybody who goes the same way sees the same.
+    A mask depends only on the tokens before it, not on earlier queries: equal
+    outputs get equal masks on every service.
     """
 
     def __init__(self, grammar: Grammar, start: Callable[[], LLMatcher], ends: Sequence[int], ignore_eos: bool) -> None:
@@ -61,88 +61,90 @@ class GrammarMatcher:
         self._matcher = start()
         self._ends = list(ends)
         self._ignore_eos = ignore_eos
-        self._said: list[int] = []  # what is committed
-        self._ahead: list[int] = []  # guesses behind that, to the matcher's place
-        self._over = False
-        self._mask_s = 0.0  # what a mask takes: the longest of late
+        self._committed: list[int] = []
+        self._ahead: list[int] = []  # guesses after that, up to the matcher's state
+        self._complete = False
+        self._mask_s = 0.0  # time of a mask: a decaying maximum
 
     def advance(self, tokens: Sequence[int]) -> int | None:
-        """These are committed. After how many of them the output is complete; None: it goes on.
+        """Advance over committed tokens. Return after how many of them the output is complete; None: it continues.
 
-        Raises InvalidRequest when they do not fit.
+        Raises InvalidRequest for tokens that the grammar does not allow.
         """
         for count, token in enumerate(tokens, start=1):
             if token in self._ends and self._matcher.is_accepting():
-                self._over = True
+                self._complete = True
                 return count
-            if self._over:
+            if self._complete:
                 raise self._failed("the output had ended")
-            self._take(token)
-            self._said.append(token)
+            self._consume(token)
+            self._committed.append(token)
             if self._matcher.is_stopped():  # nothing can follow
-                self._over = True
+                self._complete = True
                 return count
         return None
 
     def allowed(self, paths: Sequence[Sequence[int]], vocab_size: int) -> Masks:
-        """Which ids may follow each path of guesses from what is committed. None, where the path itself is against the
-        grammar, or where the output has ended before.  # [paths, vocab]
+        """Return which ids may follow each path of guesses after the committed tokens.  # [paths, vocab]
 
-        Raises InvalidRequest when the grammar has come to its limits.
+        No id may follow a path that the grammar does not allow, or after the end of the output.
+        Raises InvalidRequest when the grammar has reached its limits.
         """
-        rows = np.zeros((len(paths), vocab_size), dtype=np.bool_)
-        dead: tuple[int, ...] | None = None
-        for path, row in sorted((tuple(path), row) for row, path in enumerate(paths)):  # what hangs together together
-            if dead is not None and path[: len(dead)] == dead:
+        masks = np.zeros((len(paths), vocab_size), dtype=np.bool_)
+        refused: tuple[int, ...] | None = None
+        for path, index in sorted((tuple(path), index) for index, path in enumerate(paths)):  # common prefixes together
+            if refused is not None and path[: len(refused)] == refused:
                 continue
-            mask = self._look(path)
+            mask = self._mask_after(path)
             if mask is None:
-                dead = path
+                refused = path
             else:
                 known = min(len(mask), vocab_size)
-                rows[row, :known] = mask[:known]
-        self._go(())
-        return rows
+                masks[index, :known] = mask[:known]
+        self._move_to(())
+        return masks
 
     def count_allowed(self, path: Sequence[int]) -> int:
-        """How many of these guesses, in a row from what is committed, the grammar lets through."""
+        """Return how many of these guesses, from the first, the grammar allows after the committed tokens."""
         return self._matcher.validate_tokens(list(path))
 
     def affordable_masks(self, seconds: float) -> int:
-        """How many masks can be had in this time, from experience."""
+        """Return how many masks fit into this time, from measured times."""
         return int(min(seconds / max(self._mask_s, 1e-6), 1e6))
 
-    # All matchers of a grammar share what they have found out, and its limits: what one has used up by looking at a
-    # guess the others lack. So whatever fails is tried once more with a new matcher, and only the tokens decide.
+    # All matchers of a grammar share its cached states and its limits, so one session's guesses can use up the limit of
+    # another. A failed operation is repeated once with a new matcher: then the result depends on the tokens alone.
 
-    def _take(self, token: int) -> None:
+    def _consume(self, token: int) -> None:
         if self._matcher.consume_token(token):
             return
-        self._begin_again()
+        self._restart()
         if not self._matcher.consume_token(token):
             raise self._failed(self._matcher.get_error())
 
-    def _look(self, path: tuple[int, ...]) -> Masks | None:
-        """Which ids may follow a path of guesses; None: nothing, there is no such place, or it is too much for the
-        grammar.  # [ids of the tokenizer]"""
+    def _mask_after(self, path: tuple[int, ...]) -> Masks | None:
+        """Return which ids may follow a path of guesses.  # [ids of the tokenizer]
+
+        None: no id may, the grammar does not allow the path, or its limits are reached.
+        """
         if not set(self._ends).isdisjoint(path):
             return None
-        said = ""
+        reason = ""
         for _ in range(2):
-            if self._go(path):
+            if self._move_to(path):
                 if path and self._matcher.is_stopped():
                     return None
                 mask = self._mask()
                 if not self._matcher.is_error():
                     return mask
-            said = self._matcher.get_error()
-            self._begin_again()
+            reason = self._matcher.get_error()
+            self._restart()
         if not path:
-            raise self._failed(said)
+            raise self._failed(reason)
         return None
 
-    def _go(self, path: tuple[int, ...]) -> bool:
-        """Move to the end of a path; False: that could not be done."""
+    def _move_to(self, path: tuple[int, ...]) -> bool:
+        """Move the matcher to the end of a path. Return False if that fails."""
         shorter = min(len(self._ahead), len(path))
         same = next((i for i in range(shorter) if self._ahead[i] != path[i]), shorter)
         if same < len(self._ahead):
@@ -157,7 +159,7 @@ class GrammarMatcher:
     def _mask(self) -> Masks:
         started = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._mask_s = max(time.thread_time() - started, self._mask_s * _FADES)
+        self._mask_s = max(time.thread_time() - started, self._mask_s * _MASK_TIME_DECAY)
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if self._ignore_eos:
             further = mask.copy()
@@ -165,38 +167,37 @@ class GrammarMatcher:
             return further if further.any() else mask
         return mask
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         started = time.perf_counter()
         self._matcher, self._ahead = self._start(), []
-        self._matcher.consume_tokens(self._said)
+        self._matcher.consume_tokens(self._committed)
         self._mask_s = max(self._mask_s, time.perf_counter() - started)
 
-    def _failed(self, said: str) -> InvalidRequest:
+    def _failed(self, reason: str) -> InvalidRequest:
         return InvalidRequest(
-            f"{self._grammar.field} failed after {len(self._said)} tokens: {_plain(said)}",
+            f"{self._grammar.field} failed after {len(self._committed)} tokens: {_plain(reason)}",
             field=self._grammar.field,
             value=self._grammar.text,
         )
 
 
 class GrammarCompiler:
-    """Those of one vocabulary: `tokenizer` gives the text of its tokenizer.json when the first grammar is asked for."""
+    """The compiled grammars of one vocabulary. `tokenizer` returns the text of tokenizer.json when first needed."""
 
     def __init__(self, tokenizer: Callable[[], str], ends: Sequence[int]) -> None:
         self._read_tokenizer = tokenizer
         self._ends = tuple(ends)
         self._tokenizer: LLTokenizer | None = None
         self._known: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # one at a time: many large grammars take one core
+        self._lock = threading.Lock()  # one compilation at a time: many large grammars use one core
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        # The library notes the stack with each of its errors where RUST_BACKTRACE is set, which takes it minutes for
-        # one that is found deep down.
+        # With RUST_BACKTRACE the library records the stack with each error, which takes minutes for a deep one.
         os.environ.setdefault("RUST_LIB_BACKTRACE", "0")
 
     def compile(self, params: SamplingParams, output: Sequence[int] = ()) -> GrammarMatcher:
-        """For a session that has said `output`. Takes a while, most of it outside Python.
+        """Return a matcher that has advanced over `output`. Slow; most of the time is spent outside Python.
 
-        Raises InvalidRequest for a grammar that does not compile, and for an output that does not fit.
+        Raises InvalidRequest for a grammar that does not compile, and for an output that it does not allow.
         """
         grammar = params.grammar
         assert grammar is not None
@@ -207,16 +208,16 @@ class GrammarCompiler:
         return guide
 
     async def compile_async(self, params: SamplingParams, output: Sequence[int] = ()) -> GrammarMatcher:
-        """The same while the event loop goes on."""
+        """Return the same without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, params, output)
 
     def _start(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
             matcher = self._known.pop(grammar, None)
-            if matcher is None or not _able(matcher):
+            if matcher is None or not _has_limits_left(matcher):
                 matcher = _on_deep_stack(lambda: self._build(grammar))
             self._known[grammar] = matcher
-            if len(self._known) > _REMEMBERED:
+            if len(self._known) > _MAX_COMPILED:
                 self._known.popitem(last=False)
             return matcher.deep_copy()
 
@@ -225,25 +226,25 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         except ValueError as error:
-            raise _refused(grammar, str(error)) from error
+            raise _rejected(grammar, str(error)) from error
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the dearest one; what it finds out is kept
+            matcher.compute_bitmask()  # the slowest one; its states are cached
         if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
+            raise _rejected(grammar, matcher.get_error())
         return matcher
 
     def _load(self, grammar: Grammar) -> LLTokenizer:
         if not self._ends:
-            raise _refused(grammar, "the target has no end token")
+            raise _rejected(grammar, "the target has no end token")
         try:
             definition = json.loads(self._read_tokenizer()) | {"truncation": None, "padding": None}
             return LLTokenizer(json.dumps(definition), eos_token=list(self._ends))
         except (OSError, ValueError) as error:
-            raise _refused(grammar, f"nothing is known of the bytes of the target's tokens: {error}") from error
+            raise _rejected(grammar, f"the bytes of the target's tokens are unknown: {error}") from error
 
 
-def _able(matcher: LLMatcher) -> bool:
-    """Whether sessions have left anything of its limits."""
+def _has_limits_left(matcher: LLMatcher) -> bool:
+    """Return whether sessions have left a part of the grammar's limits."""
     copy = matcher.deep_copy()
     copy.compute_bitmask()
     return not copy.is_error()
@@ -260,8 +261,8 @@ def _definition(grammar: Grammar) -> str:
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
-    """In a thread with room: the compiler follows a chain of rules by calling itself, and on an ordinary stack a long
-    one would end the process. Only what is used of the stack takes memory."""
+    """Run `work` in a thread with a large stack. The compiler recurses over chains of rules, and a long one would
+    overflow an ordinary stack and end the process. Only the used part of a stack takes memory."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -279,14 +280,14 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     return result.result()
 
 
-def _refused(grammar: Grammar, said: str) -> InvalidRequest:
-    said = _plain(said)
+def _rejected(grammar: Grammar, reason: str) -> InvalidRequest:
+    reason = _plain(reason)
     return InvalidRequest(
-        f"{grammar.field} does not compile: {said}", field=grammar.field, value=grammar.text, limit=said
+        f"{grammar.field} does not compile: {reason}", field=grammar.field, value=grammar.text, limit=reason
     )
 
 
-def _plain(said: str) -> str:
-    """The library's message on one line, without the state that it adds for its own people."""
-    said = " ".join(_INSIDES.split(said)[0].split())
-    return "no token can follow" if said.startswith("NoExtension") else shorten(said)
+def _plain(message: str) -> str:
+    """Return the library's message on one line, without its internal state."""
+    message = " ".join(_INTERNALS.split(message)[0].split())
+    return "no token can follow" if message.startswith("NoExtension") else shorten(message)

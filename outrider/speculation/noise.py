@@ -1,9 +1,9 @@
-"""The shared randomness: a number for (seed, use, position, id), the same on every machine.
+"""Shared randomness: a number for (seed, use, position, id) that is the same on every machine.
 
-A counter-based 64-bit hash in integer arithmetic, so CPU and GPU agree bit
-for bit and nobody has to keep a generator's state in step. The `Use` keeps
-draws that must be independent apart: sharing the coupled noise between
-drafter and target under the rejection rule biases the text.
+It is a counter-based 64-bit hash in integer arithmetic. CPU and GPU agree bit
+for bit, and no generator state has to be synchronised. `Use` separates draws
+that must be independent: coupled noise shared between drafter and target
+under the rejection rule would bias the text.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _MIX_2 = 0x94D049BB133111EB
 _POSITION = 0xD6E8FEB86659FD93
 _BLOCK = 0xA0761D6478BD642F
 _ID = 0xE7037ED1A0B428DB
-_MANY = 4096  # ids from which on most are ruled out before they are looked at closely
-_HEAVY = 32
-_PART = 32_768  # torch spreads larger operations over threads, and waiting for those costs more than they save
+_MANY_IDS = 4096  # above this, most ids are excluded in single precision first
+_HEAVIEST = 32
+_PART = 32_768  # torch runs larger operations on several threads, whose synchronisation costs more than it saves
 _SLACK = 1.0 + 1e-5
 _LARGEST = (1 << 53) - 2  # one more would round up to 1, whose logarithm is infinite
 
 
 class Use(enum.IntEnum):
-    """What a random number is for."""
+    """The purpose of a random number."""
 
     COUPLED = 1  # the draw that drafter and target share
     DRAFT = 2  # the drafter's own draw under rejection and block
-    ACCEPT = 3  # the verifier's yes or no to a guess
+    ACCEPT = 3  # the verifier's acceptance of a guess
     FINAL = 4  # recovered, bonus and plain tokens under rejection and block
 
 
@@ -46,7 +46,7 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's is arithmetic."""
+    """Shift logically; torch shifts arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -57,41 +57,41 @@ def _mix_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def key(seed: int, use: Use, position: int, block: int = 0) -> int:
-    """The hash state before ids are mixed in. `block` tells apart draws made for one position in different steps."""
+    """Return the hash state before ids are mixed in. `block` separates draws for one position in different steps."""
     state = _mix((seed + _GOLDEN * int(use)) & _MASK)
     return _mix((state + _POSITION * (position + 1) + _BLOCK * block) & _MASK)
 
 
 def uniform(seed: int, use: Use, position: int, block: int = 0) -> float:
-    """One number in (0, 1)."""
+    """Return a uniform number in (0, 1)."""
     bits = min(_mix((key(seed, use, position, block) + _ID) & _MASK) >> 11, _LARGEST)
     return (bits + 0.5) * 2.0**-53
 
 
 def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Exponential noise of rate 1 in double precision for int64 `keys` and `ids`, which broadcast.
+    """Return exponential noise of rate 1 in double precision for int64 `keys` and `ids`, which broadcast.
 
-    53 random bits and log1p: with fewer, or in single precision, ids of small
-    probability would never be drawn.
+    It uses 53 random bits and log1p. With fewer bits, or in single precision,
+    ids of small probability would never be drawn.
     """
     bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11).clamp_(max=_LARGEST)
     return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
 
 
 def exponential_race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Draw from each row of `weights` [rows, ids]: whoever's exponential clock rings first.
+    """Draw a column from each row of `weights` [rows, ids]: the argmin of exponential noise divided by weight.
 
-    `ids` is [ids] or [rows, ids]; entries of weight 0 never win. Returns column
-    indices. P(i wins) = weight_i / Σ weights, so rows need no normalising.
+    `ids` is [ids] or [rows, ids]; entries of weight 0 are never drawn.
+    P(i) = weight_i / Σ weights, so rows need no normalising.
     """
-    if ids.dim() == 1 and len(ids) > _MANY:
+    if ids.dim() == 1 and len(ids) > _MANY_IDS:
         states = _states(keys, weights.device)
         return torch.stack([_long_race(state, ids, row) for state, row in zip(states, weights, strict=True)])
     return arrival_times(keys, ids, weights).argmin(dim=-1)
 
 
 def arrival_times(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """When each clock of a race rings; never for weight 0.  # [rows, ids]"""
+    """Return exponential noise divided by weight; infinite for weight 0.  # [rows, ids]"""
     return exponentials(_states(keys, weights.device)[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
 
 
@@ -100,21 +100,21 @@ def _states(keys: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _long_race(state: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One row of a race of many: the same winner, with logarithms only for those who may have won.
+    """Draw from one long row: the same winner, with logarithms only for ids that can win.
 
-    The heaviest set a time to beat. A clock's exponential is never below the
-    uniform number u that it is made from, so whoever has u above time · weight
-    is too late; that much is seen in single precision, with some slack.
+    The heaviest ids give an upper bound of the minimum. An exponential is never
+    below the uniform number u that it is computed from, so an id with u above
+    bound · weight cannot win. Single precision, with some slack, shows that.
     """
-    heavy = weights.topk(_HEAVY).indices
-    to_beat = (exponentials(state, ids[heavy]) / weights[heavy].to(torch.float64)).min()
-    bound = (to_beat * _SLACK).to(torch.float32)
-    able = torch.cat([_able(state, ids, weights, bound, start) for start in range(0, len(ids), _PART)])
-    arrivals = exponentials(state, ids[able]) / weights[able].to(torch.float64)
-    return able[arrivals.argmin()]
+    heaviest = weights.topk(_HEAVIEST).indices
+    minimum = (exponentials(state, ids[heaviest]) / weights[heaviest].to(torch.float64)).min()
+    bound = (minimum * _SLACK).to(torch.float32)
+    left = torch.cat([_possible_winners(state, ids, weights, bound, start) for start in range(0, len(ids), _PART)])
+    times = exponentials(state, ids[left]) / weights[left].to(torch.float64)
+    return left[times.argmin()]
 
 
-def _able(
+def _possible_winners(
     state: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor, start: int
 ) -> torch.Tensor:
     here = slice(start, start + _PART)

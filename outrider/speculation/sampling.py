@@ -1,11 +1,11 @@
-"""From logits to the distribution that a request asked for: the one definition, used by both sides.
+"""From logits to the distribution that a request specifies: one definition for drafters and verifiers.
 
 The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
 min-p.
-A row's bits depend on that row alone: not on the rows beside it, not on how
-many there are, and not on how wide a processor's vectors are. Elementwise
-operations are so by themselves; a sum is only if its order is fixed, so no
-reduction of torch's that rounds is used here.
+A row's bits depend on that row alone: not on other rows, their number, or the
+width of a processor's vectors. Elementwise operations have this property. A
+sum has it only if its order is fixed, so no torch reduction that rounds is
+used here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE, Distribution, TokenLogprobs
 
-_NUCLEUS_LOOKS = (128, 1024)
+_NUCLEUS_SIZES = (128, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The ids that survive the cuts, with their probabilities, per row.
+    """The ids after top-k, top-p and min-p, with their probabilities, per row.
 
-    `ids` is [rows, kept], or [vocab] when every id survives; `probs` is
-    [rows, kept] in double precision, 0 where a cut removed an id.
+    `ids` is [rows, kept], or [vocab] when every id is kept; `probs` is
+    [rows, kept] in double precision, 0 for a removed id.
     """
 
     ids: torch.Tensor
     probs: torch.Tensor
 
     def dense(self, vocab_size: int) -> torch.Tensor:
-        """The same as one probability per id.  # [rows, vocab]"""
+        """Return the same as one probability per id.  # [rows, vocab]"""
         if self.ids.dim() == 1:
             return self.probs
         return torch.zeros((self.probs.shape[0], vocab_size), dtype=torch.float64, device=self.probs.device).scatter_(
@@ -44,9 +44,9 @@ class Candidates:
 
 
 class History:
-    """What has been said so far in one session, as the penalties need it.
+    """The counts of one session's tokens, for the penalties.
 
-    Repetition looks at prompt and output, presence and frequency at output.
+    Repetition counts prompt and output, presence and frequency the output.
     """
 
     def __init__(self, tokens: Sequence[int], prompt_length: int, vocab_size: int, device: torch.device) -> None:
@@ -56,28 +56,29 @@ class History:
         self.append(tokens[prompt_length:])
 
     def append(self, tokens: Sequence[int]) -> None:
+        """Count output tokens."""
         for token in tokens:
             self._counts[token] += 1
 
     def penalise(self, logits: torch.Tensor, params: SamplingParams, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Penalties for rows that each continue the history by a path of guessed tokens.  # [rows, vocab]"""
+        """Return penalised logits for rows that each continue the history by a path of guesses.  # [rows, vocab]"""
         counts = self._counts.repeat(len(paths), 1)
         for row, path in enumerate(paths):
             for token in path:
                 counts[row, token] += 1
-        said = counts > 0
+        in_output = counts > 0
         if params.repetition_penalty != 1.0:
             factor = params.repetition_penalty
             scaled = torch.where(logits > 0, logits / factor, logits * factor)
-            logits = torch.where(said | self._prompted, scaled, logits)
+            logits = torch.where(in_output | self._prompted, scaled, logits)
         logits = logits - params.frequency_penalty * counts
-        return logits - params.presence_penalty * said.to(logits.dtype)
+        return logits - params.presence_penalty * in_output.to(logits.dtype)
 
 
 def adjust(
     logits: torch.Tensor, params: SamplingParams, history: History | None, paths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Bias and penalties: all that changes logits before the draw.  # [rows, vocab]"""
+    """Return logits with bias and penalties.  # [rows, vocab]"""
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=logits.device)
         bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
@@ -88,13 +89,13 @@ def adjust(
 
 
 def restrict(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Only these ids can be drawn; a row that allows none stays as it is, for nobody draws from it.  # [rows, vocab]"""
+    """Return logits restricted to the allowed ids. A row that allows none is unused and unchanged.  # [rows, vocab]"""
     refused = ~allowed & allowed.any(axis=-1, keepdims=True)
     return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
-    """Temperature and cuts on adjusted logits.  # [rows, vocab]"""
+    """Apply temperature, top-k, top-p and min-p to adjusted logits.  # [rows, vocab]"""
     vocab = logits.shape[-1]
     if 0 < params.top_k < vocab:
         values, ids = logits.topk(params.top_k, dim=-1)
@@ -111,14 +112,14 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
 
 
 def _softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """In double precision.  # [rows, ids]"""
+    """Return the softmax in double precision.  # [rows, ids]"""
     scaled = logits.to(torch.float64) / temperature
     weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
     return weights.div_(_sums(weights))
 
 
 def _sums(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each row, by adding the second half onto the first until one number is left.  # [rows, 1]"""
+    """Return the sum of each row, by adding the second half to the first until one number is left.  # [rows, 1]"""
     width = rows.shape[-1]
     while width > 1:
         half = width // 2
@@ -129,21 +130,20 @@ def _sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _running(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of each row before each of its entries: one by one, so zeros at the end change nothing.  # [rows, ids]"""
+    """Return the sum before each entry of a row, in order: zeros at the end change nothing.  # [rows, ids]"""
     return torch.nn.functional.pad(rows.cumsum(dim=-1)[:, :-1], (1, 0))
 
 
 def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Enough ids for the nucleus, likeliest first, equals by id: a row comes out alike whatever its neighbours need."""
-    for look in _NUCLEUS_LOOKS:
-        # The nucleus is mostly among the first hundred and nearly always among the first thousand: sorting all ids is
-        # for the rest.
-        if look >= probs.shape[-1]:
+    """Return enough ids for the nucleus, likeliest first, equals by id. A row does not depend on the others."""
+    for count in _NUCLEUS_SIZES:
+        # The nucleus mostly lies in the first hundred ids and nearly always in the first thousand.
+        if count >= probs.shape[-1]:
             break
-        top, ids = probs.topk(look, dim=-1)
+        top, ids = probs.topk(count, dim=-1)
         ids, order = ids.sort(dim=-1)
         top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        # The last ones may have equals that were not taken: they must not be needed.
+        # Ids equal to the last ones may be missing, so the last ones must not be needed.
         safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p
         if bool(safe.all()):
             return top, ids.gather(1, order)
@@ -151,7 +151,7 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, to
 
 
 def _cut(ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
-    """Top-p and min-p on rows sorted by falling probability."""
+    """Apply top-p and min-p to rows sorted by falling probability."""
     if params.top_p < 1.0:
         probs = probs * (_running(probs) < params.top_p)
     if params.min_p > 0.0:
@@ -160,9 +160,9 @@ def _cut(ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Cand
 
 
 def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
-    """The `keep` likeliest ids of one row in parts of 65536: what a drafter draws from and sends.
+    """Return the `keep` likeliest ids of one row in parts of 65536: a drafter draws from it and sends it.
 
-    Quantising first and drawing afterwards keeps rejection exact.
+    Rejection stays exact because the draw comes after the quantisation.
     """
     top = probs.topk(min(keep, probs.shape[-1]))
     shares = top.values / top.values.sum() * WHOLE
@@ -175,7 +175,7 @@ def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Natural log probabilities of the chosen tokens and the `top` likeliest, from unadjusted logits."""
+    """Return natural log probabilities of the chosen tokens and of the `top` likeliest, from unadjusted logits."""
     logs = torch.log_softmax(logits.to(torch.float64), dim=-1)
     best = logs.topk(top, dim=-1) if top else None
     return [

@@ -1,9 +1,9 @@
-"""The guess tree of one session: guesses that fit, rooted at the committed prefix.
+"""The guess tree of one session, rooted at the committed prefix.
 
-The verifier owns one per session. Guesses come in any order and at any time;
-what was committed meanwhile is skipped forward, what no longer fits is
-pruned, what is there already is not stored twice. A node is known by its
-drafter (`source`) and the id that the drafter gave it.
+The verifier has one per session. Guesses arrive in any order and at any time.
+Tokens that were committed in the meantime are skipped, guesses that no longer
+match are pruned, and equal guesses share a node. A node is identified by its
+drafter (`source`) and the drafter's id for it.
 """
 
 from __future__ import annotations
@@ -19,47 +19,49 @@ from outrider.speculation.tree_shape import ROOT, TreeShape
 
 NodeKey = tuple[int, int]
 
-# What a flood of guesses could make grow without end.
+# These limits bound the memory that a drafter can use.
 MAX_NAMES = 16  # of one node
 MAX_HELD = 16_384  # committed guesses that later ones may hang from
 
 
 @dataclass(slots=True, eq=False)
 class Node:
+    """A guessed token that matches the committed prefix so far."""
+
     token: int
     position: int
     draft_prob: Distribution | None = None
     parent: Node | None = None  # None: hangs from the committed prefix
     children: list[Node] = field(default_factory=list)
     keys: list[NodeKey] = field(default_factory=list)
-    skipped: bool = False  # fits only because earlier tokens of its guess were committed meanwhile
+    skipped: bool = False  # earlier tokens of its guess were committed before it arrived
 
 
-# What siblings are worth until a session's own have shown it: drafters push their likeliest first.
+# Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
 _PRIOR_RATES = (0.7, 0.1, 0.05)
 _PRIOR_TRIALS = 8.0
 _RATE_DECAY = 0.99
 
 
 class SiblingRates:
-    """How often the first guess for a place holds, how often the second, and so on: what a node is worth unseen."""
+    """The acceptance rates of the first guess for a position, of the second, and so on, with decay."""
 
     def __init__(self) -> None:
-        self._held = [rate * _PRIOR_TRIALS for rate in _PRIOR_RATES]
+        self._accepted = [rate * _PRIOR_TRIALS for rate in _PRIOR_RATES]
         self._trials = [_PRIOR_TRIALS] * len(_PRIOR_RATES)
 
     def __getitem__(self, rank: int) -> float:
-        rank = min(rank, len(self._held) - 1)
-        return self._held[rank] / self._trials[rank]
+        rank = min(rank, len(self._accepted) - 1)
+        return self._accepted[rank] / self._trials[rank]
 
-    def record(self, siblings: int, held: int | None) -> None:
-        """A place with so many siblings came true, by which of them or by none."""
-        for rank in range(min(siblings, len(self._held))):
+    def record(self, siblings: int, accepted: int | None) -> None:
+        """Record a commit at a position with `siblings` guesses: the rank of the accepted one, or None."""
+        for rank in range(min(siblings, len(self._accepted))):
             self._trials[rank] = self._trials[rank] * _RATE_DECAY + 1.0
-            self._held[rank] = self._held[rank] * _RATE_DECAY + (1.0 if held == rank else 0.0)
+            self._accepted[rank] = self._accepted[rank] * _RATE_DECAY + (1.0 if accepted == rank else 0.0)
 
 
-# What a guess may hang from, and the position after it; no node: the committed prefix.
+# A parent node and the position after it; no node: the committed prefix.
 Place = tuple[Node | None, int]
 
 
@@ -71,7 +73,7 @@ class Block:
     tokens: tuple[int, ...] = ()
     shape: TreeShape = field(default_factory=TreeShape)
     nodes: tuple[Node, ...] = ()
-    ranks: tuple[int, ...] = ()  # among its siblings, 0 for the first that came
+    ranks: tuple[int, ...] = ()  # among its siblings, in order of arrival
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -87,22 +89,21 @@ class Block:
         return self.shape.depth
 
     def tallies(self, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
-        """How each drafter did whose guesses are in here; `accepted` are the rows of the path that held."""
+        """Return the tally of each drafter with guesses in the block; `accepted` are the rows of the accepted path."""
         longest: dict[int, int] = {}
-        held: Counter[int] = Counter()
+        num_accepted: Counter[int] = Counter()
         for row, (node, depth) in enumerate(zip(self.nodes, self.shape.depths, strict=True), start=1):
             sources = {source for source, _ in node.keys}
             longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
-            held.update(sources if row in accepted else ())
-        return tuple(SourceTally(source, longest[source], held[source]) for source in sorted(longest))
+            num_accepted.update(sources if row in accepted else ())
+        return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
 
 
 class GuessTree:
-    """`committed` is the session's own list of tokens: the tree reads it and never writes it.
+    """A tree over `committed`, the session's own list of tokens, which it reads and never writes.
 
-    With `single` (rejection and block) a node has one child, the first that
-    came, whatever its token: choosing among drawn tokens by value would bias
-    the text.
+    With `single` (rejection and block) a node has one child, the first to
+    arrive: a choice among drawn tokens by value would bias the text.
     """
 
     def __init__(self, committed: Sequence[int], *, single: bool, max_nodes: int, max_ahead: int) -> None:
@@ -112,21 +113,21 @@ class GuessTree:
         self._max_ahead = max_ahead
         self._roots: list[Node] = []
         self._nodes: dict[NodeKey, Node] = {}
-        self._held: dict[NodeKey, int] = {}  # committed guesses, by the position they took
+        self._committed_guesses: dict[NodeKey, int] = {}  # → position
         self._highest: dict[int, int] = {}
         self._size = 0
         self._rates = SiblingRates()
-        self.passed_at = -1  # a drafter has said that it has nothing for this position
+        self.passed_at = -1  # a drafter has reported that it has no guess for this position
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, guess: Guess) -> int:
-        """Take what fits; returns how many tokens were new. Raises InvalidRequest for what no honest drafter sends."""
+        """Add the tokens that match, and return how many were new. Raises InvalidRequest for a protocol violation."""
         parent, after = self._locate(guess)
         self._check_ids(guess)
         if after is None:
-            return 0  # hangs from something that did not come true
+            return 0  # its parent was not committed
         if guess.position != after:
             raise InvalidRequest.of("guess.position", guess.position, f"{after}, one past its parent")
         if not guess.tokens:
@@ -140,18 +141,18 @@ class GuessTree:
         return self._size - before
 
     def _put(self, guess: Guess, i: int, parent: Node | None, position: int) -> Place | None:
-        """Token i of a guess at `position`: what hangs from it has its place there. None: it does not fit."""
+        """Put token i of a guess at `position`. Return the place for its children; None: it does not match."""
         key = (guess.source, guess.first_id + i)
-        if position < len(self._committed):  # committed meanwhile: skipped forward when it was right
+        if position < len(self._committed):  # committed already: skipped if it is equal
             if self._committed[position] != guess.tokens[i]:
                 return None
-            self._hold(key, position)
+            self._keep_committed(key, position)
             return None, position + 1
-        node = self._plant(guess, i, parent, position, key)
+        node = self._add_node(guess, i, parent, position, key)
         return None if node is None else (node, position + 1)
 
-    def _plant(self, guess: Guess, i: int, parent: Node | None, position: int, key: NodeKey) -> Node | None:
-        """A new node below `parent` or the one that is there; None: no room for it."""
+    def _add_node(self, guess: Guess, i: int, parent: Node | None, position: int, key: NodeKey) -> Node | None:
+        """Return a new node below `parent`, or the equal one that exists; None: a limit is reached."""
         if position >= len(self._committed) + self._max_ahead:
             return None
         node = self._child(parent, guess.tokens[i])
@@ -164,14 +165,14 @@ class GuessTree:
             self._siblings(parent).append(node)
             self._size += 1
         elif self._single and key not in node.keys:
-            return None  # same token by chance, but another draw: what follows it is not ours to use
+            return None  # an equal token from another draw: its children would bias the text
         if len(node.keys) < MAX_NAMES:
             node.keys.append(key)
             self._nodes[key] = node
         return node
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Move the root along `tokens`, which the owner has just appended to `committed`; prune the rest."""
+        """Move the root along `tokens`, which the caller has appended to `committed`, and prune the rest."""
         position = len(self._committed) - len(tokens)
         for token in tokens:
             kept = next((node for node in self._roots if node.token == token), None)
@@ -183,14 +184,14 @@ class GuessTree:
             if kept is not None:
                 self._forget(kept)
                 for key in kept.keys:
-                    self._hold(key, position)
+                    self._keep_committed(key, position)
                 for child in kept.children:
                     child.parent = None
                 self._roots = kept.children
             position += 1
 
     def block(self, max_rows: int, max_depth: int) -> Block:
-        """Up to `max_rows` guesses, no deeper than `max_depth`, those first that are likeliest to hold."""
+        """Return up to `max_rows` guesses, no deeper than `max_depth`, the likeliest to be accepted first."""
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[Node] = []
@@ -201,23 +202,23 @@ class GuessTree:
         def reach(siblings: Sequence[Node], parent: int, depth: int, chance: float) -> None:
             nonlocal seen
             for rank, node in enumerate(siblings):
-                seen += 1  # of equals, the first reached
+                seen += 1  # orders equal probabilities
                 heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent, depth))
 
         if max_depth > 0:
             reach(self._roots, ROOT, 1, 1.0)
         while reached and len(tokens) < max_rows:
-            worth, _, node, rank, parent, depth = heapq.heappop(reached)
+            negated, _, node, rank, parent, depth = heapq.heappop(reached)
             tokens.append(node.token)
             parents.append(parent)
             nodes.append(node)
             ranks.append(rank)
             if depth < max_depth:
-                reach(node.children, len(tokens) - 1, depth + 1, -worth)
+                reach(node.children, len(tokens) - 1, depth + 1, -negated)
         return Block(tuple(tokens), TreeShape(tuple(parents)), tuple(nodes), tuple(ranks))
 
     def has_depth(self, depth: int) -> bool:
-        """Whether a chain of this length fits now."""
+        """Return whether the tree holds a chain of this length."""
         level = self._roots
         for _ in range(depth - 1):
             level = [child for node in level for child in node.children]
@@ -225,7 +226,7 @@ class GuessTree:
 
     @property
     def depth(self) -> int:
-        """Length of the longest chain that fits now."""
+        """Return the length of the longest chain."""
         deepest = 0
         stack = [(node, 1) for node in self._roots]
         while stack:
@@ -235,7 +236,7 @@ class GuessTree:
         return deepest
 
     def _locate(self, guess: Guess) -> tuple[Node | None, int | None]:
-        """The node a guess hangs from, and the position after it; None as position when that did not come true."""
+        """Return a guess's parent node and the position after it; the position is None if the parent was pruned."""
         length = len(self._committed)
         if guess.parent == 0:
             if guess.position > length:
@@ -247,8 +248,8 @@ class GuessTree:
         node = self._nodes.get(key)
         if node is not None:
             return node, node.position + 1
-        if key in self._held:
-            return None, self._held[key] + 1
+        if key in self._committed_guesses:
+            return None, self._committed_guesses[key] + 1
         if guess.parent > self._highest.get(guess.source, 0):
             raise InvalidRequest.of("guess.parent", guess.parent, "0 or the id of a token guessed earlier")
         return None, None
@@ -263,10 +264,10 @@ class GuessTree:
             raise InvalidRequest.of("guess.parent", guess.parent, f"below first_id {guess.first_id}")
         self._highest[guess.source] = max(highest, guess.first_id + len(guess.tokens) - 1)
 
-    def _hold(self, key: NodeKey, position: int) -> None:
-        self._held[key] = position
-        if len(self._held) > MAX_HELD:
-            del self._held[next(iter(self._held))]
+    def _keep_committed(self, key: NodeKey, position: int) -> None:
+        self._committed_guesses[key] = position
+        if len(self._committed_guesses) > MAX_HELD:
+            del self._committed_guesses[next(iter(self._committed_guesses))]
 
     def _full(self, parent: Node | None) -> bool:
         return (self._single and bool(self._siblings(parent))) or self._size >= self._max_nodes

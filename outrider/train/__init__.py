@@ -1,1 +1,1 @@
-"""Making drafters for a target: data that the target itself writes, and what learns from it."""
+"""Training of drafters for a target, on data that the target generates."""

@@ -1,8 +1,8 @@
-"""What drafters learn from: texts that the target writes itself, with the hidden states it had while writing.
+"""Training data: texts that the target generates, with its hidden states.
 
-Written once per recipe and kept on disk in shards, each whole or not there:
-a run that is killed goes on with the next shard. An example is drawn from a
-seed of its own, so that the data do not depend on where a run was cut.
+They are generated once per recipe and stored in shards, each written
+atomically: a killed run continues with the next shard. Each example has a
+seed of its own, so the data do not depend on interruptions.
 """
 
 from __future__ import annotations
@@ -24,35 +24,38 @@ from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest, StartupError
 
-SHARD_EXAMPLES = 64  # written at the same time
-_PROMPT_ROWS = 512
+SHARD_EXAMPLES = 64  # generated in one batch
+_PREFILL_TOKENS = 512
 _RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
+    """A prompt and its kind, such as chat or edit."""
+
     kind: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class DataRecipe:
-    """All that the data depend on."""
+    """Everything that decides the data."""
 
     target: str  # fingerprint
     prompts: str  # digest
     num_examples: int
-    max_tokens: int  # written per example
+    max_tokens: int  # generated per example
     seed: int
     warm_share: float = 0.4  # of the examples, drawn at temperature 1; the others are greedy
 
     def temperature(self, index: int) -> float:
+        """Return the temperature of an example."""
         return 1.0 if (index * 0.6180339887 + 0.5) % 1.0 < self.warm_share else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """`hidden_states[i]` is the target's final hidden state after token i; the last token has none."""
+    """One text. `hidden_states[i]` is the target's final hidden state after token i; the last token has none."""
 
     tokens: torch.Tensor  # [tokens]
     prompt_length: int
@@ -61,18 +64,20 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
+    """The number of examples so far, and of generated tokens."""
+
     done: int
     total: int
     tokens: int
 
 
 def shipped(name: str) -> list[TrainingPrompt]:
-    """`train` or `heldout`: the lists that come with Outrider."""
+    """Return the bundled prompts: `train` or `heldout`."""
     return _parse(files("outrider.train").joinpath("prompts", f"{name}.jsonl").read_text(), f"{name}.jsonl")
 
 
 def read_prompts(file: Path) -> list[TrainingPrompt]:
-    """One's own: a JSON object a line, with `prompt` and perhaps `kind`."""
+    """Read the user's prompts: one JSON object per line, with `prompt` and an optional `kind`."""
     try:
         return _parse(file.read_text(), str(file))
     except (OSError, UnicodeDecodeError) as error:
@@ -97,11 +102,12 @@ def _parse(text: str, name: str) -> list[TrainingPrompt]:
 
 
 def digest(prompts: Sequence[TrainingPrompt]) -> str:
+    """Return a digest of prompts and kinds."""
     return hashlib.sha256(json.dumps([[p.kind, p.text] for p in prompts]).encode()).hexdigest()[:16]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """As the first turn of a chat where the model has a template for one."""
+    """Return the tokens of a prompt, as the first turn of a chat if the model has a chat template."""
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": text}]
         return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
@@ -109,7 +115,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 class Dataset:
-    """A folder of shards."""
+    """A folder of shards, for one recipe."""
 
     def __init__(self, folder: Path, recipe: DataRecipe) -> None:
         self.folder = folder
@@ -117,12 +123,13 @@ class Dataset:
 
     @classmethod
     def at(cls, home: Path, recipe: DataRecipe) -> Dataset:
-        """The place for this recipe's data."""
+        """Return the dataset of a recipe below a folder."""
         name = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
         return cls(home / name, recipe)
 
     @property
     def num_shards(self) -> int:
+        """Return the number of shards."""
         return -(-self.recipe.num_examples // SHARD_EXAMPLES)
 
     def write(
@@ -131,7 +138,7 @@ class Dataset:
         prompts: Sequence[TrainingPrompt],
         progress: Callable[[DataProgress], None] = lambda _: None,
     ) -> None:
-        """Have the target write what is missing."""
+        """Generate the missing shards with the target."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.folder / _RECIPE) as file:
             file.write_text(json.dumps(asdict(self.recipe), indent=2))
@@ -140,13 +147,14 @@ class Dataset:
             path = self._path(shard)
             first = shard * SHARD_EXAMPLES
             last = min(first + SHARD_EXAMPLES, self.recipe.num_examples)
-            if not _whole(path):
-                examples = _Writer(target, self.recipe, prompts).write(range(first, last))
+            if not _is_complete(path):
+                examples = _Generator(target, self.recipe, prompts).generate(range(first, last))
                 tokens += sum(len(example.tokens) for example in examples)
                 _save(path, examples)
             progress(DataProgress(last, self.recipe.num_examples, tokens))
 
     def examples(self) -> Iterator[Example]:
+        """Yield all examples, in order."""
         for shard in range(self.num_shards):
             yield from _load(self._path(shard))
 
@@ -155,14 +163,14 @@ class Dataset:
 
 
 @dataclass(slots=True)
-class _WrittenText:
-    """One that is being written."""
+class _RunningText:
+    """A text that is being generated."""
 
     index: int
     tokens: list[int]
     prompt_length: int
     temperature: float
-    chance: torch.Generator
+    generator: torch.Generator
     hidden_states: list[torch.Tensor]
     cached: int = 0
 
@@ -171,7 +179,9 @@ class _WrittenText:
         return str(self.index)
 
 
-class _Writer:
+class _Generator:
+    """Generates texts with the target, all in one batch."""
+
     def __init__(self, target: LoadedModel, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> None:
         self._engine = target.engine
         self._tokenizer = target.tokenizer
@@ -179,48 +189,50 @@ class _Writer:
         self._prompts = prompts
         self._target_weights = set(target.engine.info.eos_token_ids)
 
-    def write(self, indices: range) -> list[Example]:
+    def generate(self, indices: range) -> list[Example]:
         running = [self._begin(index) for index in indices]
         done: dict[int, Example] = {}
         while running:
             self._step(running)
-            for text in [text for text in running if self._over(text)]:
+            for text in [text for text in running if self._is_complete(text)]:
                 running.remove(text)
                 self._engine.free(text.key)
                 done[text.index] = Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.hidden_states))
         return [done[index] for index in indices]
 
-    def _begin(self, index: int) -> _WrittenText:
+    def _begin(self, index: int) -> _RunningText:
         tokens = encode(self._tokenizer, self._prompts[index % len(self._prompts)].text)
         most = self._engine.info.context_length - self._recipe.max_tokens
         if len(tokens) > most:
             raise InvalidRequest.of("prompts", f"{len(tokens)} tokens", f"at most {most} tokens in a prompt")
-        chance = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + index)
-        return _WrittenText(index, tokens, len(tokens), self._recipe.temperature(index), chance, [])
+        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + index)
+        return _RunningText(index, tokens, len(tokens), self._recipe.temperature(index), generator, [])
 
-    def _step(self, running: Sequence[_WrittenText]) -> None:
+    def _step(self, running: Sequence[_RunningText]) -> None:
         batch = []
         for text in running:
-            new = text.tokens[text.cached : text.cached + _PROMPT_ROWS]
-            whole = text.cached + len(new) == len(text.tokens)
-            batch.append(SessionTokens(text.key, new, logits_from=len(new) - whole, hidden_from=0))
+            new = text.tokens[text.cached : text.cached + _PREFILL_TOKENS]
+            is_last = text.cached + len(new) == len(text.tokens)
+            batch.append(SessionTokens(text.key, new, logits_from=len(new) - is_last, hidden_from=0))
         result = self._engine.extend(batch)
-        likeliest = iter(result.all_logits.argmax(dim=-1).tolist() if len(result.all_logits) else ())
-        for text, rows, logits, hidden_states in zip(running, batch, result.logits, result.hidden_states, strict=True):
-            text.cached += len(rows.tokens)
+        greedy = iter(result.all_logits.argmax(dim=-1).tolist() if len(result.all_logits) else ())
+        for text, new_tokens, logits, hidden_states in zip(
+            running, batch, result.logits, result.hidden_states, strict=True
+        ):
+            text.cached += len(new_tokens.tokens)
             text.hidden_states.append(hidden_states.to(torch.float16).cpu().clone())
             if len(logits):
-                best = next(likeliest)
+                best = next(greedy)
                 text.tokens.append(_draw(logits[-1], text) if text.temperature else best)
 
-    def _over(self, text: _WrittenText) -> bool:
+    def _is_complete(self, text: _RunningText) -> bool:
         written = len(text.tokens) - text.prompt_length
         return written >= self._recipe.max_tokens or (written > 0 and text.tokens[-1] in self._target_weights)
 
 
-def _draw(logits: torch.Tensor, text: _WrittenText) -> int:
+def _draw(logits: torch.Tensor, text: _RunningText) -> int:
     below = torch.softmax(logits.double().cpu() / text.temperature, dim=-1).cumsum(dim=-1)
-    drawn = torch.rand(1, generator=text.chance, dtype=torch.float64) * below[-1]
+    drawn = torch.rand(1, generator=text.generator, dtype=torch.float64) * below[-1]
     return int(torch.searchsorted(below, drawn, right=True).clamp_(max=len(below) - 1))
 
 
@@ -239,12 +251,12 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
 
 def _load(path: Path) -> Iterator[Example]:
     try:
-        with safe_open(path, "pt") as held:
+        with safe_open(path, "pt") as shard:
             tokens, lengths, prompts, hidden_states = (
-                held.get_tensor(name) for name in ("tokens", "lengths", "prompt_lengths", "features")
+                shard.get_tensor(name) for name in ("tokens", "lengths", "prompt_lengths", "features")
             )
     except (OSError, SafetensorError) as error:
-        raise StartupError(f"cannot read {path}: {error}; delete it, and it is written again") from error
+        raise StartupError(f"cannot read {path}: {error}; delete it to generate it again") from error
     at = row = 0
     for length, prompt_length in zip(lengths.tolist(), prompts.tolist(), strict=True):
         yield Example(tokens[at : at + length].long(), prompt_length, hidden_states[row : row + length - 1])
@@ -252,9 +264,9 @@ def _load(path: Path) -> Iterator[Example]:
         row += length - 1
 
 
-def _whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
-        with safe_open(path, "pt") as held:
-            return "features" in held.keys()  # noqa: SIM118
+        with safe_open(path, "pt") as shard:
+            return "features" in shard.keys()  # noqa: SIM118
     except (OSError, SafetensorError):
         return False

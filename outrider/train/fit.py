@@ -1,4 +1,4 @@
-"""What is read off the data before anything is trained: the ids worth drafting, and the best linear map."""
+"""Statistics of the data before training: the ids to draft, and the best linear map."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from outrider.train.data import Example
 
-_PLACES = 100_000
+_MAX_POSITIONS = 100_000
 _RIDGE = 1e-4
 
 
 def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> torch.Tensor:
-    """The ids that the target writes most, ascending; where it wrote fewer, the lowest others."""
+    """Return the ids that the target generates most often, ascending, filled up with the lowest others."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[example.prompt_length :].tolist())
@@ -26,8 +26,11 @@ def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> to
 
 
 def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: int) -> tuple[torch.Tensor, float]:
-    """From the embedding of token i + 1 and the state after token i to the state `ahead` tokens on, at places that the
-    target wrote; and the mean size of a number in that state.  # [hidden, 2 · hidden]"""
+    """Return the linear map from token i + 1's embedding and the state after token i to the state `ahead` tokens later.
+
+    It is fitted at positions that the target generated. The second result is the root mean square of the state.
+    # [hidden, 2 · hidden]
+    """
     inputs, wanted = [], []
     count = 0
     for example in examples:
@@ -38,7 +41,7 @@ def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: in
         inputs.append(torch.cat([embeddings[example.tokens[first + 1 : last + 1]], states], dim=-1))
         wanted.append(example.hidden_states[first + ahead : last + ahead].float())
         count += last - first
-        if count > _PLACES:
+        if count > _MAX_POSITIONS:
             break
     x, y = torch.cat(inputs), torch.cat(wanted)
     gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1])

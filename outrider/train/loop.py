@@ -1,4 +1,4 @@
-"""The training loop of all methods: batches, steps, checkpoints, and how it goes."""
+"""The training loop of all methods: batches, steps, checkpoints, reports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from outrider.train.methods.interface import Batch, Method, acceptance, collate
 
 CHECKPOINT = "checkpoint.pt"
 _CHECKPOINT_S = 60.0
-_SHOWN = 50  # steps whose mean loss is shown
-_POOL = 256  # examples among which those of like length are put together
+_REPORTED_STEPS = 50  # the reported loss is their mean
+_POOL = 256  # examples that are sorted by length before they are grouped
 _WARM_UP = 0.02
 _FLOOR = 0.02
 _CLIP = 1.0
@@ -31,27 +31,31 @@ _CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """All that a run depends on beside data and method."""
+    """Everything that decides a run besides data and method."""
 
-    tokens: int  # to learn from, every time one is seen
+    tokens: int  # in total; a token counts each time it is used
     step_tokens: int = 2_000
     learning_rate: float = 1e-3
-    places: int = 384  # of an example, the first so many
+    places: int = 384  # positions used of each example, from its start
     seed: int = 0
-    gamma: int = 4  # held-out chains are this long
+    gamma: int = 4  # length of the held-out chains
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The progress of a run."""
+
     step: int
     tokens: int
     total: int
     loss: float
-    held_out: dict[str, Any]  # as last measured,
-    measured_at: int  # after so many tokens
+    held_out: dict[str, Any]  # last measurement
+    measured_at: int  # number of tokens at that measurement
 
 
 class Training:
+    """A run of the loop, which continues from its checkpoint."""
+
     def __init__(
         self,
         method: Method,
@@ -75,55 +79,55 @@ class Training:
         )
         self.step = 0
         self.tokens = 0
-        self.seconds = 0.0  # spent on steps, by all runs together
+        self.seconds = 0.0  # spent on steps, over all interruptions
 
-    def run(self, progress: Callable[[Report], None] = lambda _: None, looks: int = 10) -> dict[str, Any]:
-        """Until all tokens are learnt from; what the held-out texts say then. `looks`: how often they are asked."""
+    def run(self, progress: Callable[[Report], None] = lambda _: None, measurements: int = 10) -> dict[str, Any]:
+        """Train on all tokens, and return the acceptance on held-out texts. It is measured `measurements` times."""
         self._resume()
-        losses: deque[float] = deque(maxlen=_SHOWN)
+        losses: deque[float] = deque(maxlen=_REPORTED_STEPS)
         held_out = self.measure()
-        looked = self.tokens
+        measured_at = self.tokens
         saved = time.monotonic()
         for batch in self._batches():
             if self.tokens >= self._plan.tokens:
                 break
             started = time.monotonic()
-            losses.append(self._learn(batch))
+            losses.append(self._train_step(batch))
             self.seconds += time.monotonic() - started
-            if self.tokens - looked >= self._plan.tokens / looks:
-                looked, held_out = self.tokens, self.measure()
+            if self.tokens - measured_at >= self._plan.tokens / measurements:
+                measured_at, held_out = self.tokens, self.measure()
             if time.monotonic() - saved > _CHECKPOINT_S:
                 self._save()
                 saved = time.monotonic()
             loss = sum(losses) / len(losses)
-            progress(Report(self.step, self.tokens, self._plan.tokens, loss, held_out, looked))
+            progress(Report(self.step, self.tokens, self._plan.tokens, loss, held_out, measured_at))
         self._save()
         return self.measure()
 
-    def forget(self) -> None:
-        """The run is over and written down."""
+    def delete_checkpoint(self) -> None:
+        """Delete the checkpoint, after the result was saved."""
         self._path.unlink(missing_ok=True)
 
     def measure(self) -> dict[str, Any]:
-        """Greedy acceptance on the held-out texts, by their kind and all together."""
+        """Return greedy acceptance on the held-out texts, by kind and over all."""
         self._method.module.eval()
-        found: dict[str, torch.Tensor] = {}
+        lengths: dict[str, torch.Tensor] = {}
         for kind, examples in self._held_out.items():
             batches = [
                 collate(examples[i : i + 8], self._plan.places, self._device) for i in range(0, len(examples), 8)
             ]
             with self._autocast(), torch.inference_mode():
-                found[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
+                lengths[kind] = torch.cat([self._method.evaluate(batch).flatten().cpu() for batch in batches])
         self._method.module.train()
-        kinds = {kind: acceptance(held, self._plan.gamma) for kind, held in found.items()}
-        return {"all": acceptance(torch.cat(list(found.values())), self._plan.gamma), **kinds}
+        kinds = {kind: acceptance(each, self._plan.gamma) for kind, each in lengths.items()}
+        return {"all": acceptance(torch.cat(list(lengths.values())), self._plan.gamma), **kinds}
 
-    def _learn(self, batch: Batch) -> float:
-        chance = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + self.step)
+    def _train_step(self, batch: Batch) -> float:
+        generator = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + self.step)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._plan.learning_rate * self._pace()
+            group["lr"] = self._plan.learning_rate * self._schedule()
         with self._autocast():
-            loss = self._method.loss(batch, chance, self.tokens / self._plan.tokens)
+            loss = self._method.loss(batch, generator, self.tokens / self._plan.tokens)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
         torch.nn.utils.clip_grad_norm_(self._trained.values(), _CLIP)
@@ -139,8 +143,8 @@ class Training:
             )
         return value
 
-    def _pace(self) -> float:
-        """Of the learning rate: up quickly, then down along a cosine."""
+    def _schedule(self) -> float:
+        """Return the factor of the learning rate: a short warm-up, then a cosine."""
         done = self.tokens / self._plan.tokens
         if done < _WARM_UP:
             return max(_FLOOR, done / _WARM_UP)
@@ -150,21 +154,21 @@ class Training:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _batches(self) -> Iterator[Batch]:
-        """Without end; the same ones whatever the run was cut into."""
+        """Yield batches without end. Interruptions do not change them."""
         step = 0
         epoch = 0
         while True:
             for group in self._groups(epoch):
                 if step >= self.step:
-                    chance = torch.Generator().manual_seed(self._plan.seed * 999_983 + step)
-                    yield collate([self._examples[i] for i in group], self._plan.places, self._device, chance)
+                    generator = torch.Generator().manual_seed(self._plan.seed * 999_983 + step)
+                    yield collate([self._examples[i] for i in group], self._plan.places, self._device, generator)
                 step += 1
             epoch += 1
 
     def _groups(self, epoch: int) -> list[list[int]]:
-        """All examples once, those of like length together, so that little is padded."""
-        chance = torch.Generator().manual_seed(self._plan.seed * 7_919 + epoch)
-        order = torch.randperm(len(self._examples), generator=chance).tolist()
+        """Return all examples once, grouped by length to reduce padding."""
+        generator = torch.Generator().manual_seed(self._plan.seed * 7_919 + epoch)
+        order = torch.randperm(len(self._examples), generator=generator).tolist()
         groups: list[list[int]] = []
         for first in range(0, len(order), _POOL):
             group: list[int] = []
@@ -174,7 +178,7 @@ class Training:
                     group = []
                 group.append(i)
             groups.append(group)
-        return [groups[i] for i in torch.randperm(len(groups), generator=chance).tolist()]
+        return [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
 
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,14 +201,14 @@ class Training:
             identity, weights = state["identity"], state["weights"]
         except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
             raise StartupError(
-                f"the checkpoint {self._path} is damaged ({error}); begin anew with --restart",
+                f"the checkpoint {self._path} is damaged ({error}); start over with --restart",
                 field="out",
                 value=str(self._path),
             ) from error
         if identity != self._identity:
             raise StartupError(
-                f"{self._path} belongs to a run with other data or settings; give the same ones to go on with it, or "
-                "begin anew with --restart",
+                f"{self._path} belongs to a run with other data or settings; use the same ones to continue it, or "
+                "start over with --restart",
                 field="out",
                 value=str(self._path),
             )

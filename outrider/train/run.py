@@ -1,4 +1,4 @@
-"""One training from beginning to end: data, held-out data, method, loop, folder."""
+"""One training run: data, held-out data, method, loop, output folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider.base.config import home
-from outrider.engine.loading.loader import EngineOptions, load_model, pick_device
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions, pick_device
 from outrider.models.hub import locate
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -29,13 +30,13 @@ from outrider.train.methods.interface import Method
 from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
 from outrider.train.methods.medusa import MedusaMethod
 
-_HELD_OUT_SHARE = 20  # of one's own prompts, one in so many
+_HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
 _KV_TOKENS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOrder:
-    """What is to be made."""
+    """The options of a training run."""
 
     method: str
     target: str
@@ -45,9 +46,9 @@ class TrainingOrder:
     max_tokens: int = 160
     learn_tokens: int = 5_000_000
     num_ids: int = 8_192
-    layers: int = 1  # that are trained
-    heads: int = 4  # of a medusa
-    exit_layers: int = 4  # of the target that an early exit keeps
+    layers: int = 1  # trained layers
+    heads: int = 4  # of a Medusa drafter
+    exit_layers: int = 4  # layers of the target that an early exit uses
     hidden: int = 192  # width of a distilled model
     unroll: int = 3
     learning_rate: float = 1e-3
@@ -58,45 +59,47 @@ class TrainingOrder:
     command: str = ""
 
     def check(self) -> None:
+        """Raise StartupError for an unknown method, or a folder that holds a result."""
         if self.method not in METHODS:
             raise StartupError(
                 f"there is no method {self.method!r}", field="method", value=self.method, limit=", ".join(METHODS)
             )
         if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
             raise StartupError(
-                f"{self.out} holds a trained drafter already; name another folder, or --restart to make it anew",
+                f"{self.out} holds a trained drafter already; name another folder, or train it again with --restart",
                 field="out",
                 value=str(self.out),
             )
 
 
 class Watcher(Protocol):
-    """Who shows how it goes."""
+    """The display of a run's progress."""
 
-    def says(self, text: str) -> None: ...
+    def on_status(self, text: str) -> None: ...
 
-    def writes(self, what: str, progress: data.DataProgress) -> None: ...
+    def on_data(self, what: str, progress: data.DataProgress) -> None: ...
 
-    def learns(self, report: loop.Report) -> None: ...
+    def on_step(self, report: loop.Report) -> None: ...
 
 
 def train(order: TrainingOrder, watcher: Watcher) -> Card:
+    """Train a drafter, save it, and return its card."""
     order.check()
-    with _alone(order.out):
+    with _locked(order.out):
         return _train(order, watcher)
 
 
 def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     device = pick_device(order.device)
-    learnt, held = _prompts(order.prompts)
-    info, recipe, examples, held_examples = _data(order, learnt, held, watcher)
+    prompts, held_out = _prompts(order.prompts)
+    info, recipe, examples, held_out_examples = _data(order, prompts, held_out, watcher)
     target_weights, method = _method(order, device, examples, info.vocab_size, watcher)
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
-    training = loop.Training(method, examples, _by_kind(held, held_examples), plan, order.out, identity, device)
-    metrics = training.run(watcher.learns)
+    training = loop.Training(method, examples, _by_kind(held_out, held_out_examples), plan, order.out, identity, device)
+    metrics = training.run(watcher.on_step)
     card = Card(
         method=order.method,
         target=info.name,
@@ -119,49 +122,49 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     if isinstance(method, LanguageMethod) and order.method == "distill":
         _save_model(order, method.model, watcher)
     cards.save(order.out, card, method.weights())
-    training.forget()
+    training.delete_checkpoint()
     return card
 
 
 def _prompts(file: Path | None) -> tuple[list[TrainingPrompt], list[TrainingPrompt]]:
-    """To learn from, and to hold out."""
+    """Return the prompts for training, and those that are held out."""
     if file is None:
         return data.shipped("train"), data.shipped("heldout")
     prompts = data.read_prompts(file)
-    held = prompts[::_HELD_OUT_SHARE]
-    learnt = [prompt for i, prompt in enumerate(prompts) if i % _HELD_OUT_SHARE]
-    if not learnt:
+    held_out = prompts[::_HELD_OUT_SHARE]
+    others = [prompt for i, prompt in enumerate(prompts) if i % _HELD_OUT_SHARE]
+    if not others:
         raise InvalidRequest.of("prompts", f"{len(prompts)} prompts", "at least 2: one is held out")
-    return learnt, held
+    return others, held_out
 
 
 def _data(
-    order: TrainingOrder, learnt: Sequence[TrainingPrompt], held: Sequence[TrainingPrompt], watcher: Watcher
+    order: TrainingOrder, prompts: Sequence[TrainingPrompt], held_out: Sequence[TrainingPrompt], watcher: Watcher
 ) -> tuple[ModelInfo, DataRecipe, list[Example], list[Example]]:
-    """What the target writes. It is loaded for that, and let go of."""
+    """Return the target's description, the recipe, and the examples. The target is loaded only for this."""
     options = EngineOptions(device=order.device, kv_tokens=_KV_TOKENS, prefix_tokens=0)
-    target = load_model(order.target, options, watcher.says)
+    target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
     recipe = DataRecipe(
-        info.fingerprint, data.digest(learnt), order.num_examples or len(learnt), order.max_tokens, order.seed
+        info.fingerprint, data.digest(prompts), order.num_examples or len(prompts), order.max_tokens, order.seed
     )
-    held_recipe = replace(recipe, prompts=data.digest(held), num_examples=len(held), warm_share=0.0)
+    held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), warm_share=0.0)
 
-    def written(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
+    def examples(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
         dataset = Dataset.at(order.data_home, recipe)
-        dataset.write(target, prompts, partial(watcher.writes, name))
+        dataset.write(target, prompts, partial(watcher.on_data, name))
         return list(dataset.examples())
 
-    return info, recipe, written("to learn from", recipe, learnt), written("held out", held_recipe, held)
+    return info, recipe, examples("for training", recipe, prompts), examples("held out", held_out_recipe, held_out)
 
 
 def _method(
     order: TrainingOrder, device: torch.device, examples: Sequence[Example], vocab_size: int, watcher: Watcher
 ) -> tuple[EmbeddingsAndHead, Method]:
-    watcher.says("preparing the drafter")
+    watcher.on_status("preparing the drafter")
     torch.manual_seed(order.seed)
     model = AutoModelForCausalLM.from_pretrained(
-        locate(order.target, watcher.says), dtype=torch.float32, use_safetensors=True
+        locate(order.target, watcher.on_status), dtype=torch.float32, use_safetensors=True
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
@@ -218,9 +221,9 @@ METHODS = tuple(_MAKERS)
 
 
 def _save_model(order: TrainingOrder, model: PreTrainedModel, watcher: Watcher) -> None:
-    """A distilled drafter is a model like any other: for kind model."""
+    """Save a distilled drafter as an ordinary model, for kind model."""
     model.to(torch.bfloat16).save_pretrained(order.out)
-    AutoTokenizer.from_pretrained(locate(order.target, watcher.says)).save_pretrained(order.out)
+    AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
 
 
 def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> dict[str, list[Example]]:
@@ -232,13 +235,13 @@ def _by_kind(prompts: Sequence[TrainingPrompt], examples: Sequence[Example]) -> 
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One training at a time in a folder."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder for one training run."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise StartupError(f"another training is at work in {folder}", field="out", value=str(folder)) from error
+            raise StartupError(f"another training run uses {folder}", field="out", value=str(folder)) from error
         yield
     (folder / ".lock").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How many of a target's layers make a drafter: for each number, how often it agrees and what that would gain."""
+"""Early exits by number of layers: acceptance and expected speed-up of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.models.hub import locate
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
@@ -25,7 +26,7 @@ _KV_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """An early exit after so many layers, at the γ that suits it best."""
+    """An early exit after `layers` layers, at its best γ."""
 
     layers: int
     acceptance: tuple[float, ...]
@@ -41,29 +42,32 @@ def tune(
     gamma_max: int,
     max_tokens: int,
     device: str,
-    says: Callable[[str], None],
+    status: Callable[[str], None],
 ) -> list[Exit]:
-    loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), says)
+    """Return the early exits of a target, by number of layers."""
+    loaded = load_model(target, EngineOptions(device=device, kv_tokens=_KV_TOKENS, prefix_tokens=0), status)
     info, cost = loaded.engine.info, loaded.cost
     recipe = DataRecipe(info.fingerprint, data.digest(prompts), len(prompts), max_tokens, seed=0, warm_share=0.0)
-    says("having the target write")
+    status("generating text with the target")
     dataset = Dataset.at(data_home, recipe)
     dataset.write(loaded, prompts)
     del loaded
-    says("asking every layer what comes next")
-    held = _held_by_layer(target, list(dataset.examples()), gamma_max, says)
-    return [_exit(number, len(held), found, cost, gamma_max) for number, found in enumerate(held, 1)]
+    status("evaluating every layer")
+    lengths = _lengths_by_layer(target, list(dataset.examples()), gamma_max, status)
+    return [_exit(number, len(lengths), each, cost, gamma_max) for number, each in enumerate(lengths, 1)]
 
 
 @torch.inference_mode()
-def _held_by_layer(
-    target: str, examples: Sequence[Example], gamma_max: int, says: Callable[[str], None]
+def _lengths_by_layer(
+    target: str, examples: Sequence[Example], gamma_max: int, status: Callable[[str], None]
 ) -> list[torch.Tensor]:
-    """Per layer, how many guesses of each chain would hold if the model ended there."""
-    model: Any = AutoModelForCausalLM.from_pretrained(locate(target, says), dtype=torch.float32, use_safetensors=True)
+    """Return, per layer, the accepted length of each chain if the model ended there."""
+    model: Any = AutoModelForCausalLM.from_pretrained(locate(target, status), dtype=torch.float32, use_safetensors=True)
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
-        raise StartupError(f"{type(model).__name__} keeps its last norm elsewhere: no early exit", field="target")
+        raise StartupError(
+            f"{type(model).__name__} has no final norm where it is expected: no early exit", field="target"
+        )
     target_weights = EmbeddingsAndHead.of(model)
     every = torch.arange(len(target_weights.head))
     found: list[list[torch.Tensor]] = []
@@ -74,7 +78,7 @@ def _held_by_layer(
         true = greedy_targets(target_weights, batch)
         ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
         states = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
-        # The first is of the embeddings, the last is the whole model.
+        # The first entry is the embeddings, the last one the whole model.
         for layer, state in enumerate(states[1:-1]):
             guess = target_weights.logits(norm(state[:, 1:]), every).argmax(dim=-1)
             if layer == len(found):
@@ -83,16 +87,16 @@ def _held_by_layer(
     return [torch.cat(parts) for parts in found]
 
 
-def _exit(layers: int, others: int, held: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:
-    rates = tuple(acceptance(held, gamma_max)["acceptance"])
+def _exit(layers: int, num_exits: int, lengths: torch.Tensor, cost: CostCurve, gamma_max: int) -> Exit:
+    rates = tuple(acceptance(lengths, gamma_max)["acceptance"])
     plain = cost.at(1)
-    draft = plain * layers / (others + 1)  # as if the head cost nothing: it is a layer or two
+    draft = plain * layers / (num_exits + 1)  # the head's cost is ignored: it equals a layer or two
     best = max(range(1, gamma_max + 1), key=lambda gamma: _speed(rates[:gamma], cost, draft))
     return Exit(layers, rates, best, plain * _speed(rates[:best], cost, draft))
 
 
 def _speed(rates: Sequence[float], cost: CostCurve, draft_ms: float) -> float:
-    """Tokens per millisecond when as many are guessed as there are rates."""
+    """Return tokens per millisecond with one guess per rate."""
     tokens = reached = 1.0
     for rate in rates:
         reached *= rate

@@ -21,7 +21,8 @@ from drafter.service import DrafterService
 from drafter.settings import DrafterSettings
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
-from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.engine.loading.loader import LoadedModel, load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.models.tokenizer import save_tokenizer
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify

@@ -23,7 +23,8 @@ from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import background
 from outrider.base.aio import until as soon
 from outrider.client.aio import AsyncClient
-from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.engine.loading.loader import LoadedModel, load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, PeerLost, Unauthenticated
 from outrider.protocol.fleet import Role
 from outrider.protocol.sampling_params import SamplingParams

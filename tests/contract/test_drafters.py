@@ -14,7 +14,8 @@ import pytest_asyncio
 from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.testing.toy_models import byte_tokenizer, make_model, respelt
 from outrider.v1 import common_pb2 as common

@@ -37,7 +37,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         tmp_path_factory.mktemp("edges"), flags=["--fleet-key", FLEET_KEY], access=Channels(key=API_KEY), redis=False
     )
     cluster.add_coordinator("--api-keys", API_KEY)
-    cluster.add_verifier(models.target, "--engine", "instant")
+    cluster.add_verifier(models.target, "--engine", "mock")
     cluster.start()
     yield cluster
     cluster.stop()

@@ -209,3 +209,39 @@ def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_ba
     assert len(ended) == len(threads)
     assert "stopped" in process.log()
     assert "Traceback" not in process.log()
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        (("--engine", "native"), "native"),
+        (("--engine", "transformers"), "transformers"),
+        (("--compile", "off"), "transformers"),
+    ],
+)
+def test_the_engine_that_is_named_serves(models: Models, tmp_path: Path, flags: tuple[str, ...], engine: str) -> None:
+    cluster = Cluster(tmp_path)
+    verifier = cluster.add_verifier(models.target, "--log-json", *flags)
+    try:
+        verifier.start().wait_ready()
+    finally:
+        verifier.stop()
+    assert f"progress: engine {engine} on cpu, weights in float32" in verifier.log()
+    assert ('"event": "deprecated option"' in verifier.log()) == ("--compile" in flags)
+
+
+def test_an_engine_that_cannot_run_ends_the_start(models: Models) -> None:
+    target = ("--target", str(models.target), "--device", "cpu")
+    assert_told(run("verifier", *target, "--engine", "cuda"), 1, "engine cuda cannot run", "on cpu")
+    assert_told(run("verifier", *target, "--engine", "native", "--dtype", "float16"), 1, "weights in float16")
+    assert_told(
+        run("verifier", *target, "--engine", "native", OUTRIDER_COMPILE="off"),
+        1,
+        "engine is native and compile is off: leave out --compile",
+    )
+    assert_told(run("verifier", *target, "--engine", "quick"), 2, "--engine")
+
+
+def test_a_drafter_without_a_model_takes_no_engine() -> None:
+    assert_told(run("drafter", "--kind", "suffix", "--engine", "native"), 1, "kind suffix runs no engine")
+    assert_told(run("drafter", "--kind", "suffix", "--engine", "mock"), 1, "must be mock with --engine mock")

@@ -16,7 +16,8 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.testing.toy_models import byte_tokenizer, make_model
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import START_S, Process, free_port, until

@@ -35,13 +35,13 @@ class Watched:
     written: list[data.DataProgress] = field(default_factory=list)
     die_at: int = 0
 
-    def says(self, text: str) -> None:
+    def on_status(self, text: str) -> None:
         """Nobody looks."""
 
-    def writes(self, what: str, progress: data.DataProgress) -> None:
+    def on_data(self, what: str, progress: data.DataProgress) -> None:
         self.written.append(progress)
 
-    def learns(self, report: loop.Report) -> None:
+    def on_step(self, report: loop.Report) -> None:
         self.reports.append(report)
         if self.die_at and report.step >= self.die_at:
             raise KeyboardInterrupt
@@ -200,7 +200,7 @@ def test_tune_says_what_an_early_exit_would_gain(order: TrainingOrder, models: M
     prompts = data.read_prompts(order.prompts)[:6]
     said: list[str] = []
     exits = tune(
-        str(models.target), prompts, order.data_home, gamma_max=3, max_tokens=24, device="cpu", says=said.append
+        str(models.target), prompts, order.data_home, gamma_max=3, max_tokens=24, device="cpu", status=said.append
     )
     assert [each.layers for each in exits] == [1]
     assert 0 < exits[0].acceptance[0] < 0.9
@@ -256,7 +256,7 @@ async def test_a_drafter_for_another_target_is_refused(
 ) -> None:
     """Where its embeddings are read, at the start; where they look alike, by the coordinator."""
     wrong = flags(models, made["eagle"]) | {"target": str(models.other_target)}
-    with pytest.raises(StartupError, match="made for target, not for"):
+    with pytest.raises(StartupError, match="trained for target, not for"):
         async with drafter_serving(**wrong, coordinators=home.coordinator):
             pass
     stranger = tmp_path / "stranger"

@@ -19,7 +19,7 @@ WAYS = [(0, ""), (1, "model"), (4, "model"), (4, "ngram"), (8, "ngram")]
 async def test_guesses_do_not_change_the_text(models: Models, tmp_path: Path, weights: tuple[str, ...]) -> None:
     cluster = Cluster(tmp_path)
     cluster.add_coordinator()
-    cluster.add_verifier(models.target, *weights, "--compile", "on")
+    cluster.add_verifier(models.target, *weights, "--engine", "native")
     cluster.add_drafter("model", models.draft)
     cluster.add_drafter("ngram")
     cluster.start()

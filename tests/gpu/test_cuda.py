@@ -16,8 +16,9 @@ from outrider.engine import Engine, SessionTokens, attention
 from outrider.engine import cuda_graphs as engines
 from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
-from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import plan
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.engine.model_spec import build_spec
 from outrider.engine.paged import PagedEngine
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import StartupError
@@ -84,22 +85,22 @@ def test_draws_on_the_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_fast_engine_is_the_one_that_is_taken(tmp_path: Path, dtype: str) -> None:
     folder = make_model(tmp_path / "model", seed=1)
-    options = EngineOptions(device="cuda", dtype=dtype, compile="on")
+    options = EngineOptions(device="cuda", dtype=dtype, engine="cuda")
     assert isinstance(load_model(str(folder), options).engine, CudaGraphEngine)
-    plain = EngineOptions(device="cuda", dtype=dtype, compile="off")
+    plain = EngineOptions(device="cuda", dtype=dtype, engine="transformers")
     assert isinstance(load_model(str(folder), plain).engine, TransformersEngine)
 
 
 def test_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", seed=1)
-    with pytest.raises(StartupError, match="CPU engine"):
+    with pytest.raises(StartupError, match="needs engine native"):
         load_model(str(folder), EngineOptions(device="cuda", quantization="int8"))
 
 
 @torch.inference_mode()
 def graphs_of(model: Any, kv_tokens: int = 8192) -> CudaGraphEngine:
     info = ModelInfo("m", "f", vocab_size=model.config.vocab_size, context_length=8192)
-    return CudaGraphEngine(plan(model), info, kv_tokens=kv_tokens)
+    return CudaGraphEngine(build_spec(model), info, kv_tokens=kv_tokens)
 
 
 def story(engine: PagedEngine) -> list[torch.Tensor]:
@@ -161,7 +162,7 @@ def test_a_capture_without_memory_falls_back(monkeypatch: pytest.MonkeyPatch) ->
     said: list[str] = []
     monkeypatch.setattr(engines.log, "warning", lambda event, **_: said.append(event))
     engine = graphs_of(model)
-    run, calls = engine._skeleton.run, []
+    run, calls = engine._decoder.run, []
 
     def fail_in_capture(*arguments: Any) -> Any:
         calls.append(1)
@@ -169,7 +170,7 @@ def test_a_capture_without_memory_falls_back(monkeypatch: pytest.MonkeyPatch) ->
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return run(*arguments)
 
-    monkeypatch.setattr(engine._skeleton, "run", fail_in_capture)
+    monkeypatch.setattr(engine._decoder, "run", fail_in_capture)
     for _ in range(2):
         assert torch.allclose(engine.extend([SessionTokens("s", PROMPT[:5])]).logits[0], wanted, atol=1e-3)
         engine.truncate("s", 0)

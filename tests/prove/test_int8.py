@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider.engine import Engine, SessionTokens
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.models.hub import fetch_default
 from tests.cluster import Cluster, ask, generate_all
 from tests.prove.test_smollm import PROMPTS
@@ -40,7 +41,7 @@ async def test_guesses_do_not_change_the_text(tmp_path: Path) -> None:
     path = fetch_default(print)
     fleet = Cluster(tmp_path)
     fleet.add_coordinator()
-    fleet.add_verifier(path, "--quantization", "int8", "--compile", "on")
+    fleet.add_verifier(path, "--quantization", "int8", "--engine", "native")
     fleet.add_drafter("model", path)
     fleet.add_drafter("ngram")
     fleet.start()

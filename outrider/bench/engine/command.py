@@ -11,11 +11,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.config import ENGINES
 from outrider.bench.common.report import Times, check_files, needs, write_json
 from outrider.bench.engine import results, streams
 from outrider.bench.engine.results import Alone, EngineExtent, Served
 from outrider.cli import options
-from outrider.cli.up import Dtype, Target, Threads
+from outrider.cli.up import Compile, Dtype, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest
@@ -46,9 +47,10 @@ def engine(
     device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
     quantization: Annotated[str, options.option("--quantization", "none or int8 (weights only, on a CPU).")] = "none",
-    compile_engine: Annotated[
-        str, options.option("--compile", "Fast engine: auto, on (insist) or off (plain transformers).")
+    engine_name: Annotated[
+        str, options.option("--engine", "auto (the fastest that works), native, cuda or transformers.")
     ] = "auto",
+    compile_engine: Compile = "",
     threads: Threads = 0,
     rounds: Annotated[
         int | None, options.option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)
@@ -63,7 +65,7 @@ def engine(
     """
     extent = _extent(quick, rounds)
     _check_one_of("--quantization", quantization, ("none", "int8"))
-    _check_one_of("--compile", compile_engine, ("auto", "on", "off"))
+    check_engine(engine_name, compile_engine, tuple(name for name in ENGINES if name != "mock"))
     check_files(json_file, plot_file)
     plan = LaunchPlan(
         target=target,
@@ -72,6 +74,7 @@ def engine(
         device=device,
         dtype=dtype,
         quantization=quantization,
+        engine=engine_name,
         compile=compile_engine,
         threads=threads,
     )

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from outrider.bench.common.report import Times
 from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, Alone, EngineExtent, some_tokens
 from outrider.engine.interface import Engine, SessionTokens, prefill
-from outrider.engine.loading.loader import EngineOptions, load_model, pick_device, pick_dtype
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype, resolve_engine
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
 from outrider.launch.stack import LaunchPlan
@@ -93,7 +94,7 @@ def _load(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Engine:
         device=plan.device,
         dtype=plan.dtype,
         quantization=plan.quantization,
-        compile=plan.compile,
+        engine=resolve_engine(plan.engine, plan.compile, plan.device),
         threads=plan.threads,
         kv_tokens=extent.kv_tokens,
         prefix_tokens=0,
@@ -165,7 +166,7 @@ class _Eager:
     """The same weights as transformers runs them when nothing else is asked for."""
 
     def __init__(self, plan: LaunchPlan, prompt: list[int], say: Say) -> None:
-        self._device = pick_device(plan.device)
+        self._device = pick_device(plan.device, resolve_engine(plan.engine, plan.compile, plan.device))
         self.dtype = pick_dtype(plan.dtype, self._device)
         model = AutoModelForCausalLM.from_pretrained(
             str(locate(plan.target, say)),

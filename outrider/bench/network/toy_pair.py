@@ -10,7 +10,8 @@ import torch
 
 from outrider.bench.common.remote_pair import Answers, ToyPair
 from outrider.engine.interface import SessionTokens, prefill
-from outrider.engine.loading.loader import EngineOptions, load_model
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.speculation.exponential_race import shared_choices, shared_draw
 from outrider.testing.toy_models import make_model

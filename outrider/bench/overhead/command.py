@@ -27,7 +27,7 @@ def overhead(
 
     Real services, real sockets; the engines are stand-ins that answer at once, so all the time is overhead.
     """
-    plan = LaunchPlan(drafters=(("mock", ""),), engine="instant", port=0, threads=1)
+    plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1)
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
         speculated, stats = _rounds(client, rounds, gamma)

@@ -1,1 +1,1 @@
-"""What an engine must show before it serves: its answers against the model's own, its arithmetic, its cost."""
+"""Checks before an engine serves: its logits against the model's own, its arithmetic, its cost."""

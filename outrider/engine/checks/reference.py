@@ -1,6 +1,6 @@
-"""What a model answers by itself: its own eager forward, one sequence at a time, without cache or batch.
+"""Reference logits: a model's own eager forward, one sequence at a time, without cache or batch.
 
-Everything that runs a model is held against this at start (`conformity`).
+Every engine is compared with them at start (`conformance`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _STATELESS = {"loss", "logits", "past_key_values", "hidden_states", "attentions"
 
 
 @torch.inference_mode()
-def truth(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits after every token.  # [tokens, vocab], float32"""
-    with _eagerly(model):
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits after every token.  # [tokens, vocab], float32"""
+    with _eager(model):
         logits: torch.Tensor = model(_ids(model, tokens), use_cache=False).logits[0]
     return logits.float()
 
 
 @torch.inference_mode()
-def beside_a_far_row(model: PreTrainedModel, tokens: Sequence[int], position: int) -> torch.Tensor:
-    """The same from a pass whose last row, which no other sees, is at a far position."""
+def logits_with_far_token(model: PreTrainedModel, tokens: Sequence[int], position: int) -> torch.Tensor:
+    """Return the same logits from a pass that also has a last token at a far position; no other token attends to it."""
     positions = torch.tensor([[*range(len(tokens)), position]], device=model.device)
-    with _eagerly(model):
+    with _eager(model):
         logits: torch.Tensor = model(
             _ids(model, [*tokens, tokens[0]]),
             attention_mask=torch.ones_like(positions),
@@ -43,37 +43,39 @@ def beside_a_far_row(model: PreTrainedModel, tokens: Sequence[int], position: in
 
 
 @torch.inference_mode()
-def unknown_state(model: PreTrainedModel) -> str | None:
-    """What a model may keep from token to token besides keys and values of plain attention, which are all that is known
-    to come and go with tokens. None: nothing."""
-    with _eagerly(model):
-        given = model(_ids(model, [0] * _PROBE_TOKENS), use_cache=True)
-    others = sorted(set(given.keys()) - _STATELESS)
+def unsupported_state(model: PreTrainedModel) -> str | None:
+    """Return a description of the state that a model carries besides keys and values of plain attention; None: nothing.
+
+    Only keys and values of plain attention can be rolled back with their tokens.
+    """
+    with _eager(model):
+        output = model(_ids(model, [0] * _PROBE_TOKENS), use_cache=True)
+    others = sorted(set(output.keys()) - _STATELESS)
     if others:
         return f"it answers with {', '.join(others)} besides logits"
-    kept = given.get("past_key_values")
-    if kept is None:
+    cache = output.get("past_key_values")
+    if cache is None:
         return "it shows no cache of keys and values"
-    if type(kept) is not DynamicCache:
-        return f"it keeps a {type(kept).__name__}"
-    for index, layer in enumerate(kept.layers):
+    if type(cache) is not DynamicCache:
+        return f"it keeps a {type(cache).__name__}"
+    for index, layer in enumerate(cache.layers):
         if type(layer) not in _ATTENTION_STATE:
             return f"layer {index} keeps a {type(layer).__name__}"
     return None
 
 
 @contextlib.contextmanager
-def weights_read_as(model: PreTrainedModel, weights: str) -> Iterator[None]:
-    """The model with the weights that an engine reads, in float32 arithmetic. Embeddings stay as they are."""
+def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
+    """Run the model with the weights as an engine reads them, in float32 arithmetic. Embeddings stay as they are."""
     handles = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(_in_float32))
         elif next(module.parameters(recurse=False), None) is not None:
-            swap = _Swap(weights == "int8" and isinstance(module, (nn.Linear, Conv1D)))
+            swap = _ConvertedParameters(weights == "int8" and isinstance(module, (nn.Linear, Conv1D)))
             handles += [
-                module.register_forward_pre_hook(swap.read),
-                module.register_forward_hook(swap.put_back, always_call=True),
+                module.register_forward_pre_hook(swap.convert),
+                module.register_forward_hook(swap.restore, always_call=True),
             ]
     try:
         yield
@@ -82,30 +84,30 @@ def weights_read_as(model: PreTrainedModel, weights: str) -> Iterator[None]:
             handle.remove()
 
 
-class _Swap:
-    """A module's parameters as they are read, while it runs: one copy at a time."""
+class _ConvertedParameters:
+    """A module's converted parameters while it runs: one module's copy at a time."""
 
-    def __init__(self, in_bytes: bool) -> None:
-        self._in_bytes = in_bytes
+    def __init__(self, int8: bool) -> None:
+        self._int8 = int8
         self._own: dict[str, nn.Parameter] = {}
 
-    def read(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def convert(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._own = dict(module.named_parameters(recurse=False))
         for name, own in self._own.items():
             value = own.detach()
             value = value.float() if value.is_floating_point() else value
-            if self._in_bytes and name == "weight":
-                value = in_bytes(value.T).T if isinstance(module, Conv1D) else in_bytes(value)
+            if self._int8 and name == "weight":
+                value = round_to_int8(value.T).T if isinstance(module, Conv1D) else round_to_int8(value)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
 
-    def put_back(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def restore(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         for name, own in self._own.items():
             setattr(module, name, own)
         self._own = {}
 
 
-def in_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [outputs, inputs] rounded to 255 levels per output."""
+def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [outputs, inputs] rounded to 255 levels per output."""
     scales = weight.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
     return (weight / scales).round_() * scales
 
@@ -115,7 +117,7 @@ def _in_float32(_module: nn.Module, _inputs: tuple[Any, ...], output: torch.Tens
 
 
 @contextlib.contextmanager
-def _eagerly(model: PreTrainedModel) -> Iterator[None]:
+def _eager(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation  # noqa: SLF001 - there is no other way to ask
     model.set_attn_implementation("eager")
     try:

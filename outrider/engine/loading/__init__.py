@@ -1,1 +1,1 @@
-"""From a model's files to an engine."""
+"""Loading: from a model's files to an engine."""

@@ -1,7 +1,7 @@
-"""Compile kernels.c, once per machine and source, and load it.
+"""Compilation of kernels.c, once per machine and source, and loading of the result.
 
 `python -m outrider.engine.native.build DIRECTORY` compiles it ahead for
-machines that have no compiler, such as containers.
+machines without a compiler, such as containers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from outrider.base.config import home
 _SOURCE = Path(__file__).with_name("kernels.c")
 _AHEAD = Path(__file__).with_name("built")
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-# Machines that are compiled for ahead, best first, and what torch says of a processor that can run it.
+# Instruction sets that are compiled ahead, best first, with torch's name of the capability that each needs.
 _LEVELS = {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}
 
 
 class NoCompiler(Exception):
-    """The kernels can be neither compiled nor found here."""
+    """The kernels can be neither compiled nor loaded on this machine."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The kernels for this machine. Raises NoCompiler."""
+    """Return the kernels for this machine. Raises NoCompiler."""
     built = _built_ahead() or _built_here()
     return load(built)
 
 
 def load(built: Path) -> ctypes.CDLL:
+    """Load a compiled library and declare its functions."""
     try:
         found = ctypes.CDLL(str(built))
     except OSError as error:
@@ -50,6 +51,7 @@ def load(built: Path) -> ctypes.CDLL:
 
 
 def compile_for(march: str, into: Path) -> Path:
+    """Compile the kernels for an instruction set, unless that was done before."""
     target = into / f"kernels-{march}-{_digest(march)}.so"
     if target.exists():
         return target
@@ -59,7 +61,7 @@ def compile_for(march: str, into: Path) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
         parts = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
-        # Linked without OpenMP: the threads are torch's, whose library is loaded already. Two would fight.
+        # Linked without OpenMP: torch has loaded its library already, and two thread pools would compete.
         commands = (
             [compiler, *_FLAGS, f"-march={march}", "-c", str(_SOURCE), "-o", str(parts[0])],
             [compiler, "-shared", str(parts[0]), "-o", str(parts[1]), "-lm"],
@@ -68,16 +70,16 @@ def compile_for(march: str, into: Path) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[:500]}")
-        parts[1].rename(target)  # whole or not at all, whoever else builds it
+        parts[1].rename(target)  # atomic: several processes may compile at once
     return target
 
 
 def _built_ahead() -> Path | None:
-    able = torch.cpu.get_capabilities() if platform.machine() == "x86_64" else {}
+    capabilities = torch.cpu.get_capabilities() if platform.machine() == "x86_64" else {}
     for level, needed in _LEVELS.items():
-        found = _AHEAD / f"kernels-{level}-{_digest(level)}.so"
-        if able.get(needed) and found.exists():
-            return found
+        built = _AHEAD / f"kernels-{level}-{_digest(level)}.so"
+        if capabilities.get(needed) and built.exists():
+            return built
     return None
 
 
@@ -86,7 +88,7 @@ def _built_here() -> Path:
 
 
 def _digest(march: str) -> str:
-    """Of all that the result depends on."""
+    """Return a digest of everything that decides the compiled result."""
     digest = hashlib.sha256(_SOURCE.read_bytes())
     digest.update(" ".join(_FLAGS).encode())
     if march == "native":

@@ -1,4 +1,4 @@
-"""A plan run by the kernels of kernels.c: weights in panels, keys and values in pages."""
+"""The engine that runs a model spec with kernels.c: weights in panels, keys and values in blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from outrider.engine import model_spec as plans
+from outrider.engine import model_spec as specs
 from outrider.engine.block_manager import BLOCK_TOKENS
-from outrider.engine.checks.arithmetic import of_kernels
+from outrider.engine.checks.arithmetic import kernel_arithmetic
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.native.build import library
 from outrider.engine.paged import ForwardStep, PagedEngine
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
-_BLOCK = 256 << 20
+_MAPPING = 256 << 20
 _LINE = 64
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _NORMS = {"rms": 1, "layer": 2}
@@ -101,14 +101,14 @@ class _Step(ctypes.Structure):
 
 
 class NativeEngine(PagedEngine):
-    """`weights` is the format in which products read them; all arithmetic is in float32.
+    """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
-    A result of `extend` is good until the next one.
+    A result of `extend` is valid until the next one.
     """
 
     def __init__(
         self,
-        plan: ModelSpec,
+        spec: ModelSpec,
         info: ModelInfo,
         *,
         kv_tokens: int,
@@ -119,122 +119,122 @@ class NativeEngine(PagedEngine):
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
         self._threads = threads or torch.get_num_threads()
-        self._inner, self._vocab = plan.inner, plan.head.weight.shape[0]
+        self._inner, self._vocab = spec.inner, spec.head.weight.shape[0]
         self._panel = 2 * self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
-        self._kept: list[torch.Tensor] = []  # memory that the kernels point into
+        self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._buffers: dict[str, torch.Tensor] = {}
-        pages = self.capacity_tokens // BLOCK_TOKENS
+        blocks = self.capacity_tokens // BLOCK_TOKENS
         lanes = self._panel // 2
-        dim_streams = 2 * -(-plan.head_dim // self._panel)
-        self._memory = _PagedMemory(large_pages=True)  # weights are read as one stream
-        # Every layer would come to its next large page in the same step, which then has 60 of them to clear.
-        cache = _PagedMemory(large_pages=False)
-        per_page = (len(plan.layers), pages, plan.kv_heads)
-        self._keys = cache.take((*per_page, BLOCK_TOKENS // lanes, plan.head_dim, lanes), torch.float32)
-        self._values = cache.take((*per_page, dim_streams, BLOCK_TOKENS, lanes), torch.float32)
-        self._layers = (_NativeLayer * len(plan.layers))(
-            *(self._layer(layer, i, weights) for i, layer in enumerate(plan.layers))
+        dim_streams = 2 * -(-spec.head_dim // self._panel)
+        self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
+        # With large pages, all layers would reach a new page in the same step, and that step would clear 60 of them.
+        cache = _MappedMemory(large_pages=False)
+        per_block = (len(spec.layers), blocks, spec.kv_heads)
+        self._keys = cache.take((*per_block, BLOCK_TOKENS // lanes, spec.head_dim, lanes), torch.float32)
+        self._values = cache.take((*per_block, dim_streams, BLOCK_TOKENS, lanes), torch.float32)
+        self._layers = (_NativeLayer * len(spec.layers))(
+            *(self._layer(layer, i, weights) for i, layer in enumerate(spec.layers))
         )
         self._model = _Model(
             layers=self._layers,
-            final=self._norm(plan.final),
-            head=self._linear(plan.head, weights),
-            num_layers=len(plan.layers),
-            hidden=plan.hidden,
-            heads=plan.heads,
-            kv_heads=plan.kv_heads,
-            head_dim=plan.head_dim,
-            inner=plan.inner,
-            rotated=plan.rotated,
-            gated=plan.gated,
-            activation=_ACTIVATIONS[plan.activation],
-            parallel=plan.parallel,
-            softcap=plan.softcap,
+            final=self._norm(spec.final),
+            head=self._linear(spec.head, weights),
+            num_layers=len(spec.layers),
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            inner=spec.inner,
+            rotated=spec.rotated,
+            gated=spec.gated,
+            activation=_ACTIVATIONS[spec.activation],
+            parallel=spec.parallel,
+            softcap=spec.softcap,
         )
-        # The weights are packed: what is left of the plan must not keep the others in memory.
-        self._plan = replace(plan, layers=(), head=plans.Linear(torch.empty(0)))
+        # The weights are packed: drop the references to the originals.
+        self._spec = replace(spec, layers=(), head=specs.Linear(torch.empty(0)))
 
     @property
     def arithmetic(self) -> str:
-        """Equal names, equal bits, on whatever machine."""
-        return of_kernels(self._library.outrider_arithmetic())
+        """Return the name of the arithmetic: equal names mean equal bits on every machine."""
+        return kernel_arithmetic(self._library.outrider_arithmetic())
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
-        plan, rows, wanted = self._plan, len(step.ids), len(step.wanted)
+        spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)
         positions = torch.tensor(step.positions)
-        if step.inputs is None:
-            x = plan.embed(torch.tensor(step.ids), positions).float().contiguous()
+        if step.input_embeddings is None:
+            x = spec.embed(torch.tensor(step.ids), positions).float().contiguous()
         else:
-            x = step.inputs.to(torch.float32, copy=True)  # the kernels add to it
-        turns = [tuple(part.float().contiguous() for part in turn(positions)) for turn in plan.rotations]
+            x = step.input_embeddings.to(torch.float32, copy=True)  # the kernels write to it
+        rotations = [tuple(part.float().contiguous() for part in rotate(positions)) for rotate in spec.rotations]
         segments, alive = self._segments(step)
         longest = max(-(-(segment.base + segment.count) // BLOCK_TOKENS) * BLOCK_TOKENS for segment in step.segments)
         most = self._library.outrider_most_queries()
-        mixed = (plan.heads + 2 * plan.kv_heads) * plan.head_dim
-        dims = -(-plan.head_dim // self._panel) * self._panel
-        per_thread = -(-most * (longest + plan.head_dim + dims + 2) // 64) * 64
-        hidden = self._buffer("hidden", wanted, plan.hidden)
+        mixed = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        dims = -(-spec.head_dim // self._panel) * self._panel
+        per_thread = -(-most * (longest + spec.head_dim + dims + 2) // 64) * 64
+        hidden = self._buffer("hidden", outputs, spec.hidden)
         logits = self._buffer("logits", step.num_logits, self._vocab)
-        done = _Step(
-            rows=rows,
+        step_args = _Step(
+            rows=tokens,
             num_segments=len(step.segments),
-            num_wanted=wanted,
+            num_wanted=outputs,
             num_logits=step.num_logits,
             threads=self._threads,
             segments=segments,
-            wanted=_address(alive, torch.tensor(step.wanted, dtype=torch.int32)),
-            cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in turns)),
-            sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in turns)),
+            wanted=_address(alive, torch.tensor(step.outputs, dtype=torch.int32)),
+            cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in rotations)),
+            sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in rotations)),
             x=x.data_ptr(),
             hidden=hidden.data_ptr(),
             logits=logits.data_ptr(),
-            normed=self._buffer("normed", rows, plan.hidden).data_ptr(),
-            mixed=self._buffer("mixed", rows, max(mixed, self._inner, plan.hidden)).data_ptr(),
-            inner=self._buffer("inner", rows, self._inner * (2 if plan.gated else 1)).data_ptr(),
-            attended=self._buffer("attended", rows, max(plan.heads * plan.head_dim, plan.hidden)).data_ptr(),
+            normed=self._buffer("normed", tokens, spec.hidden).data_ptr(),
+            mixed=self._buffer("mixed", tokens, max(mixed, self._inner, spec.hidden)).data_ptr(),
+            inner=self._buffer("inner", tokens, self._inner * (2 if spec.gated else 1)).data_ptr(),
+            attended=self._buffer("attended", tokens, max(spec.heads * spec.head_dim, spec.hidden)).data_ptr(),
             scores=self._buffer("scores", self._threads, per_thread).data_ptr(),
             scores_per_thread=per_thread,
         )
-        if self._library.outrider_forward(ctypes.byref(self._model), ctypes.byref(done)):
+        if self._library.outrider_forward(ctypes.byref(self._model), ctypes.byref(step_args)):
             raise MemoryError("no memory for a step")
-        if plan.logit_softcap:
-            self._library.outrider_cap(logits.data_ptr(), logits.numel(), plan.logit_softcap)
+        if spec.logit_softcap:
+            self._library.outrider_cap(logits.data_ptr(), logits.numel(), spec.logit_softcap)
         return logits, hidden
 
-    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
             self._keys[:, target] = self._keys[:, source]
             self._values[:, target] = self._values[:, source]
 
     def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        (from_page, from_at), (to_page, to_at) = _split(old), _split(new)
+        (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
         lanes = self._panel // 2
-        self._keys[:, to_page, :, to_at // lanes, :, to_at % lanes] = self._keys[
-            :, from_page, :, from_at // lanes, :, from_at % lanes
+        self._keys[:, new_block, :, new_offset // lanes, :, new_offset % lanes] = self._keys[
+            :, old_block, :, old_offset // lanes, :, old_offset % lanes
         ]
-        self._values[:, to_page, :, :, to_at] = self._values[:, from_page, :, :, from_at]
+        self._values[:, new_block, :, :, new_offset] = self._values[:, old_block, :, :, old_offset]
 
     def _segments(self, step: ForwardStep) -> tuple[Any, list[torch.Tensor]]:
-        """For the kernels, and what must live as long as they look at it."""
+        """Return the kernels' segments, and the tensors that must stay alive while they are read."""
         alive: list[torch.Tensor] = []
-        made = (_Segment * len(step.segments))()
-        for to, segment in zip(made, step.segments, strict=True):
+        segments = (_Segment * len(step.segments))()
+        for to, segment in zip(segments, step.segments, strict=True):
             to.start, to.count, to.base = segment.start, segment.count, segment.base
-            to.table = _address(alive, torch.tensor(segment.pages, dtype=torch.int32))
-            if segment.rows.parents:
-                to.sees = _address(alive, segment.sees().to(torch.uint8))
-                to.depths = _address(alive, torch.tensor(segment.rows.depths(), dtype=torch.int32))
-        return made, alive
+            to.table = _address(alive, torch.tensor(segment.blocks, dtype=torch.int32))
+            if segment.new.parents:
+                to.sees = _address(alive, segment.tree_mask().to(torch.uint8))
+                to.depths = _address(alive, torch.tensor(segment.new.depths(), dtype=torch.int32))
+        return segments, alive
 
-    def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """Scratch that grows and is never given back: fresh memory would cost page faults every step."""
-        held = self._buffers.get(name)
-        if held is None or held.numel() < rows * width:
-            held = self._buffers[name] = torch.empty(max(1, rows * width))
-        return held[: rows * width].view(rows, width)
+    def _buffer(self, name: str, height: int, width: int) -> torch.Tensor:
+        """Return scratch memory. It grows and is never released: fresh memory would cost page faults every step."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < height * width:
+            buffer = self._buffers[name] = torch.empty(max(1, height * width))
+        return buffer[: height * width].view(height, width)
 
-    def _layer(self, layer: plans.Layer, index: int, weights: str) -> _NativeLayer:
+    def _layer(self, layer: specs.Layer, index: int, weights: str) -> _NativeLayer:
         return _NativeLayer(
             **{name: self._linear(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
             **{
@@ -248,7 +248,7 @@ class NativeEngine(PagedEngine):
             scale=layer.scale,
         )
 
-    def _linear(self, linear: plans.Linear, weights: str) -> _Linear:
+    def _linear(self, linear: specs.Linear, weights: str) -> _Linear:
         weight, scales = linear.weight.float(), None
         outputs, inputs = weight.shape
         if weights == "int8":
@@ -262,45 +262,44 @@ class NativeEngine(PagedEngine):
         packed = self._memory.take((len(weight) // self._panel, 2, inputs, self._panel // 2), weight.dtype)
         packed.copy_(weight.view(-1, 2, self._panel // 2, inputs).transpose(2, 3))
         return _Linear(
-            weights=_address(self._kept, packed),
-            scales=_address(self._kept, scales),
-            bias=_address(self._kept, None if linear.bias is None else linear.bias.float()),
+            weights=_address(self._referenced, packed),
+            scales=_address(self._referenced, scales),
+            bias=_address(self._referenced, None if linear.bias is None else linear.bias.float()),
             inputs=inputs,
             outputs=outputs,
             kind=_KINDS[weights],
         )
 
-    def _norm(self, norm: plans.Norm | None) -> _NativeNorm:
+    def _norm(self, norm: specs.Norm | None) -> _NativeNorm:
         if norm is None:
             return _NativeNorm()
         return _NativeNorm(
-            weight=_address(self._kept, norm.weight),
-            bias=_address(self._kept, norm.bias),
+            weight=_address(self._referenced, norm.weight),
+            bias=_address(self._referenced, norm.bias),
             eps=norm.eps,
             kind=_NORMS[norm.kind],
         )
 
 
-class _PagedMemory:
-    """Zeros, in large pages where the system has them and they are wanted: a stream of small ones waits for address
-    look-ups.
+class _MappedMemory:
+    """Zeroed memory, in large pages if the system has them: small ones cost address look-ups when read as a stream.
 
-    What was never written costs nothing: it is the system's until then.
+    Memory that was never written is not backed by the system.
     """
 
     def __init__(self, *, large_pages: bool) -> None:
         self._advice = "MADV_HUGEPAGE" if large_pages else "MADV_NOHUGEPAGE"
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._mapping = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
-        if self._used + size > self._block.numel():
-            self._block = self._map(max(size, _BLOCK))
+        if self._used + size > self._mapping.numel():
+            self._mapping = self._map(max(size, _MAPPING))
             self._used = 0
-        taken = self._block[self._used : self._used + size].view(dtype).view(shape)
+        tensor = self._mapping[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // _LINE) * _LINE
-        return taken
+        return tensor
 
     def _map(self, size: int) -> torch.Tensor:
         mapped = mmap.mmap(-1, size + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -311,14 +310,16 @@ class _PagedMemory:
         return whole[start : start + size]
 
 
-def _address(keeper: list[torch.Tensor], tensor: torch.Tensor | None) -> int | None:
+def _address(referenced: list[torch.Tensor], tensor: torch.Tensor | None) -> int | None:
+    """Return a tensor's address, and keep the tensor alive in `referenced`."""
     if tensor is None:
         return None
     tensor = tensor.contiguous()
-    keeper.append(tensor)
+    referenced.append(tensor)
     return tensor.data_ptr()
 
 
 def _split(slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    held = torch.tensor(slots)
-    return held // BLOCK_TOKENS, held % BLOCK_TOKENS
+    """Return the block and the offset of each slot."""
+    numbers = torch.tensor(slots)
+    return numbers // BLOCK_TOKENS, numbers % BLOCK_TOKENS

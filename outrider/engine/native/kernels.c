@@ -1,21 +1,21 @@
-/* A decoder's forward pass on a CPU: ragged rows, paged keys and values, packed weights.
+/* A decoder's forward pass on a CPU: a ragged batch of tokens (rows), keys and values in blocks (pages), packed weights.
  *
- * Every number of a row is made by the same operations in the same order
- * whatever other rows are in the step, so a session's logits do not depend on
- * its neighbours, on how its prompt was cut, or on how far ahead was guessed:
+ * Every number of a row results from the same operations in the same order,
+ * whatever other rows the step has. A session's logits do not depend on other
+ * sessions, on how its prompt was split, or on the number of guesses:
  * - a product sums over its inputs one by one, in order (`accumulate`);
- * - attention knows its largest score before it sums, and sums key by key in
- *   order, so unseen keys between seen ones change nothing (trees).
+ * - attention computes its largest score before it sums, and sums key by key
+ *   in order, so masked keys between others change nothing (trees).
  *
- * They are the same for every width of vectors, too: where a sum is spread
- * over lanes, there are always 16 of them (`WIDE`), held in one register, two
- * or four and added up in one order; what is fused is said (`fused`) and left
- * to no compiler; and no function of the C library that rounds is called but
- * the square root, which is exact everywhere.
+ * The operations are also the same for every vector width. A sum over lanes
+ * always has 16 of them (`WIDE`), in one, two or four registers, added in one
+ * order. Fused operations are explicit (`fused`), not left to the compiler.
+ * The only rounding function of the C library in use is the square root, which
+ * is exact everywhere.
  *
  * Plain C with GCC's vector types: AVX-512, AVX2 and NEON come from -march.
- * Compiled and called by build.py and engine.py beside this file, which
- * mirror the structures below.
+ * build.py compiles it, and engine.py calls it and mirrors the structures
+ * below.
  */
 
 #include <math.h>
@@ -30,11 +30,11 @@
 #include <arm_neon.h>
 #endif
 
-#define ARITHMETIC 1 /* to be counted up when any result's bits change */
+#define ARITHMETIC 1 /* raise it when the bits of any result change */
 #if defined(__FMA__) || defined(__aarch64__)
 #define FUSED 1
 #else
-#define FUSED 0 /* other bits */
+#define FUSED 0 /* different bits */
 #endif
 
 #if defined(__AVX512F__)
@@ -48,13 +48,13 @@
 #define MAX_ROWS 6
 #endif
 
-#define WIDE 16 /* lanes of a sum, on every machine */
+#define WIDE 16 /* lanes of a sum on every machine */
 #define PARTS (WIDE / LANES)
-#define PANEL (2 * LANES) /* outputs that are computed together */
+#define PANEL (2 * LANES) /* outputs computed together */
 #define PAGE 32           /* tokens of a page; a multiple of every PANEL */
-#define FAR 4096 /* how far ahead one block of rows asks memory for weights, bytes */
-#define NEAR 640 /* and from the second cache into the first */
-#define TURN 64  /* inputs that one block of rows takes before the next */
+#define FAR 4096 /* prefetch distance of weights from memory for one block of rows, bytes */
+#define NEAR 640 /* and from the second-level cache into the first */
+#define TURN 64  /* inputs that one block of rows processes before the next block */
 #define SLICE (8 * MAX_ROWS)
 #define INLINE static inline __attribute__((always_inline))
 
@@ -69,8 +69,8 @@ static const int WIDTH[] = {4, 2, 1}; /* bytes of a weight, by kind */
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
 
-/* Weights in panels: [outputs / PANEL, 2, inputs, LANES], the last panel filled up with zeros. Two streams of weights
- * keep memory busier than one. */
+/* Weights in panels: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two streams of weights use
+ * more memory bandwidth than one. */
 typedef struct {
     const void *weights;
     const float *scales; /* one per output, int8 only */
@@ -89,7 +89,7 @@ typedef struct {
     Norm attention_in, attention_out, mlp_in, mlp_out, query, key;
     float *keys, *values; /* panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES] */
     int32_t window;       /* 0: all */
-    int32_t rope;         /* which cos and sin; −1: none */
+    int32_t rope;         /* index of cos and sin; −1: none */
     float scale;
     int32_t unused;
 } Layer;
@@ -99,7 +99,7 @@ typedef struct {
     Norm final;
     Linear head;
     int32_t num_layers, hidden, heads, kv_heads, head_dim, inner;
-    int32_t rotated; /* how many dimensions of a head turn */
+    int32_t rotated; /* rotated dimensions of a head */
     int32_t gated, activation, parallel;
     float softcap; /* 0: none */
     int32_t unused;
@@ -117,7 +117,7 @@ typedef struct {
 typedef struct {
     int32_t rows, num_segments, num_wanted, num_logits, threads, unused;
     const Segment *segments;
-    const int32_t *wanted; /* rows whose hidden state is asked for, those with logits first */
+    const int32_t *wanted; /* rows with an output, those with logits first */
     const float *cos[2], *sin[2];
     float *x;      /* [rows, hidden] in: embeddings */
     float *hidden; /* [wanted, hidden] out */
@@ -219,7 +219,7 @@ INLINE void cap_scores(float *x, int count, float cap) {
 
 /* -- products ------------------------------------------------------------ */
 
-/* GCC 12 takes such conversions apart lane by lane where a processor has one instruction for them. */
+/* GCC 12 would convert lane by lane where a processor has one instruction for all. */
 INLINE vec from_bytes(const int8_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -246,7 +246,7 @@ INLINE vec load_weights(const int kind, const void *panel, long at) {
     return from_bytes((const int8_t *)panel + at);
 }
 
-/* What memory is to bring meanwhile: in both streams of a panel, so many bytes further with every input. */
+/* The prefetch during a product: in both streams of a panel, this many bytes further with every input. */
 typedef struct {
     const char *at;
     long step;
@@ -284,7 +284,7 @@ INLINE void accumulate(const int kind, const int rows, const float *x, long x_st
         for (int i = 0; i < 2; i++) store(out + r * out_stride + i * LANES, acc[r][i]);
 }
 
-/* The loops above for every count of rows, so that sums stay in registers. */
+/* The loops above, specialised for every count of rows: sums stay in registers. */
 #define CASE(kind, rows, ...) \
     case rows: accumulate(kind, rows, __VA_ARGS__); break;
 #define FEW_ROWS(kind, ...)                                                                     \
@@ -320,8 +320,8 @@ static void product_panel(const Linear *linear, int panel, const float *x, int r
     int inputs = linear->inputs, first = panel * PANEL;
     int outputs = linear->outputs - first < PANEL ? linear->outputs - first : PANEL;
     const char *weights = (const char *)linear->weights + (long)first * inputs * WIDTH[linear->kind];
-    /* A few more rows than fit in registers go by in turns, and every block of them brings a share of what the next
-     * turn needs. */
+    /* More rows than fit in registers are processed in turns; each block of rows prefetches a share of the next turn's
+     * weights. */
     long wide = LANES * WIDTH[linear->kind];
     int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, turn = blocks > 1 && blocks <= 4 ? TURN : inputs;
     for (int k = 0; k < inputs; k += turn) {
@@ -460,7 +460,7 @@ INLINE long value_at(const Model *model, int page, int head, int dim, int offset
     return (stream * PAGE + offset) * LANES + dim % LANES;
 }
 
-/* Norms and rotation of queries and keys, and the way of keys and values into their pages. */
+/* Norms and rotation of queries and keys, and the copy of keys and values into their pages. */
 static void cache_row(const Model *model, const Layer *layer, const Step *step, const Segment *segment, int i,
                       float *qkv) {
     int row = segment->start + i, dim = model->head_dim;
@@ -484,9 +484,9 @@ static void cache_row(const Model *model, const Layer *layer, const Step *step, 
     }
 }
 
-/* Which of a page's slots a row does not see. */
+/* The slots of a page that a row does not attend to. */
 static void hide(const Segment *segment, int i, int window, int first, float *scores) {
-    if (!segment->sees && !window) { /* a chain: all that comes after */
+    if (!segment->sees && !window) { /* a chain: all later tokens */
         for (int j = segment->base + i + 1 > first ? segment->base + i + 1 - first : 0; j < PAGE; j++)
             scores[j] = -INFINITY;
         return;
@@ -515,8 +515,8 @@ INLINE int all_finite(const float *x, long count) {
     return 1;
 }
 
-/* A weight of 0 does not keep a NaN or an infinity out of a sum: what a row does not see is left out instead. Every
- * other row has the bits that it has anyway. */
+/* A weight of 0 does not keep a NaN or an infinity out of a sum, so masked keys are left out. All other rows keep their
+ * bits. */
 static void weigh_seen(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int row, int begin,
                        int end, const float *weights, float *out) {
     int panels = value_panels(model);
@@ -532,7 +532,7 @@ static void weigh_seen(const Model *model, const Layer *layer, const Segment *se
     }
 }
 
-/* Some queries of a session that share a key head: query q belongs to row q / group. */
+/* Queries of a session that share a key head: query q belongs to row q / group. */
 static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
                    int count, const float *qkv, long qkv_stride, float *attended, float *scores) {
     int dim = model->head_dim, group = model->heads / model->kv_heads, panels = value_panels(model);
@@ -578,7 +578,7 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
     memset(out, 0, 4 * (size_t)count * panels * PANEL);
     for (int p = 0; p < pages; p++) {
         int page = segment->table[begin / PAGE + p];
-        int used = end - begin - p * PAGE < PAGE ? end - begin - p * PAGE : PAGE; /* what lies behind may be anything */
+        int used = end - begin - p * PAGE < PAGE ? end - begin - p * PAGE : PAGE; /* later slots are undefined */
         float *part = scores + p * PAGE;
         for (int q = 0; q < count; q++)
             for (int j = 0; j < PAGE; j += LANES) {
@@ -652,7 +652,7 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         in = step->normed;
     }
     product(&layer->qkv, in, rows, step->mixed, mixed, 0, threads);
-    if (model->parallel) { /* the feed-forward part reads what attention read, or its own norm of it */
+    if (model->parallel) { /* the feed-forward part reads the input of attention, or its own norm of it */
         if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
         product(&layer->up, step->normed, rows, step->inner, inner, 0, threads);
     }
@@ -679,7 +679,7 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         product(&layer->down, activated, rows, step->x, hidden, 1, threads);
 }
 
-/* The kernels' arithmetic: equal numbers, equal bits. */
+/* The version of the arithmetic: equal versions mean equal bits. */
 int outrider_arithmetic(void) { return FUSED ? ARITHMETIC : -ARITHMETIC; }
 int outrider_lanes(void) { return LANES; }
 int outrider_page(void) { return PAGE; }
@@ -717,7 +717,7 @@ void outrider_cap(float *x, int64_t count, float cap) {
     }
 }
 
-/* What memory can bring at most, for `outrider bench engine`: two streams a thread, asked for ahead like weights. */
+/* The memory bandwidth, for `outrider bench engine`: two streams per thread, prefetched like weights. */
 float outrider_read(const float *data, int64_t count, int threads) {
     float total = 0;
     int64_t share = count / threads / 2 / LANES * LANES;

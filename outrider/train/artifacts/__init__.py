@@ -1,1 +1,1 @@
-"""Drafters that were trained for one target: what they are made of, and the folder they lie in."""
+"""Trained drafters: their modules, and the folder that stores them."""

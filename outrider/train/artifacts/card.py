@@ -1,4 +1,4 @@
-"""A trained drafter's folder: card.json says what it is and for whom, weights.safetensors is the rest."""
+"""The folder of a trained drafter: card.json describes it and names its target, weights.safetensors has its weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """The content of card.json; field names are the file's."""
+
     method: str
-    target: str  # as a person calls it
-    target_lineage: str  # of its weights, whatever the number format it runs in
+    target: str  # its name
+    target_lineage: str  # its weights digest
     vocabulary_digest: str
-    ends_digest: str  # of the target's embeddings and head
-    shape: dict[str, Any]  # what the weights are made into
+    ends_digest: str  # of its embeddings and head
+    shape: dict[str, Any]  # of the drafter's module
     data: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -38,15 +40,17 @@ class Card:
     format: int = _FORMAT
 
     def check_target(self, folder: Path, target: str, ends_digest: str) -> None:
+        """Raise StartupError for a target other than the drafter's."""
         if ends_digest != self.ends_digest:
             raise StartupError(
-                f"the drafter in {folder} was made for {self.target}, not for {target}; `outrider train` makes another",
+                f"the drafter in {folder} was trained for {self.target}, not for {target}; use `outrider train`",
                 field="target",
                 value=target,
                 limit=self.target,
             )
 
     def info(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> ModelInfo:
+        """Return the description that the drafter publishes."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         for name, weight in sorted(weights.items()):
             digest.update(f"{name} {tuple(weight.shape)} {weight.double().sum():.6e}".encode())
@@ -60,38 +64,40 @@ class Card:
 
 
 def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor]) -> None:
+    """Save a trained drafter; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as file:
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
-        file.chmod(0o644)  # readable for whoever serves it
+        file.chmod(0o644)  # services may run as other users
     with replacing(folder / CARD) as file:
         file.write_text(json.dumps(asdict(card), indent=2) + "\n")
 
 
 def locate(name: str, method: str) -> Path:
-    """The folder of a trained drafter; `default` and nothing name the one that comes with Outrider."""
+    """Return the folder of a trained drafter; `default` and the empty name select the bundled one."""
     if name not in ("", "default"):
         return Path(name).expanduser()
     bundled = Path(str(files("outrider.bundled")))
-    found = next(
+    folder = next(
         (path.parent for path in sorted(bundled.glob(f"*/{CARD}")) if read_card(path.parent).method == method), None
     )
-    if found is None:
+    if folder is None:
         raise StartupError(
             f"kind {method} needs --model: no drafter of that kind comes with Outrider",
             field="model",
             value=name,
             limit="a folder made by `outrider train`",
         )
-    return found
+    return folder
 
 
 def is_trained(name: str) -> bool:
+    """Return whether a folder holds a trained drafter."""
     return (Path(name).expanduser() / CARD).is_file()
 
 
 def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:
-    """Raises StartupError with what is wrong with it."""
+    """Load a trained drafter of a method. Raises StartupError with the reason if that fails."""
     card = read_card(folder)
     if card.method != method:
         raise StartupError(
@@ -107,6 +113,7 @@ def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:
 
 
 def read_card(folder: Path) -> Card:
+    """Read the card of a trained drafter. Raises StartupError if it is missing, damaged or of another format."""
     if not (folder / CARD).is_file():
         raise StartupError(
             f"{folder} holds no trained drafter: no {CARD}",
@@ -119,13 +126,13 @@ def read_card(folder: Path) -> Card:
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(folder, error) from error
     if card.format != _FORMAT:
-        raise StartupError(f"{folder} is of format {card.format}; this Outrider reads {_FORMAT}: train it again")
+        raise StartupError(f"{folder} has format {card.format}, this version reads {_FORMAT}: train it again")
     return card
 
 
 def _damaged(folder: Path, error: Exception) -> StartupError:
     return StartupError(
-        f"the drafter in {folder} is damaged ({error}); train it again or fetch it again",
+        f"the drafter in {folder} is damaged ({error}); train or download it again",
         field="model",
         value=str(folder),
     )

@@ -1,10 +1,9 @@
-"""EAGLE: one decoder layer that goes on with the target's own hidden states.
+"""EAGLE: one decoder layer that continues from the target's hidden states.
 
-At place i it reads the target's final hidden state after token i beside the
-embedding of token i + 1, and answers with what the hidden state after token
-i + 1 would be: the target's head says from it which token comes next. Where
-the target has not been yet, its own answer stands in for the state. The head
-is the target's, cut to the ids that are drafted.
+At position i it reads the target's final hidden state after token i and the
+embedding of token i + 1, and predicts the hidden state after token i + 1. The
+target's head gives the next token from it. Beyond the target's states, the
+layer reads its own predictions. The head is cut to the drafted ids.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ METHOD = "eagle"
 
 @dataclass(frozen=True, slots=True)
 class EagleShape:
+    """The dimensions of the layer."""
+
     hidden: int
     inner: int
     heads: int
@@ -34,6 +35,7 @@ class EagleShape:
     eps: float = 1e-5
 
     def config(self, num_ids: int) -> LlamaConfig:
+        """Return the configuration of a Llama with these layers."""
         return LlamaConfig(
             vocab_size=num_ids,
             hidden_size=self.hidden,
@@ -44,14 +46,14 @@ class EagleShape:
             max_position_embeddings=self.context,
             rms_norm_eps=self.eps,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            tie_word_embeddings=True,  # it is given inputs, never ids: only the head is used
+            tie_word_embeddings=True,  # it reads input embeddings, never ids: only the head is used
             bos_token_id=None,
             eos_token_id=None,
         )
 
     @classmethod
     def like(cls, model: PreTrainedModel, layers: int = 1) -> EagleShape:
-        """A layer as the target's own are."""
+        """Return the shape of the target's own layers."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
@@ -67,7 +69,7 @@ class EagleShape:
 
 
 class Eagle(nn.Module):
-    """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
+    """The EAGLE module. `ids` are the drafted ids, ascending; column i of its logits is ids[i]."""
 
     def __init__(self, shape: EagleShape, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class Eagle(nn.Module):
         self.embeddings = target_weights.embeddings
 
     def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
+        """Return the layer's inputs; `states[i]` is the state before `tokens[i]`.  # [..., hidden]"""
         embedded = self.embeddings[tokens].to(states.dtype)
         mixed: torch.Tensor = self.mix(torch.cat([embedded, states], dim=-1))
         return mixed
@@ -89,26 +91,25 @@ class Eagle(nn.Module):
     def unroll(
         self, hidden_states: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, steps: int
     ) -> list[torch.Tensor]:
-        """The answers to the target's states, then to its own answers, and so on.  # `steps` of [batch, places, hidden]
+        """Return the predictions from the target's states, then from these predictions, and so on.
 
-        `hidden_states[b, i]` stands before `tokens[b, i]`; places from `starts[b]`
-        up to `lengths[b]` count. In step s a place sees states of the target's
-        up to s places before it and after that the answers that led to it,
-        just as while drafting.
+        `hidden_states[b, i]` is the state before `tokens[b, i]`; positions from `starts[b]` to `lengths[b]` are valid.
+        In step s a position attends to the target's states up to s positions before it, and then to the predictions
+        that led to it, as in drafting.  # `steps` of [batch, places, hidden]
         """
         batch, places, _ = hidden_states.shape
         at = torch.arange(places, device=hidden_states.device)
         inside = (at >= starts[:, None]) & (at < lengths[:, None])  # [batch, places]
         position_ids = at.expand(batch, places)
         cache = DynamicCache()
-        states, answers = hidden_states, []
+        states, predictions = hidden_states, []
         seen: list[torch.Tensor] = []
         for step in range(steps):
-            # Of the target's states those that lie `step` and more places back, of earlier answers one each.
+            # The target's states `step` and more positions back, and one earlier prediction per step.
             first = at[:, None] - step >= at[None, :]
             seen = [first, *(at[:, None] - (step - s) == at[None, :] for s in range(1, step + 1))]
             mask = torch.cat([part & inside[:, None, :] for part in seen], dim=-1)
-            mask = mask | torch.eye(places, mask.shape[-1], dtype=torch.bool, device=mask.device)  # none sees nothing
+            mask = mask | torch.eye(places, mask.shape[-1], dtype=torch.bool, device=mask.device)  # no empty rows
             bias = torch.zeros(mask.shape, dtype=hidden_states.dtype, device=mask.device).masked_fill_(~mask, -1e9)
             states = self.body.model(
                 inputs_embeds=self.inputs(states, tokens),
@@ -116,16 +117,16 @@ class Eagle(nn.Module):
                 position_ids=position_ids,
                 past_key_values=cache,
             ).last_hidden_state
-            answers.append(states)
+            predictions.append(states)
             states = torch.cat([hidden_states[:, :1], states[:, :-1]], dim=1)
-        return answers
+        return predictions
 
-    def head(self, answers: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.body.lm_head(answers)
+    def head(self, predictions: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body.lm_head(predictions)
         return logits
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What is its own, for the folder."""
+        """Return the trained weights, for the folder."""
         own = {f"body.{name}": weight for name, weight in self.body.model.layers.state_dict().items()}
         own |= {f"norm.{name}": weight for name, weight in self.body.model.norm.state_dict().items()}
         own["mix"] = self.mix.weight.detach()
@@ -136,15 +137,16 @@ class Eagle(nn.Module):
         cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Eagle:
         ids = weights["ids"].long().to(target_weights.head.device)
-        made = cls(EagleShape(**shape), ids, target_weights)
+        eagle = cls(EagleShape(**shape), ids, target_weights)
         body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
-        made.body.model.layers.load_state_dict(body)
+        eagle.body.model.layers.load_state_dict(body)
         norm = {name.removeprefix("norm."): w.float() for name, w in weights.items() if name.startswith("norm.")}
-        made.body.model.norm.load_state_dict(norm)
+        eagle.body.model.norm.load_state_dict(norm)
         with torch.no_grad():
-            made.mix.weight.copy_(weights["mix"].float())
-        return made
+            eagle.mix.weight.copy_(weights["mix"].float())
+        return eagle
 
     @property
     def described(self) -> dict[str, Any]:
+        """Return the shape, for the card."""
         return asdict(self.shape)

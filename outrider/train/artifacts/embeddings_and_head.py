@@ -1,6 +1,6 @@
-"""Both ends of a target, its embeddings and its head: all of its weights that a drafter on another machine needs.
+"""A target's embeddings and head: the only weights of it that a drafter on another machine needs.
 
-They are read alone: the target itself may be far too large for that machine.
+They are read without the rest: the target may be too large for that machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _SAMPLED = 256
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingsAndHead:
+    """The input and output matrices of a target."""
+
     embeddings: torch.Tensor  # [vocab, hidden]
     head: torch.Tensor  # [vocab, hidden]
     head_bias: torch.Tensor | None
@@ -34,29 +36,32 @@ class EmbeddingsAndHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> EmbeddingsAndHead:
+        """Return those of a loaded model."""
         out: Any = model.get_output_embeddings()
         return cls(model.get_input_embeddings().weight.detach(), out.weight.detach(), out.bias, _softcap(model.config))
 
     def on(self, device: torch.device) -> EmbeddingsAndHead:
+        """Return them on a device."""
         bias = None if self.head_bias is None else self.head_bias.to(device)
         return EmbeddingsAndHead(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
 
     @property
     def digest(self) -> str:
-        """The same for the same weights in whatever number format."""
-        found = hashlib.sha256()
+        """Return a digest that does not depend on the number format."""
+        digest = hashlib.sha256()
         for weight in (self.embeddings, self.head):
             flat = weight.reshape(-1)
             sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).view(torch.int16)
-            found.update(f"{tuple(weight.shape)}".encode() + sample.cpu().numpy().tobytes())
-        return found.hexdigest()[:32]
+            digest.update(f"{tuple(weight.shape)}".encode() + sample.cpu().numpy().tobytes())
+        return digest.hexdigest()[:32]
 
     @property
     def hidden(self) -> int:
+        """Return the width of hidden states."""
         return int(self.head.shape[1])
 
     def logits(self, hidden_states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The target's own logits for some ids, from its final hidden states.  # [rows, ids]"""
+        """Return the target's logits for some ids, from its final hidden states.  # [rows, ids]"""
         logits = hidden_states @ self.head[ids].T
         if self.head_bias is not None:
             logits = logits + self.head_bias[ids]
@@ -64,7 +69,7 @@ class EmbeddingsAndHead:
 
 
 def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> EmbeddingsAndHead:
-    """From a target's safetensors, without loading the rest."""
+    """Read them from a target's safetensors, without the rest."""
     path = locate(target, progress)
     progress("reading the target's embeddings")
     try:
@@ -83,7 +88,7 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
 
 
 def _names(model: PreTrainedModel) -> tuple[str, str, str | None]:
-    """What the checkpoint calls them."""
+    """Return the names of embeddings, head and bias in the checkpoint."""
     out: Any = model.get_output_embeddings()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings = names[id(model.get_input_embeddings().weight)]
@@ -96,10 +101,11 @@ def _read(path: Path | str, name: str) -> torch.Tensor:
     file = _SINGLE
     if index is not None:
         file = json.loads(Path(index).read_text())["weight_map"][name]
-    with safe_open(cached_file(path, file), "pt") as held:
-        # Some checkpoints leave out the body's prefix.
-        found: torch.Tensor = held.get_tensor(name if name in held.keys() else name.partition(".")[2])  # noqa: SIM118
-        return found
+    with safe_open(cached_file(path, file), "pt") as weights:
+        # Some checkpoints omit the prefix of the body.
+        known = name if name in weights.keys() else name.partition(".")[2]  # noqa: SIM118
+        weight: torch.Tensor = weights.get_tensor(known)
+        return weight
 
 
 def _softcap(config: Any) -> float:

@@ -1,8 +1,8 @@
-"""Medusa: heads that look several tokens ahead from one hidden state of the target's.
+"""Medusa: heads that predict several tokens from one hidden state of the target.
 
-Head k reads the target's final hidden state after token i beside the
-embedding of token i + 1, and foretells the state after token i + 1 + k: what
-it knows of the tokens between is what those two say.
+Head k reads the target's final hidden state after token i and the embedding
+of token i + 1, and predicts the state after token i + 1 + k. It does not read
+the tokens between.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ METHOD = "medusa"
 
 @dataclass(frozen=True, slots=True)
 class MedusaShape:
+    """The dimensions of the heads."""
+
     hidden: int
     heads: int = 4
 
 
 class MedusaHead(nn.Module):
-    """A linear map, and a layer that adds to it what is not linear."""
+    """A linear map plus a non-linear layer."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(nn.Module):
-    """`ids` are the drafted ones, ascending; column i of its logits is ids[i]."""
+    """The Medusa module. `ids` are the drafted ids, ascending; column i of its logits is ids[i]."""
 
     def __init__(self, shape: MedusaShape, ids: torch.Tensor, target_weights: EmbeddingsAndHead) -> None:
         super().__init__()
@@ -51,16 +53,17 @@ class Medusa(nn.Module):
         self.target_weights = target_weights
 
     def predict(self, states: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
-        """`states[i]` stands before `tokens[i]`.  # [..., hidden]"""
+        """Return a head's predicted states; `states[i]` is the state before `tokens[i]`.  # [..., hidden]"""
         inputs = torch.cat([self.embeddings[tokens].to(states.dtype), states], dim=-1)
         predicted: torch.Tensor = self.heads[head](inputs)
         return predicted
 
     def logits(self, predicted: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the drafted ids."""
         return self.target_weights.logits(predicted, self.ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What is its own, for the folder."""
+        """Return the trained weights, for the folder."""
         own = {name: weight.to(torch.bfloat16) for name, weight in self.heads.state_dict().items()}
         return own | {"ids": self.ids.to(torch.int32)}
 
@@ -68,10 +71,11 @@ class Medusa(nn.Module):
     def from_weights(
         cls, shape: Mapping[str, Any], weights: Mapping[str, torch.Tensor], target_weights: EmbeddingsAndHead
     ) -> Medusa:
-        made = cls(MedusaShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
-        made.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
-        return made
+        medusa = cls(MedusaShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
+        medusa.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
+        return medusa
 
     @property
     def described(self) -> dict[str, Any]:
+        """Return the shape, for the card."""
         return asdict(self.shape)

@@ -1,1 +1,1 @@
-"""The methods of training drafters."""
+"""The training methods of drafters."""

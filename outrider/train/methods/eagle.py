@@ -1,4 +1,4 @@
-"""Training EAGLE drafters: the target's own next-token distribution is what is learnt, some steps ahead."""
+"""Training of EAGLE drafters: the layer learns the target's next-token distribution, some steps ahead."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_JUDGED_SHARE = 0.35  # of the places, at random in each step: the head is most of the work
+_TRAINED_SHARE = 0.35  # of the positions, at random in each step: the head dominates the cost
 _STATE_WEIGHT = 0.1
-_FURTHER = 0.9  # the weight of each further step
+_NEXT_STEP_WEIGHT = 0.9  # of the loss, relative to the step before
 _DEPTH = 5  # of held-out chains
-_ONE_STEP_SHARE = 0.6  # of the training: what is far ahead is learnt when what is near is known
+_ONE_STEP_SHARE = 0.6  # of the training; later steps build on the first one
 
 
 class EagleMethod:
+    """The training of an EAGLE drafter."""
+
     name = "eagle"
 
     def __init__(
@@ -48,24 +50,24 @@ class EagleMethod:
     def shape(self) -> Mapping[str, Any]:
         return self._eagle.described
 
-    def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
+    def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         steps = self._steps if done >= _ONE_STEP_SHARE else 1
-        answers = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
+        outputs = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
-        for step, answer in enumerate(answers):
-            judged = sample_positions(batch, _JUDGED_SHARE, chance)
-            judged[:, :step] = False
-            wanted, found = batch.wanted[judged], answer[judged]
+        for step, output in enumerate(outputs):
+            chosen = sample_positions(batch, _TRAINED_SHARE, generator)
+            chosen[:, :step] = False
+            wanted, found = batch.wanted[chosen], output[chosen]
             missed = cross_entropy(self._target_weights.logits(wanted, self._eagle.ids), self._eagle.head(found))
             distance = nn.functional.smooth_l1_loss(found.float(), wanted)
-            total = total + _FURTHER**step * (missed + _STATE_WEIGHT * distance)
-        return total / sum(_FURTHER**step for step in range(steps))
+            total = total + _NEXT_STEP_WEIGHT**step * (missed + _STATE_WEIGHT * distance)
+        return total / sum(_NEXT_STEP_WEIGHT**step for step in range(steps))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        answers = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
+        outputs = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
         true = greedy_targets(self._target_weights, batch)
-        guesses = [self._eagle.ids[self._eagle.head(answer).argmax(dim=-1)] for answer in answers]
+        guesses = [self._eagle.ids[self._eagle.head(output).argmax(dim=-1)] for output in outputs]
         return accepted_lengths([guess == true for guess in guesses], batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -74,14 +76,14 @@ class EagleMethod:
 
 @torch.no_grad()
 def _begin(eagle: Eagle, target: PreTrainedModel, examples: Sequence[Example]) -> None:
-    """From the best that no layer at all can do: the linear map from state and embedding to the next state.
+    """Initialise with the best result without a layer: the linear map from state and embedding to the next state.
 
-    The layer adds nothing to it yet; where it is built as the target's own, it looks for what the last of those does.
+    The layer adds nothing at first. If it has the shape of the target's layers, its attention begins as the last one's.
     """
     linear, size = best_linear(examples, eagle.embeddings, 1)
     eagle.mix.weight.copy_(linear)
-    theirs = list(getattr(target.base_model, "layers", ()))
-    for mine, other in zip(reversed(eagle.body.model.layers), reversed(theirs), strict=False):
+    target_layers = list(getattr(target.base_model, "layers", ()))
+    for mine, other in zip(reversed(eagle.body.model.layers), reversed(target_layers), strict=False):
         known = other.state_dict()
         if {name: w.shape for name, w in known.items()} == {name: w.shape for name, w in mine.state_dict().items()}:
             mine.load_state_dict({name: weight.float() for name, weight in known.items()})

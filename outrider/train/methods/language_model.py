@@ -1,4 +1,4 @@
-"""Training drafters that are language models of their own: early exits of the target, and small ones from nothing."""
+"""Training of drafters that are language models: early exits of the target, and small distilled models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_JUDGED_SHARE = 0.35
+_TRAINED_SHARE = 0.35
 _DEPTH = 5  # of held-out chains
 
 
 class LanguageMethod:
-    """`model` answers hidden states that `head` turns into logits for `ids`."""
+    """A model whose head is cut to `ids`."""
 
     def __init__(
         self,
@@ -41,12 +41,13 @@ class LanguageMethod:
 
     @property
     def model(self) -> PreTrainedModel:
+        """Return the trained model."""
         return self._model
 
-    def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
-        judged = sample_positions(batch, _JUDGED_SHARE, chance)
-        target = self._target_weights.logits(batch.wanted[judged], self._ids)
-        return cross_entropy(target, self._logits(self._states(batch)[judged]))
+    def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
+        chosen = sample_positions(batch, _TRAINED_SHARE, generator)
+        target = self._target_weights.logits(batch.wanted[chosen], self._ids)
+        return cross_entropy(target, self._logits(self._states(batch)[chosen]))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
@@ -59,7 +60,7 @@ class LanguageMethod:
         return own | {"ids": self._ids.to(torch.int32)}
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """After each place's token.  # [batch, places, width]"""
+        """Return the hidden states after each position's token.  # [batch, places, width]"""
         ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
         states: torch.Tensor = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states[:, 1:]
@@ -73,12 +74,12 @@ class LanguageMethod:
 def early_exit(
     target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, exit_layers: int, layers: int
 ) -> LanguageMethod:
-    """The target's first layers as they are, and behind them a few that are trained: at first copies of its last."""
+    """Return the method for the target's first layers and a few trained ones, which begin as copies of its last."""
     body: Any = target.base_model
-    held = getattr(body, "layers", None)
-    if held is None or getattr(body, "norm", None) is None:
-        raise TypeError(f"{type(target).__name__} keeps its layers elsewhere")
-    kept = [*held[:exit_layers], *(copy.deepcopy(layer) for layer in held[-layers:])]
+    own_layers = getattr(body, "layers", None)
+    if own_layers is None or getattr(body, "norm", None) is None:
+        raise TypeError(f"{type(target).__name__} has no layers or final norm where they are expected")
+    kept = [*own_layers[:exit_layers], *(copy.deepcopy(layer) for layer in own_layers[-layers:])]
     for index, layer in enumerate(kept):
         layer.self_attn.layer_idx = index
     body.layers = nn.ModuleList(kept)
@@ -96,8 +97,11 @@ def early_exit(
 def distilled(
     target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, hidden: int, layers: int
 ) -> LanguageMethod:
-    """A small Llama with the target's vocabulary; its embeddings begin as what of the target's fits into its width."""
-    theirs = target.config.get_text_config()
+    """Return the method for a small Llama with the target's vocabulary.
+
+    Its embeddings begin as the target's, projected to its width.
+    """
+    target_config = target.config.get_text_config()
     config = LlamaConfig(
         vocab_size=target_weights.embeddings.shape[0],
         hidden_size=hidden,
@@ -105,10 +109,10 @@ def distilled(
         num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64),
         num_key_value_heads=max(1, hidden // 64),
-        max_position_embeddings=int(getattr(theirs, "max_position_embeddings", 2048)),
+        max_position_embeddings=int(getattr(target_config, "max_position_embeddings", 2048)),
         tie_word_embeddings=True,
-        bos_token_id=theirs.bos_token_id,
-        eos_token_id=target.generation_config.eos_token_id if target.generation_config else theirs.eos_token_id,
+        bos_token_id=target_config.bos_token_id,
+        eos_token_id=target.generation_config.eos_token_id if target.generation_config else target_config.eos_token_id,
         pad_token_id=None,
     )
     student = LlamaForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Training Medusa drafters: each head learns the target's own distribution some tokens on."""
+"""Training of Medusa drafters: each head learns the target's distribution some tokens ahead."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_JUDGED_SHARE = 0.35
-_FURTHER = 0.8  # the weight of each further head
+_TRAINED_SHARE = 0.35
+_NEXT_HEAD_WEIGHT = 0.8  # of the loss, relative to the head before
 
 
 class MedusaMethod:
+    """The training of a Medusa drafter."""
+
     name = "medusa"
 
     def __init__(
@@ -41,15 +43,15 @@ class MedusaMethod:
     def shape(self) -> Mapping[str, Any]:
         return self._medusa.described
 
-    def loss(self, batch: Batch, chance: torch.Generator, done: float) -> torch.Tensor:
+    def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         total = torch.zeros((), device=batch.tokens.device)
         for head in range(len(self._medusa.heads)):
-            judged = sample_positions(batch, _JUDGED_SHARE, chance, ahead=head)
-            predicted = self._medusa.predict(batch.hidden_states[judged], batch.tokens[judged], head)
-            there = judged.roll(head, dims=1)
-            target = self._target_weights.logits(batch.wanted[there], self._medusa.ids)
-            total = total + _FURTHER**head * cross_entropy(target, self._medusa.logits(predicted))
-        return total / sum(_FURTHER**head for head in range(len(self._medusa.heads)))
+            chosen = sample_positions(batch, _TRAINED_SHARE, generator, ahead=head)
+            predicted = self._medusa.predict(batch.hidden_states[chosen], batch.tokens[chosen], head)
+            shifted = chosen.roll(head, dims=1)
+            target = self._target_weights.logits(batch.wanted[shifted], self._medusa.ids)
+            total = total + _NEXT_HEAD_WEIGHT**head * cross_entropy(target, self._medusa.logits(predicted))
+        return total / sum(_NEXT_HEAD_WEIGHT**head for head in range(len(self._medusa.heads)))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
@@ -58,7 +60,7 @@ class MedusaMethod:
         for head in range(len(self._medusa.heads)):
             predicted = self._medusa.predict(batch.hidden_states, batch.tokens, head)
             guess = self._medusa.ids[self._medusa.logits(predicted).argmax(dim=-1)]
-            # Made where the chain begins, for the token `head` places on: there the true one stands.
+            # A guess is made where the chain begins, for the token `head` positions later.
             right.append((guess == true.roll(-head, dims=1)).roll(head, dims=1))
         return accepted_lengths(right, batch.written)
 

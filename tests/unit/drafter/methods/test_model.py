@@ -16,7 +16,8 @@ from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
-from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
+from outrider.engine.loading.loader import LoadedModel, load_model
+from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Steering
@@ -33,9 +34,9 @@ MODES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["auto", "off"])
+@pytest.fixture(scope="module", params=["auto", "transformers"])
 def loaded(models: Models, request: pytest.FixtureRequest) -> LoadedModel:
-    return load_model(str(models.draft), EngineOptions(device="cpu", compile=request.param, kv_tokens=4096))
+    return load_model(str(models.draft), EngineOptions(device="cpu", engine=request.param, kv_tokens=4096))
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +196,11 @@ def folder(models: Models, tied: Path, request: pytest.FixtureRequest) -> Path:
     return tied if request.param == "tied" else models.draft
 
 
-def reduced(folder: Path, compiled: str, tmp_path: Path, ids: object = SOME) -> ModelDrafter:
+def reduced(folder: Path, engine: str, tmp_path: Path, ids: object = SOME) -> ModelDrafter:
     file = tmp_path / "ids.json"
     file.write_text(json.dumps(ids))
     settings = DrafterSettings(
-        kind="model", model=str(folder), device="cpu", compile=compiled, kv_tokens=4096, draft_vocabulary=str(file)
+        kind="model", model=str(folder), device="cpu", engine=engine, kv_tokens=4096, draft_vocabulary=str(file)
     )
     drafter = make(settings, lambda _: None)
     assert isinstance(drafter, ModelDrafter)
@@ -216,12 +217,12 @@ def allowed(folder: Path, tokens: list[int]) -> torch.Tensor:
     return struck
 
 
-@pytest.mark.parametrize("compiled", ["auto", "off"])
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
 @pytest.mark.parametrize("params", [*MODES, {"temperature": 1.0, "seed": 5, "logit_bias": {5: 9.0, 4: 9.0}}], ids=str)
 def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
-    folder: Path, tmp_path: Path, compiled: str, params: dict
+    folder: Path, tmp_path: Path, engine: str, params: dict
 ) -> None:
-    drafter = reduced(folder, compiled, tmp_path)
+    drafter = reduced(folder, engine, tmp_path)
     tokens = list(PROMPT)
     for _ in range(6):
         given = SamplingParams(**params)
@@ -233,9 +234,9 @@ def test_only_what_is_left_is_drafted_and_as_the_whole_model_would(
         tokens += draft.tokens
 
 
-@pytest.mark.parametrize("compiled", ["auto", "off"])
-def test_what_is_drawn_from_is_told_in_the_targets_ids(folder: Path, tmp_path: Path, compiled: str) -> None:
-    drafter = reduced(folder, compiled, tmp_path, {"ids": SOME})
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_what_is_drawn_from_is_told_in_the_targets_ids(folder: Path, tmp_path: Path, engine: str) -> None:
+    drafter = reduced(folder, engine, tmp_path, {"ids": SOME})
     params = SamplingParams(temperature=1.0, seed=5, verification=Verification.BLOCK)
     (draft,) = drafter.draft([DraftRequest("s", PROMPT, len(PROMPT), len(PROMPT), 4, params, VOCAB)])
     (distribution,) = draft.draft_probs

@@ -13,7 +13,7 @@ from outrider.engine import SessionTokens
 from outrider.engine import cuda_graphs as engines
 from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
-from outrider.engine.model_spec import plan
+from outrider.engine.model_spec import build_spec
 from outrider.protocol.fleet import ModelInfo
 
 VOCAB = 128
@@ -46,7 +46,7 @@ def seeded(make: Any) -> Any:
 @torch.inference_mode()
 def engine(model: Any, kv_tokens: int = 4096, context: int = 4096) -> CudaGraphEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB, context_length=context)
-    return CudaGraphEngine(plan(model), info, kv_tokens=kv_tokens)
+    return CudaGraphEngine(build_spec(model), info, kv_tokens=kv_tokens)
 
 
 def llama(**options: int) -> CudaGraphEngine:
@@ -129,7 +129,7 @@ def test_sessions_that_do_not_fit_together_attend_in_turns(monkeypatch: pytest.M
         return graphs.extend([SessionTokens(str(i), TOKENS[:3], logits_from=i % 3) for i in (3, 0, 5, 1, 4, 2)]).logits
 
     wanted = [logits.clone() for logits in run()]
-    monkeypatch.setattr(engines, "_MOST_COPIED", 200_000)
+    monkeypatch.setattr(engines, "_MAX_COPIED_BYTES", 200_000)
     assert all(near(found, logits) for found, logits in zip(run(), wanted, strict=True))
 
 
@@ -167,22 +167,22 @@ def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch)
     for start in (0, 3):
         rows = [SessionTokens("s", TOKENS[start : start + 3])]
         assert near(graphs.extend(rows).logits[0], plain.extend(rows).logits[0])
-    assert said == ["no graph for a shape: its steps are slower"]
+    assert said == ["graph capture failed, steps are slower"]
 
 
 def test_the_buckets_used_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_MOST_BUCKETS", 2)
+    monkeypatch.setattr(engines, "_MAX_BUCKETS", 2)
     graphs = llama()
     for rows in (1, 2, 1, 8):
         graphs.extend([SessionTokens("s", TOKENS[:rows])])
-    assert [shape.rows for shape in graphs.shapes] == [1, 8]
+    assert [shape.tokens for shape in graphs.shapes] == [1, 8]
 
 
 def test_plans_share_memory_with_their_model() -> None:
     """What is joined for one product must not lie in memory twice: large models fill a GPU once."""
     model = seeded(MODELS["llama"])
     before = model(torch.tensor([TOKENS[:9]])).logits
-    qkv = plan(model).layers[0].qkv.weight
+    qkv = build_spec(model).layers[0].qkv.weight
     keys = model.model.layers[0].self_attn.k_proj.weight
     assert keys.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
     assert torch.equal(model(torch.tensor([TOKENS[:9]])).logits, before)

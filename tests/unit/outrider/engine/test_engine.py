@@ -38,8 +38,9 @@ from transformers import (
 from outrider.engine import SessionTokens, attention
 from outrider.engine.cuda_graphs import CudaGraphEngine
 from outrider.engine.interface import prefill
-from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import UnsupportedModel, plan
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.engine.model_spec import UnsupportedModel, build_spec
 from outrider.engine.native import NativeEngine
 from outrider.engine.paged import PagedEngine
 from outrider.engine.transformers_engine import TransformersEngine
@@ -93,10 +94,10 @@ Pair = tuple[PagedEngine, list[int], torch.Tensor]
 def engine_of(kind: str, model: Any) -> PagedEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
     if kind == "native":
-        return NativeEngine(plan(model), info, kv_tokens=KV_TOKENS)
+        return NativeEngine(build_spec(model), info, kv_tokens=KV_TOKENS)
     if kind == "graphs":
         with torch.inference_mode():
-            return CudaGraphEngine(plan(model), info, kv_tokens=KV_TOKENS)
+            return CudaGraphEngine(build_spec(model), info, kv_tokens=KV_TOKENS)
     model.set_attn_implementation(attention.NAME)
     return TransformersEngine(model, info, kv_tokens=KV_TOKENS)
 
@@ -201,7 +202,7 @@ def test_inputs_in_place_of_embeddings(kind: str) -> None:
     told = engine.extend([SessionTokens("ids", [1, 2, 3])]).logits[0].clone()
     inputs = model.get_input_embeddings().weight.detach()[[1, 2, 3]]
     before = inputs.clone()
-    given = engine.extend([SessionTokens("inputs", [0, 0, 0], inputs=inputs)]).logits[0]
+    given = engine.extend([SessionTokens("inputs", [0, 0, 0], input_embeddings=inputs)]).logits[0]
     assert near(given, told)
     assert torch.equal(inputs, before), "what was given is not written to"
 
@@ -223,9 +224,9 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
         make_model(tmp_path / name, seed=seed)
     one, other = info("one"), info("other")
     half, bytes_ = info("one", dtype="bfloat16"), info("one", quantization="int8")
-    torchs = info("one", compile="off")
+    torchs = info("one", engine="transformers")
     assert one.fingerprint == info("same").fingerprint
-    assert torchs.fingerprint == info("same", compile="off").fingerprint
+    assert torchs.fingerprint == info("same", engine="transformers").fingerprint
     told = {each.fingerprint for each in (one, other, half, bytes_, torchs)}
     assert len(told) == 5, "other weights, other numbers, another arithmetic"
     assert one.vocabulary_digest == other.vocabulary_digest
@@ -240,8 +241,8 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
         ("{tmp}", {}, "target"),
         ("{model}", {"dtype": "float8"}, "dtype"),
         ("{model}", {"device": "abacus"}, "device"),
-        ("{model}", {"quantization": "int8", "compile": "off"}, "quantization"),
-        ("{model}", {"dtype": "float16", "compile": "on"}, "compile"),
+        ("{model}", {"quantization": "int8", "engine": "transformers"}, "quantization"),
+        ("{model}", {"dtype": "float16", "engine": "native"}, "engine"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, options: dict[str, str], field: str) -> None:
@@ -257,10 +258,10 @@ def test_a_plan_that_differs_from_its_model_is_not_trusted(tmp_path: Path, monke
     """As when a family changes in a release of transformers: slower, never wrong."""
 
     def mistaken(model: Any) -> Any:
-        return dataclasses.replace(plan(model), activation="gelu")
+        return dataclasses.replace(build_spec(model), activation="gelu")
 
     folder = str(make_model(tmp_path / "model", seed=1))
-    monkeypatch.setattr("outrider.engine.loading.loader.plan", mistaken)
+    monkeypatch.setattr("outrider.engine.loading.selection.build_spec", mistaken)
     said: list[str] = []
     assert isinstance(load_model(folder, progress=said.append).engine, TransformersEngine)
     assert any("away from the model itself" in line for line in said)
@@ -273,10 +274,10 @@ def test_a_rotation_that_looks_at_the_longest_position_has_no_plan() -> None:
         **GROUPED, max_position_embeddings=128, original_max_position_embeddings=32, rope_parameters=long
     )
     with pytest.raises(UnsupportedModel, match="length of the context"):
-        plan(Phi3ForCausalLM(config))
+        build_spec(Phi3ForCausalLM(config))
 
 
 def test_an_unknown_family_has_no_plan() -> None:
     config = OPTConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
     with pytest.raises(UnsupportedModel, match="opt"):
-        plan(OPTForCausalLM(config))
+        build_spec(OPTForCausalLM(config))

@@ -17,7 +17,7 @@ from transformers import (
 
 from outrider.engine import SessionTokens
 from outrider.engine.cuda_graphs import CudaGraphEngine
-from outrider.engine.model_spec import plan
+from outrider.engine.model_spec import build_spec
 from outrider.engine.paged import PagedEngine
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.fleet import ModelInfo
@@ -55,7 +55,7 @@ def engine_of(kind: str, model: str, bad: float | None) -> PagedEngine:
         if bad is not None:
             made.get_input_embeddings().weight[BAD, 3] = bad
         if kind == "graphs":
-            return CudaGraphEngine(plan(made), info, kv_tokens=256)
+            return CudaGraphEngine(build_spec(made), info, kv_tokens=256)
     return TransformersEngine(made, info, kv_tokens=256)
 
 

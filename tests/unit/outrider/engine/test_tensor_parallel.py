@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 from outrider.base.config import WorkerSettings
 from outrider.engine import SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
-from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, _apply, ranks
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, _apply, join_ranks
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -30,13 +30,13 @@ KV_TOKENS = 320
 
 
 class Hearing:
-    """In place of a team: what is told is done at once by one other engine."""
+    """In place of a rank_group: what is told is done at once by one other engine."""
 
     def __init__(self, other: TransformersEngine) -> None:
         self._other = other
         self.messages = 0
 
-    def tell(self, commands: Sequence[list[Any]]) -> None:
+    def broadcast(self, commands: Sequence[list[Any]]) -> None:
         self.messages += 1
         for name, *arguments in json.loads(json.dumps(commands)):
             try:
@@ -117,8 +117,8 @@ class Sessions:
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_hold_the_same(model: LlamaForCausalLM, seed: int) -> None:
     here, there = engine_over(model), engine_over(model)
-    team = Hearing(there)
-    engine = TensorParallelEngine(here, team)  # type: ignore[arg-type]
+    rank_group = Hearing(there)
+    engine = TensorParallelEngine(here, rank_group)  # type: ignore[arg-type]
     sessions = Sessions(engine, seed)
     for number in range(150):
         sessions.turn(number)
@@ -126,17 +126,17 @@ def test_all_ranks_hold_the_same(model: LlamaForCausalLM, seed: int) -> None:
     for session in sessions.live[2:]:
         engine.free(session)
     engine.extend([SessionTokens("last", [1])])  # takes along what was not told yet
-    assert team.messages == sessions.steps + 1, "one message a step"
-    assert here._book._held == there._book._held
-    assert here._book._free == there._book._free
-    assert list(here._book._idle) == list(there._book._idle)
+    assert rank_group.messages == sessions.steps + 1, "one message a step"
+    assert here._blocks._tables == there._blocks._tables
+    assert here._blocks._free == there._blocks._free
+    assert list(here._blocks._evictable) == list(there._blocks._evictable)
     for session in sessions.live[:2]:
         probe = [SessionTokens(session, [1])]
         assert torch.equal(here.extend(probe).logits[0], there.extend(probe).logits[0])
 
 
 def refused(size: int, **settings: Any) -> StartupError:
-    with pytest.raises(StartupError) as caught, ranks(size, WorkerSettings(**settings), ["/bin/false"]):
+    with pytest.raises(StartupError) as caught, join_ranks(size, WorkerSettings(**settings), ["/bin/false"]):
         pass
     return caught.value
 
@@ -153,6 +153,8 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"quantization": "int8"}, 0, "quantization", "none"),
         ({"compile": "on"}, 0, "compile", "auto or off"),
+        ({"engine": "native"}, 0, "engine", "auto or transformers"),
+        ({"engine": "cuda"}, 2, "engine", "auto or transformers"),
         ({"device": "cuda:1"}, 4, "device", "auto, cpu or cuda"),
         ({"device": "cuda"}, 0, "device", "auto or cpu here"),
         ({"device": "cpu"}, 4, "device", "auto or cuda where CUDA devices are visible"),
@@ -176,13 +178,13 @@ def test_torchrun_must_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_that_cannot_be_split_are_named(tmp_path: Path) -> None:
-    team = RankGroup(1, 4, torch.device("cpu"), "")
+    rank_group = RankGroup(1, 4, torch.device("cpu"), "")
     heads = {"pretrained_model_name_or_path": str(make_model(tmp_path / "heads", seed=1))}
     with pytest.raises(StartupError, match="tensor_parallel is 4, must divide the 2 num_key_value_heads of heads"):
-        team.check_model("heads", heads)
+        rank_group.check_model("heads", heads)
     OPTConfig().save_pretrained(tmp_path / "plan")
     with pytest.raises(StartupError, match="no plan to split opt models: tensor_parallel is 4, must be 1"):
-        team.check_model("plan", {"pretrained_model_name_or_path": str(tmp_path / "plan")})
+        rank_group.check_model("plan", {"pretrained_model_name_or_path": str(tmp_path / "plan")})
 
 
 @pytest.mark.usefixtures("nobody_started_us")
@@ -194,8 +196,8 @@ def test_an_error_before_they_meet_ends_the_others(monkeypatch: pytest.MonkeyPat
     others: list[subprocess.Popen[bytes]] = []
 
     def fail() -> None:
-        with ranks(3, WorkerSettings(device="cpu"), waiting) as team:
-            others.extend(team._started)
+        with join_ranks(3, WorkerSettings(device="cpu"), waiting) as rank_group:
+            others.extend(rank_group._started)
             raise StartupError("no model")
 
     with pytest.raises(StartupError, match="no model"):

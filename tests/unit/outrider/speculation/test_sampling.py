@@ -283,7 +283,7 @@ for tensors in ([logits.exp(), logits.neg().exp()], found):
 
 def test_a_flat_neighbour_does_not_change_a_peaked_rows_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flat row needs the full sort; the peaked one must come out of it as from its own fast look."""
-    monkeypatch.setattr(sampling, "_NUCLEUS_LOOKS", (8,))
+    monkeypatch.setattr(sampling, "_NUCLEUS_SIZES", (8,))
     peaked = torch.linspace(8.0, -8.0, VOCAB)
     params = SamplingParams(top_p=0.9)
     alone = dense(peaked[None], params)
@@ -312,7 +312,7 @@ def test_the_first_look_finds_the_nucleus_that_the_full_sort_finds(
     params = SamplingParams(top_p=top_p)
     whole = dense(logits, params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_NUCLEUS_LOOKS", (look,))
+        patch.setattr(sampling, "_NUCLEUS_SIZES", (look,))
         quick = dense(logits, params)
     assert torch.equal(quick > 0, whole > 0)
     assert torch.allclose(quick, whole, rtol=1e-12, atol=0.0)

@@ -14,10 +14,11 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function
 from outrider.engine import SessionTokens
 from outrider.engine.attention import RaggedStep, allowed
 from outrider.engine.checks import conformance
-from outrider.engine.checks.reference import truth, weights_read_as
-from outrider.engine.loading import loader as loading
-from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import ModelSpec, plan
+from outrider.engine.checks.reference import reference_logits, weights_in_format
+from outrider.engine.loading import selection
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.engine.model_spec import ModelSpec, build_spec
 from outrider.engine.native import NativeEngine
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -44,7 +45,7 @@ def without_windows(built: ModelSpec) -> ModelSpec:
 
 def without_scaling(built: ModelSpec) -> ModelSpec:
     """The rotation that the same model has without a `rope_parameters` of its own."""
-    plain = plan(tiny_model("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}))
+    plain = build_spec(tiny_model("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}))
     return dataclasses.replace(built, rotations=plain.rotations)
 
 
@@ -77,14 +78,14 @@ def test_a_plan_that_lost_something_is_not_used(
     model = saved(tmp_path, family, **changes)
     options = {"quantization": "int8"} if weights == "int8" else {"dtype": weights}
     assert isinstance(load(model, **options)[0], NativeEngine)
-    monkeypatch.setattr(loading, "plan", lambda model: bug(plan(model)))
+    monkeypatch.setattr(selection, "build_spec", lambda model: bug(build_spec(model)))
     if weights == "int8":
-        with pytest.raises(StartupError, match="int8 needs the fast CPU engine"):
+        with pytest.raises(StartupError, match="int8 needs engine native"):
             load(model, **options)
     else:
         engine, said = load(model, **options)
         assert isinstance(engine, TransformersEngine)
-        assert any("its plan differs" in line for line in said)
+        assert any("its model spec differs" in line for line in said)
 
 
 def test_a_mask_that_is_ignored_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +102,8 @@ def test_state_that_leaks_between_sessions_is_refused(tmp_path: Path, monkeypatc
     model = saved(tmp_path, "falcon_h1")
     with pytest.raises(StartupError, match="layer 0 keeps a LinearAttentionAndFullAttentionLayer"):
         load(model)
-    monkeypatch.setattr(conformance, "unknown_state", lambda _: None)
-    with pytest.raises(StartupError, match=r"pieces its answers are .* away|beside another session its answers are"):
+    monkeypatch.setattr(conformance, "unsupported_state", lambda _: None)
+    with pytest.raises(StartupError, match=r"pieces its answers are .* away|with another session its answers are"):
         load(model)
 
 
@@ -111,15 +112,15 @@ def longrope(folder: Path, family: str = "phi3", **changes: Any) -> str:
     return saved(folder, family, rope_parameters=scaling, original_max_position_embeddings=ORIGINAL, **changes)
 
 
-@pytest.mark.parametrize("compile_", ["auto", "off"])
+@pytest.mark.parametrize("engine_name", ["auto", "transformers"])
 @pytest.mark.parametrize("family", ["phi3", "phimoe", "llama"])
-def test_no_row_decides_how_others_turn(family: str, compile_: str, tmp_path: Path) -> None:
+def test_no_row_decides_how_others_turn(family: str, engine_name: str, tmp_path: Path) -> None:
     """Rotations that change with the longest position of a step: a guess or a neighbour past it changes nothing."""
     if family == "llama":
         model = saved(tmp_path, family, rope_parameters=DYNAMIC, max_position_embeddings=ORIGINAL)
     else:
         model = longrope(tmp_path, family)
-    engine, said = load(model, compile=compile_)
+    engine, said = load(model, engine=engine_name)
     assert engine.info.context_length == ORIGINAL
     assert family == "llama" or any(f"context limited to {ORIGINAL} of 96 tokens" in line for line in said)
     assert difference(engine, tmp_path) == ""
@@ -133,8 +134,8 @@ def test_a_rotation_that_is_not_known_as_one_is_found_by_a_far_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = longrope(tmp_path)
-    monkeypatch.setattr(loading, "hold_rotations", lambda _, context: context)
-    with pytest.raises(StartupError, match="beside a token at a far position"):
+    monkeypatch.setattr(selection, "fix_rotations", lambda _, context: context)
+    with pytest.raises(StartupError, match="with a token at a far position"):
         load(model)
 
 
@@ -150,7 +151,7 @@ def test_masks_that_depend_on_more_than_positions_are_refused() -> None:
 
 
 def test_positions_counted_within_a_step_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="a row's place in the step"):
+    with pytest.raises(StartupError, match="a token's index in the step"):
         load(saved(tmp_path, "llama4_text", attn_temperature_tuning=True))
 
 
@@ -159,20 +160,20 @@ def test_arithmetic_in_fewer_bits_is_judged_by_its_own_rounding(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = saved(tmp_path, "mistral")
-    load(model, dtype=dtype, compile="off")
+    load(model, dtype=dtype, engine="transformers")
     monkeypatch.setattr(RaggedStep, "_rule", lambda *_: causal_mask_function)
     with pytest.raises(StartupError, match="away from the model itself"):
-        load(model, dtype=dtype, compile="off")
+        load(model, dtype=dtype, engine="transformers")
 
 
 def test_weights_are_the_models_own_again_after_they_were_read_otherwise() -> None:
     model = tiny_model("llama", {})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    wanted = truth(model, [1, 2, 3])
-    with weights_read_as(model, "int8"):
-        assert not torch.equal(truth(model, [1, 2, 3]), wanted)
+    wanted = reference_logits(model, [1, 2, 3])
+    with weights_in_format(model, "int8"):
+        assert not torch.equal(reference_logits(model, [1, 2, 3]), wanted)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(truth(model, [1, 2, 3]), wanted)
+    assert torch.equal(reference_logits(model, [1, 2, 3]), wanted)
 
 
 def test_the_smallest_cache_has_room_for_the_check(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from transformers import (
 
 from outrider.base.config import home
 from outrider.engine import SessionTokens
-from outrider.engine.loading.loader import EngineOptions, load_model
-from outrider.engine.model_spec import plan
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine, NoCompiler, build
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.protocol.errors import StartupError
@@ -63,7 +64,7 @@ def seeded(kind: Any, config: Any) -> Any:
 
 def engine(model: Any, weights: str = "float32", threads: int = 1) -> NativeEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
-    return NativeEngine(plan(model), info, kv_tokens=4096, weights=weights, threads=threads)
+    return NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads)
 
 
 SHAPES = {
@@ -243,7 +244,7 @@ def test_no_compiler_means_transformers(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(load_model(folder, progress=said.append).engine, TransformersEngine)
     assert any("no C compiler" in line for line in said)
     with pytest.raises(StartupError, match="no C compiler"):
-        load_model(folder, EngineOptions(compile="on"))
+        load_model(folder, EngineOptions(engine="native"))
 
 
 def test_kernels_are_compiled_once_and_a_machine_without_compiler_says_so(

@@ -1,0 +1,88 @@
+"""The identity of a loaded model: its description, its fingerprint and its weights digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.engine.tensor_parallel import gather_weight
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.vocabulary import Vocabulary
+
+_SAMPLED_WEIGHTS = 64
+_UNKNOWN_CONTEXT = 1 << 20  # tokens of context where neither the model nor its tokenizer names a length
+
+
+def describe(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Vocabulary,
+    quantization: str = "none",
+) -> ModelInfo:
+    """Return the description that a worker publishes."""
+    config = model.config.get_text_config()
+    parameter = next(model.parameters())
+    dtype = str(parameter.dtype).removeprefix("torch.") if quantization == "none" else quantization
+    context = getattr(config, "max_position_embeddings", None)
+    return ModelInfo(
+        name=name,
+        fingerprint=fingerprint(model, vocabulary, quantization),
+        weights_digest=weights_digest(model, vocabulary),
+        architecture=type(model).__name__,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocabulary_digest=vocabulary.digest,
+        context_length=int(context or min(tokenizer.model_max_length, _UNKNOWN_CONTEXT)),
+        eos_token_ids=_end_tokens(model, tokenizer),
+        dtype=dtype,
+        device=str(parameter.device),
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: str = "none") -> str:
+    """Return a digest of everything that decides the text: architecture, number format, vocabulary, sampled weights."""
+    digest = hashlib.sha256()
+    digest.update(f"{type(model).__name__} {vocabulary.digest}".encode())
+    if quantization != "none":
+        digest.update(quantization.encode())
+    for name, weight in model.state_dict().items():
+        flat = gather_weight(weight.detach()).reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(flat[::stride].cpu().to(torch.float64).numpy().tobytes())
+    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+    for changing in ("transformers_version", "dtype", "torch_dtype", "distributed_config"):
+        config.pop(changing, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:32]
+
+
+def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
+    """Return a digest of the weights that does not depend on their number format.
+
+    A trained drafter names its target by it.
+    """
+    digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
+    for name, weight in model.state_dict().items():
+        flat = gather_weight(weight.detach()).reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(flat[::stride].cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the end tokens of transformers' generate: of generation config, configuration and tokenizer."""
+    ends: set[int] = set()
+    generation: Any = getattr(model, "generation_config", None)
+    config: Any = model.config  # a model of several parts may name its end tokens only in the text part's configuration
+    named = (getattr(each, "eos_token_id", None) for each in (generation, config, config.get_text_config(), tokenizer))
+    for source in named:
+        if source is not None:
+            ends.update(source if isinstance(source, list) else [source])
+    return tuple(sorted(ends))

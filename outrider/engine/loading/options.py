@@ -1,0 +1,91 @@
+"""Options of an engine, and the device and number format that they select."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.base.config import WorkerSettings, selected_engine
+from outrider.protocol.errors import StartupError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of one engine.
+
+    `engine` names the engine that must run: native, cuda or transformers. auto selects the fastest one that works.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "none"
+    engine: str = "auto"
+    threads: int = 0
+    kv_tokens: int = 65_536
+    prefix_tokens: int | None = None  # capacity for evictable cached blocks; None: by device
+    head_ids: tuple[int, ...] | None = None  # the only ids that get logits, in this order; None: all
+    layers: int | None = None  # load the first layers only
+    pace: str = ""  # least time of a step, see throttled.py
+    blur: str = ""  # noise on the logits of a throttled engine
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> EngineOptions:
+        """Return the options in a worker's settings. Raises StartupError where --engine and --compile disagree."""
+        return cls(
+            device=settings.device,
+            dtype=settings.dtype,
+            quantization=settings.quantization,
+            engine=resolve_engine(settings.engine, settings.compile, settings.device),
+            threads=settings.threads,
+            kv_tokens=settings.kv_tokens,
+            prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
+            pace=settings.pace,
+            blur=settings.blur,
+        )
+
+    @property
+    def selected_device(self) -> torch.device:
+        """Return the device to run on."""
+        return pick_device(self.device, self.engine)
+
+
+def resolve_engine(engine: str, compile_: str, device: str) -> str:
+    """Return --engine, with the deprecated --compile mapped to it."""
+    selected = selected_engine(engine, compile_)
+    if selected != "fast":
+        return selected
+    return "cuda" if pick_device(device).type == "cuda" else "native"
+
+
+def pick_device(device: str, engine: str = "auto") -> torch.device:
+    """Return the device to run on; `engine` decides where `device` is auto. Raises StartupError if it is missing."""
+    if device == "auto":
+        if engine == "cuda" and not torch.cuda.is_available():
+            raise StartupError(
+                "engine cuda needs a CUDA device, none is usable here",
+                field="engine",
+                value=engine,
+                limit="auto, native or transformers here",
+            )
+        return torch.device("cuda:0" if torch.cuda.is_available() and engine != "native" else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise StartupError(
+            f"unknown device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N"
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise StartupError("no CUDA device is usable here", field="device", value=device, limit="auto or cpu")
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the number format. auto: float32 on a CPU, where it is exact; bfloat16 on a GPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise StartupError(f"unknown dtype {dtype!r}", field="dtype", value=dtype, limit=", ".join(["auto", *DTYPES]))
+    return DTYPES[dtype]

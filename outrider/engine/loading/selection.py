@@ -1,0 +1,201 @@
+"""The selection of an engine for a loaded model: each candidate is checked against the model before it serves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from outrider.engine.checks.conformance import Differs, check_logits, check_supported, check_windows
+from outrider.engine.cuda_graphs import CudaGraphEngine
+from outrider.engine.interface import Engine, SessionTokens
+from outrider.engine.loading.options import DTYPES, EngineOptions
+from outrider.engine.model_spec import ModelSpec, UnsupportedModel, build_spec
+from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.paged import PagedEngine
+from outrider.engine.rope import fix_rotations
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
+from outrider.engine.transformers_engine import TransformersEngine
+from outrider.protocol.errors import OutriderError, StartupError, shorten
+from outrider.protocol.fleet import ModelInfo
+
+Progress = Callable[[str], None]
+
+_NATIVE_WEIGHTS = ("float32", "bfloat16", "int8")
+_RULE_TOKENS = 2
+_CPU_EVICTABLE_SHARE = 8  # on a CPU, evictable cached blocks take at most one part in eight of the cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A model, with everything that an engine for it is made from."""
+
+    model: PreTrainedModel
+    info: ModelInfo
+    options: EngineOptions
+    evictable_tokens: int | None
+    progress: Progress
+
+    @property
+    def weights(self) -> str:
+        """Return the format in which weights are read."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return dtype if self.options.quantization == "none" else self.options.quantization
+
+
+def make_engine(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    options: EngineOptions,
+    progress: Progress,
+    rank_group: RankGroup | None = None,
+) -> Engine:
+    """Return the engine that `options` name, or the fastest one whose logits match the model's.
+
+    Raises StartupError where there is none.
+    """
+    evictable = options.prefix_tokens
+    if evictable is None and model.device.type == "cpu":
+        evictable = options.kv_tokens // _CPU_EVICTABLE_SHARE
+    with startup_errors(info.name, info.architecture):
+        context = fix_rotations(model, info.context_length)
+        check_supported(model, context)
+    if context < info.context_length:
+        progress(f"context limited to {context} of {info.context_length} tokens: beyond it all rotations change")
+        info = replace(info, context_length=context)
+    candidate = _Candidate(model, info, options, evictable, progress)
+    if rank_group is not None:
+        share = _transformers_engine(candidate).sign_fingerprint(rank_group.size)
+        return TensorParallelEngine(share, rank_group) if rank_group.is_leader else share
+    name, engine = _select(candidate)
+    progress(f"engine {name} on {model.device}, weights in {candidate.weights}")
+    return engine.sign_fingerprint()
+
+
+def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
+    """Return the engine that runs, and its name."""
+    options, progress = candidate.options, candidate.progress
+    wanted = options.engine
+    if wanted == "mock":
+        raise StartupError("engine mock runs no model", field="engine", value=wanted, limit=", ".join(_MAKERS))
+    if wanted != "transformers":
+        name = wanted if wanted in _MAKERS else "native" if candidate.model.device.type == "cpu" else "cuda"
+        try:
+            return name, _MAKERS[name](candidate)
+        except (UnsupportedModel, NoCompiler) as reason:
+            if wanted != "auto":
+                raise StartupError(
+                    f"engine {wanted} cannot run {candidate.info.name}: {reason}",
+                    field="engine",
+                    value=wanted,
+                    limit="auto or transformers here",
+                ) from reason
+            progress(f"engine {name} not usable, running through transformers, slower: {reason}")
+    if options.quantization != "none":
+        raise StartupError(
+            f"{options.quantization} needs engine native, which cannot run this model, device or machine",
+            field="quantization",
+            value=options.quantization,
+            limit="none here",
+        )
+    return "transformers", _transformers_engine(candidate)
+
+
+def _transformers_engine(candidate: _Candidate) -> TransformersEngine:
+    model, info = candidate.model, candidate.info
+    with startup_errors(info.name, info.architecture):
+        engine = TransformersEngine(
+            model, info, kv_tokens=candidate.options.kv_tokens, evictable_tokens=candidate.evictable_tokens
+        )
+        check_logits(model, engine)
+    return engine
+
+
+def _native_engine(candidate: _Candidate) -> NativeEngine:
+    model, options, weights = candidate.model, candidate.options, candidate.weights
+    if model.device.type != "cpu":
+        raise UnsupportedModel(f"it runs on a CPU, the model is on {model.device}")
+    if weights not in _NATIVE_WEIGHTS:
+        raise UnsupportedModel(f"weights in {weights} on a CPU")
+    with torch.inference_mode():
+        spec = build_spec(model)
+        candidate.progress("preparing kernels")
+        engine = NativeEngine(
+            spec,
+            candidate.info,
+            kv_tokens=options.kv_tokens,
+            evictable_tokens=candidate.evictable_tokens,
+            weights=weights,
+            threads=options.threads,
+        )
+        _check_spec(model, spec, engine, weights)
+    _drop_weights(model, spec)
+    return engine
+
+
+def _cuda_engine(candidate: _Candidate) -> CudaGraphEngine:
+    model, options = candidate.model, candidate.options
+    if model.device.type != "cuda" or candidate.weights not in DTYPES:
+        raise UnsupportedModel(f"weights in {candidate.weights} on {model.device.type}")
+    with torch.inference_mode():
+        spec = build_spec(model)
+        engine = CudaGraphEngine(
+            spec, candidate.info, kv_tokens=options.kv_tokens, evictable_tokens=candidate.evictable_tokens
+        )
+        _check_spec(model, spec, engine)
+    _drop_weights(model, spec)
+    engine.warm_up(candidate.progress)
+    return engine
+
+
+_MAKERS: dict[str, Callable[[_Candidate], PagedEngine]] = {
+    "native": _native_engine,
+    "cuda": _cuda_engine,
+    "transformers": _transformers_engine,
+}
+
+
+def _check_spec(model: PreTrainedModel, spec: ModelSpec, engine: PagedEngine, weights: str | None = None) -> None:
+    """Raise UnsupportedModel for a model spec that differs: a release of transformers may change a family."""
+    probe = TransformersEngine(model, engine.info, kv_tokens=_RULE_TOKENS)
+    probe.extend([SessionTokens("rules", [0] * _RULE_TOKENS)])
+    try:
+        check_windows(spec, probe.rules, engine.info.context_length)
+        check_logits(model, engine, weights)
+    except Differs as reason:
+        raise UnsupportedModel(f"its model spec differs: {reason}") from reason
+
+
+def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Free the model's weights: the engine has copies of all but the embeddings."""
+    kept = {parameter.data_ptr() for parameter in model.get_input_embeddings().parameters()}
+    if spec.rotations == ():  # position embeddings are read as well
+        kept |= {parameter.data_ptr() for name, parameter in model.named_parameters() if "wpe" in name}
+    for parameter in model.parameters():
+        if parameter.data_ptr() not in kept:
+            parameter.data = torch.empty(0)
+
+
+@contextlib.contextmanager
+def startup_errors(name: str, architecture: str) -> Iterator[None]:
+    """Raise StartupError for any error inside: an unknown model can fail anywhere, in transformers or here."""
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(
+            f"{name} cannot be served, {architecture} is not a model that Outrider can run: {error_text(error)}",
+            field="target",
+            value=name,
+            limit="see docs/targets.md",
+        ) from error
+
+
+def error_text(error: Exception) -> str:
+    """Return an error's message on one line, with its type where the message alone is unclear."""
+    text = shorten(" ".join(str(error).split()))
+    return text if isinstance(error, (Differs, OutriderError, OSError)) else f"{type(error).__name__}: {text}"
