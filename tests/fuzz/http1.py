@@ -138,7 +138,7 @@ def _json(body: Any) -> bytes:
 
 def quick(body: Any) -> bool:
     """Whether its answer is short, as far as it can be answered at all."""
-    tokens = [body.get(name) for name in ("max_tokens", "max_completion_tokens") if name in body]
+    tokens = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     long = [each for each in tokens if isinstance(each, int | float) and each > _FEW_TOKENS]
     absent = not tokens and body.get("messages") is not None
     many = any(isinstance(body.get(name), int | float) and body[name] > 2 for name in ("n", "best_of"))
