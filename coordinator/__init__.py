@@ -1,1 +1,1 @@
-"""The only thing clients see: sessions, workers, γ. Never imports torch; the only user of Redis."""
+"""Coordinator: the service that clients call. It never imports torch and is the only user of Redis."""

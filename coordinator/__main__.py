@@ -26,7 +26,7 @@ def run(settings: CoordinatorSettings) -> None:
     given = resolved_redis_url(settings.redis_url) or redis_url()
     with contextlib.ExitStack() as stack:
         if given is None:
-            log.warning("no REDIS_URL: sessions live in an embedded Redis and end with this process")
+            log.warning("no REDIS_URL: sessions are kept in an embedded Redis and end with this process")
         url = given or stack.enter_context(embedded_redis())
 
         async def serve_clients() -> None:

@@ -1,1 +1,1 @@
-"""Who may begin: quotas of API keys, seats at verifiers."""
+"""Admission of sessions: quotas of API keys, seats at verifiers."""

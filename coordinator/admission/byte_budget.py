@@ -1,4 +1,4 @@
-"""Bytes of requests that a coordinator holds at the same time, over HTTP and gRPC together."""
+"""Byte budget: limit of the memory for requests that are being read, over HTTP and gRPC together."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dataclasses import dataclass
 
 from outrider.protocol.errors import Overloaded
 
-UNCOUNTED = 64 * 1024  # bytes of a request that need no room in the budget: small ones are always read
+UNCOUNTED = 64 * 1024  # bytes of a request outside the budget: small requests are always read
 
 
 @dataclass(slots=True)
 class ByteShare:
+    """Counted bytes of one request."""
+
     held: int = 0
 
 
 class ByteBudget:
-    """A request takes its share as it arrives and gives it back when it has become a session. Small ones are free."""
+    """Budget of all requests. A request takes its share while it is read and returns it when its session starts."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -34,7 +36,7 @@ class ByteBudget:
             self.give_back(share)
 
     def take(self, share: ByteShare, size: int) -> None:
-        """`size`: of the request until now. Raises Overloaded."""
+        """Count a request of this size so far; raise Overloaded beyond the limit."""
         more = max(0, size - UNCOUNTED) - share.held
         if more <= 0:
             return
@@ -52,12 +54,12 @@ class ByteBudget:
     def give_back(self, share: ByteShare) -> None:
         self._held -= share.held
         if share.held and not self._held:
-            asyncio.get_running_loop().call_soon(_trim)  # once the bytes themselves are gone
+            asyncio.get_running_loop().call_soon(_trim)  # after the bytes were freed
         share.held = 0
 
 
 def _trim() -> None:
-    """Give large blocks back to the system, which glibc keeps for the next time."""
+    """Return freed memory to the system, which glibc would keep."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""What each API key may use: sessions at once, requests and tokens a minute.
+"""Quotas of API keys: concurrent sessions, requests and tokens per minute.
 
-One coordinator counts what goes through it. Among several keys none may take
-all: a key holds at most `SHARE` times as many sessions as are left free, so
-there is always room for another, however many keys there are.
+Each coordinator counts its own requests. With several keys, a key may hold at
+most `SHARE` times as many sessions as are free, so that another key can always
+start one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from outrider.security.tenants import Tenant, TenantLimits
 
 SHARE = 3
 _MINUTE_S = 60.0
-_AGAIN_MS = 1000
+_RETRY_MS = 1000
 
 
 def within_share(held: int, free: int) -> bool:
-    """Whether one of several tenants may hold so much while so much is left free."""
+    """Return whether one of several tenants may hold this much while this much is free."""
     return held <= SHARE * free
 
 
 class TokenBucket:
-    """So much a minute, and as much at once; what was used beyond it is paid back first."""
+    """Token bucket of one minute's amount. Use beyond it makes the level negative, which delays the next."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
@@ -38,7 +38,7 @@ class TokenBucket:
         self._level -= amount
 
     def wait_s(self, amount: int = 1) -> float:
-        """How long until so much is there."""
+        """Return the seconds until this amount is available."""
         if not self.per_minute:
             return 0.0
         self._refill()
@@ -59,41 +59,43 @@ class _KeyUsage:
 
 
 class Quotas:
+    """Usage and limits by tenant."""
+
     def __init__(self, settings: CoordinatorSettings, *, several: Callable[[], bool]) -> None:
-        """`several`: whether there is more than one tenant."""
+        """Start without usage; `several` returns whether there is more than one tenant."""
         self._settings = settings
         self._several = several
-        self._accounts: dict[str, _KeyUsage] = {}
+        self._usages: dict[str, _KeyUsage] = {}
 
     def admit(self, tenant: Tenant, held: int, live: int) -> None:
-        """Take one more session of a tenant that holds `held` of `live`. Raises Overloaded."""
+        """Count a new session of a tenant that holds `held` of `live`; raise Overloaded beyond a limit."""
         limit = self._settings.max_sessions
-        account = self._account(tenant, anew=True)
+        usage = self._usage(tenant, refresh=True)
         if live >= limit:
-            raise _full("sessions", f"{live} sessions are going on", live, limit)
-        if account.max_sessions and held >= account.max_sessions:
-            raise _full("key.max_sessions", f"{held} sessions of this key are going on", held, account.max_sessions)
+            raise _full("sessions", f"{live} sessions are running", live, limit)
+        if usage.max_sessions and held >= usage.max_sessions:
+            raise _full("key.max_sessions", f"{held} sessions of this key are running", held, usage.max_sessions)
         if self._several() and not within_share(held + 1, limit - live - 1):
-            raise _full("key.sessions", f"{held} sessions of this key are going on, of {live}", held, "a fair share")
-        _within("requests_per_minute", account.requests)
-        _within("tokens_per_minute", account.tokens)
-        account.requests.take(1)
+            raise _full("key.sessions", f"{held} sessions of this key are running, of {live}", held, "a fair share")
+        _within("requests_per_minute", usage.requests)
+        _within("tokens_per_minute", usage.tokens)
+        usage.requests.take(1)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:
-        self._account(tenant).tokens.take(tokens)
+        self._usage(tenant).tokens.take(tokens)
 
-    def _account(self, tenant: Tenant, *, anew: bool = False) -> _KeyUsage:
-        """`anew`: the tenant is as the keys have it now, and its limits may be others than before."""
-        account = self._accounts.get(tenant.id)
-        if account is None or (anew and account.limits != tenant.limits):
+    def _usage(self, tenant: Tenant, *, refresh: bool = False) -> _KeyUsage:
+        """Return a tenant's usage; with `refresh`, changed limits of its key take effect."""
+        usage = self._usages.get(tenant.id)
+        if usage is None or (refresh and usage.limits != tenant.limits):
             given, settings = tenant.limits, self._settings
-            account = self._accounts[tenant.id] = _KeyUsage(
+            usage = self._usages[tenant.id] = _KeyUsage(
                 given,
                 TokenBucket(_either(given.requests_per_minute, settings.default_requests_per_minute)),
                 TokenBucket(_either(given.tokens_per_minute, settings.default_tokens_per_minute)),
                 _either(given.max_sessions, settings.default_max_sessions),
             )
-        return account
+        return usage
 
 
 def _either(given: int | None, default: int) -> int:
@@ -111,4 +113,4 @@ def _within(name: str, bucket: TokenBucket) -> None:
 
 
 def _full(field: str, message: str, value: int, limit: int | str) -> Overloaded:
-    return Overloaded(f"{message}; at most {limit}", field=field, value=value, limit=limit, retry_after_ms=_AGAIN_MS)
+    return Overloaded(f"{message}; at most {limit}", field=field, value=value, limit=limit, retry_after_ms=_RETRY_MS)

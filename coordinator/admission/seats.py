@@ -1,9 +1,9 @@
-"""Which sessions are at a verifier now: fair among API keys.
+"""Seats at verifiers: which sessions may run now, shared fairly among API keys.
 
-A verifier serves so many sessions, with so many tokens in its cache; what is
-beyond that would wait there in one line. With several keys it waits here
-instead, in a line for each key, and the key that holds least comes first. A
-key never takes all: see `quotas.within_share`.
+Verifiers have a limited number of sessions and cache tokens; further sessions
+would wait there in one queue. With several keys they wait here instead, in one
+queue per key. The key with the fewest seats comes first. No key may take all
+seats: see `quotas.within_share`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from coordinator.admission.quotas import within_share
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.fleet import Role
 
-_LOOK_EVERY_S = 0.5  # verifiers come and go without a word to those who wait
+_POLL_S = 0.5  # verifiers join and leave without notification
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """At all verifiers together; no seats: nobody knows."""
+class Capacity:
+    """Capacity of all verifiers together; 0 seats: unknown."""
 
     seats: int
     tokens: int  # 0: no limit
@@ -36,91 +36,97 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Occupied:
-    """By one tenant."""
+class _Usage:
+    """Seats, tokens and queue of one tenant."""
 
     seats: int = 0
     tokens: int = 0
-    line: deque[_Waiting] = field(default_factory=deque)
+    queue: deque[_Waiting] = field(default_factory=deque)
 
 
 class Seats:
-    def __init__(self, room: Callable[[], Room], *, several: Callable[[], bool]) -> None:
-        self._room = room
+    """Seats in use and queues, by tenant."""
+
+    def __init__(self, capacity: Callable[[], Capacity], *, several: Callable[[], bool]) -> None:
+        self._capacity = capacity
         self._several = several
-        self._tenants: dict[str, _Occupied] = {}
+        self._tenants: dict[str, _Usage] = {}
 
     @contextlib.asynccontextmanager
-    async def taken(self, tenant: str, tokens: int, *, going_on: bool = False) -> AsyncIterator[None]:
-        """Around the time at a verifier of a session that may come to need room for `tokens`.
+    async def taken(self, tenant: str, tokens: int, *, resumed: bool = False) -> AsyncIterator[None]:
+        """Hold a seat for a session that may need cache for `tokens`; wait for it if necessary.
 
-        `going_on`: it has lost its verifier in the middle, and comes before those of its tenant that have yet to begin.
+        `resumed` sessions have lost their verifier; they come before new ones of their tenant.
         """
         if not self._several():
             yield
             return
         waiting = _Waiting(tokens)
-        held = self._tenants.setdefault(tenant, _Occupied())
-        if going_on:
-            held.line.appendleft(waiting)
+        usage = self._tenants.setdefault(tenant, _Usage())
+        if resumed:
+            usage.queue.appendleft(waiting)
         else:
-            held.line.append(waiting)
+            usage.queue.append(waiting)
         try:
-            self._let_in()
+            self._admit()
             while not waiting.admitted.is_set():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_EVERY_S):
+                    async with asyncio.timeout(_POLL_S):
                         await waiting.admitted.wait()
-                self._let_in()
+                self._admit()
             yield
         finally:
             if waiting.admitted.is_set():
-                held.seats -= 1
-                held.tokens -= tokens
+                usage.seats -= 1
+                usage.tokens -= tokens
             else:
-                held.line.remove(waiting)
-            if not held.seats and not held.line:
+                usage.queue.remove(waiting)
+            if not usage.seats and not usage.queue:
                 self._tenants.pop(tenant, None)
-            self._let_in()
+            self._admit()
 
-    def _let_in(self) -> None:
-        """As many as there is room for, of the tenant that holds least first."""
-        room = self._room()
-        waiting = sorted((held for held in self._tenants.values() if held.line), key=lambda held: held.seats)
+    def _admit(self) -> None:
+        """Admit waiting sessions while there is capacity, those of the tenant with the fewest seats first."""
+        capacity = self._capacity()
+        waiting = sorted((usage for usage in self._tenants.values() if usage.queue), key=lambda usage: usage.seats)
         while waiting:
-            held = waiting[0]
-            tokens = held.line[0].tokens
-            if not self._fits(room, tokens):
-                return  # the next that leaves makes room for this one, not for somebody who needs less
-            if not self._fair(room, held, tokens):
+            usage = waiting[0]
+            tokens = usage.queue[0].tokens
+            if not self._fits(capacity, tokens):
+                return  # the next free tokens are for this session, not for one that needs fewer
+            if not self._fair(capacity, usage, tokens):
                 waiting.pop(0)
                 continue
-            held.seats += 1
-            held.tokens += tokens
-            held.line.popleft().admitted.set()
-            waiting = sorted((held for held in waiting if held.line), key=lambda held: held.seats)
+            usage.seats += 1
+            usage.tokens += tokens
+            usage.queue.popleft().admitted.set()
+            waiting = sorted((usage for usage in waiting if usage.queue), key=lambda usage: usage.seats)
 
-    def _fits(self, room: Room, tokens: int) -> bool:
-        seats, held = self._used()
-        if not seats or not room.seats:
-            return True  # a lone session may be as large as it likes: its verifier says what it thinks of that
-        return seats < room.seats and (not room.tokens or held + tokens <= room.tokens)
+    def _fits(self, capacity: Capacity, tokens: int) -> bool:
+        seats, used = self._used()
+        if not seats or not capacity.seats:
+            return True  # a single session may have any size: its verifier accepts or refuses it
+        return seats < capacity.seats and (not capacity.tokens or used + tokens <= capacity.tokens)
 
-    def _fair(self, room: Room, held: _Occupied, tokens: int) -> bool:
-        if not held.seats or not room.seats:
+    def _fair(self, capacity: Capacity, usage: _Usage, tokens: int) -> bool:
+        if not usage.seats or not capacity.seats:
             return True
         seats, used = self._used()
-        return within_share(held.seats + 1, room.seats - seats - 1) and (
-            not room.tokens or within_share(held.tokens + tokens, room.tokens - used - tokens)
+        return within_share(usage.seats + 1, capacity.seats - seats - 1) and (
+            not capacity.tokens or within_share(usage.tokens + tokens, capacity.tokens - used - tokens)
         )
 
     def _used(self) -> tuple[int, int]:
-        everybody = self._tenants.values()
-        return sum(held.seats for held in everybody), sum(held.tokens for held in everybody)
+        tenants = self._tenants.values()
+        return sum(usage.seats for usage in tenants), sum(usage.tokens for usage in tenants)
 
 
-def room_at(roster: WorkerPool) -> Room:
-    """What the verifiers say that they have."""
-    there = [link.info for link in roster.links() if link.info.role is Role.VERIFIER and not link.info.draining]
-    tokens = [info.load.kv_tokens_total for info in there]
-    return Room(sum(info.capacity for info in there), sum(tokens) if all(tokens) else 0)
+def capacity_of(worker_pool: WorkerPool) -> Capacity:
+    """Return the capacity that the verifiers report."""
+    verifiers = [
+        connection.info
+        for connection in worker_pool.connections()
+        if connection.info.role is Role.VERIFIER and not connection.info.draining
+    ]
+    tokens = [info.load.kv_tokens_total for info in verifiers]
+    return Capacity(sum(info.capacity for info in verifiers), sum(tokens) if all(tokens) else 0)

@@ -1,1 +1,1 @@
-"""The coordinator's edges: gRPC for clients and workers, HTTP for OpenAI's clients."""
+"""APIs of the coordinator: gRPC for clients and workers, HTTP for OpenAI clients."""

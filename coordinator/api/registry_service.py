@@ -1,4 +1,4 @@
-"""The coordinator's gRPC edge for workers: they report, prove that they fit, and are in the roster while they stay."""
+"""gRPC registry service: workers register, are checked, and stay in the worker pool while their stream lasts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import grpc
 
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
-from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
+from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
@@ -22,68 +23,74 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 
 
 class RegistryService(rpc.RegistryServicer):
-    def __init__(self, roster: WorkerPool, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
-        self._roster = roster
+    """Service that workers report to."""
+
+    def __init__(self, worker_pool: WorkerPool, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
+        self._worker_pool = worker_pool
         self._settings = settings
         self._fleet = fleet
-        self._leaving = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End every stream, and refuse new ones: workers register with another coordinator."""
-        self._leaving.set()
+        """End all streams and refuse new ones, so that workers register with another coordinator."""
+        self._stopping.set()
 
     async def Register(
         self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.RegisterReply]:
-        """Identity, role, address and model are those of the first message for as long as the stream lasts."""
+        """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        if self._roster.target is not None and self._roster.vocabulary_differs(info):
+        if self._worker_pool.target is not None and self._worker_pool.vocabulary_differs(info):
             yield pb.RegisterReply(send_vocabulary=True)
-            await _compare(self._roster.target.vocabulary, requests)
-        self._refuse_when_leaving()
-        link = await self._roster.admit(info)
-        link.registrations += 1
+            await _compare_vocabulary(self._worker_pool.target.vocabulary, requests)
+        self._refuse_when_stopping()
+        connection = await self._worker_pool.admit(info)
+        connection.registrations += 1
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
-            async with background(self._take_reports(requests, link), self._left()) as tasks:
+            async with background(self._receive_reports(requests, connection), self._wait_for_stop()) as tasks:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-            self._refuse_when_leaving()
+            self._refuse_when_stopping()
         finally:
-            link.registrations -= 1
-            # A worker that came back over a new stream stays when its old one ends. When this coordinator leaves, the
-            # worker's record stays in Redis: other coordinators go on with the worker while it registers with them.
-            if link in self._roster.links() and not link.registrations and not self._leaving.is_set():
-                # This call may be cancelled while it runs, but the worker must leave Redis too, or it comes back.
-                await asyncio.shield(self._roster.left(info.worker_id))
+            connection.registrations -= 1
+            # A worker that has registered again over a new stream stays when the old one ends. At shutdown its record
+            # stays in Redis: other coordinators continue with the worker while it registers with them.
+            present = connection in self._worker_pool.connections()
+            if present and not connection.registrations and not self._stopping.is_set():
+                # Shielded from cancellation: a worker that stays in Redis would be added again.
+                await asyncio.shield(self._worker_pool.remove(info.worker_id))
 
-    async def _take_reports(self, requests: AsyncIterator[pb.RegisterRequest], link: WorkerConnection) -> None:
+    async def _receive_reports(self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection) -> None:
         async for request in requests:
-            await self._roster.heard_from(_worker(request), link)
+            await self._worker_pool.update(_worker(request), connection)
 
-    async def _left(self) -> None:
-        await self._leaving.wait()
+    async def _wait_for_stop(self) -> None:
+        await self._stopping.wait()
 
-    def _refuse_when_leaving(self) -> None:
-        if self._leaving.is_set():
-            raise Unavailable("this coordinator is leaving; register with another", retry_after_ms=500)
+    def _refuse_when_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise Unavailable("this coordinator is shutting down; register with another", retry_after_ms=500)
 
 
-async def _compare(target: Vocabulary, requests: AsyncIterator[pb.RegisterRequest]) -> None:
-    """All of a vocabulary is read before it is judged: refusing somebody who is still sending would lose the reason."""
+async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.RegisterRequest]) -> None:
+    """Compare a drafter's vocabulary with the target's, and raise ModelMismatch for a difference.
+
+    It is read to its end first: an error while the drafter still sends would not reach it.
+    """
     difference: ModelMismatch | None = None
     async for request in requests:
         if request.WhichOneof("message") != "vocabulary":
-            continue  # a heartbeat that was on its way
+            continue  # a heartbeat sent before the request for the vocabulary
         part = request.vocabulary
         tokens = [_text(token) for token in part.tokens]
         try:
             if difference is None:
                 refuse_difference(target, part.first_id, tokens, last=part.last)
-        except ModelMismatch as found:
-            difference = found
+        except ModelMismatch as error:
+            difference = error
         if part.last:
             break
     if difference is not None:

@@ -1,4 +1,4 @@
-"""The coordinator's gRPC edge for clients. Workers report at another: see `registry_service`."""
+"""gRPC service for clients. Workers register with `registry_service`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ _MIB = 1024 * 1024
 
 
 class CoordinatorService(rpc.OutriderServicer):
+    """Service that clients call, with the HTTP server and the registry of the same process."""
+
     names: tuple[str, ...] = (CLIENTS, REGISTRY)
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
@@ -50,21 +52,21 @@ class CoordinatorService(rpc.OutriderServicer):
         self.credentials = Credentials(settings)
         self.api_keys = self.credentials.keys("api_keys")
         self.fleet = FleetKeys.of(self.credentials)
-        # A drafter's key opens nothing but the registry.
-        doors = {CLIENTS: self.api_keys, REGISTRY: self.fleet.door}
-        self.guard = AuthInterceptor(doors, others=self.api_keys | self.fleet.verifiers)
+        # The drafter key allows only registration.
+        allowed = {CLIENTS: self.api_keys, REGISTRY: self.fleet.registration}
+        self.guard = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
-        self._registry = RegistryService(self.sessions.roster, settings, self.fleet)
+        self._registry = RegistryService(self.sessions.worker_pool, settings, self.fleet)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
         self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, frozenset({REGISTRY})),)
-        self._parting: set[asyncio.Task[None]] = set()
+        self._aborting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
             app = Api(self.sessions, settings, self.api_keys, budget).app()
             self._http = HttpServer(app, settings, self.credentials)
 
-    # Life.
+    # Lifecycle.
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
@@ -78,7 +80,7 @@ class CoordinatorService(rpc.OutriderServicer):
 
     @property
     def http_address(self) -> str:
-        """Empty where there is no HTTP."""
+        """Return the HTTP address, empty without HTTP."""
         return "" if self._http is None else self._http.address
 
     def drain(self) -> None:
@@ -93,16 +95,16 @@ class CoordinatorService(rpc.OutriderServicer):
     async def stop(self) -> None:
         self._registry.stop()
         await self.sessions.stop()
-        await cancel_all(list(self._parting))
+        await cancel_all(list(self._aborting))
         if self._http is not None:
             await self._http.stop()
 
-    # For clients.
+    # Client calls.
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        await _take_up(context)
+        await _set_request_id(context)
         with _logged("Generate") as call:
             with self.sessions.admission():
                 target = self.sessions.target
@@ -115,7 +117,7 @@ class CoordinatorService(rpc.OutriderServicer):
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
-        await _take_up(context)
+        await _set_request_id(context)
         with _logged("Resume", request.session_id):
             with self.sessions.admission():
                 session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
@@ -123,7 +125,7 @@ class CoordinatorService(rpc.OutriderServicer):
                 yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
-        await _take_up(context)
+        await _set_request_id(context)
         with _logged("Cancel", request.session_id):
             return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
@@ -150,33 +152,33 @@ class CoordinatorService(rpc.OutriderServicer):
             await session.opened()
             async with contextlib.aclosing(_replies(session, start)) as replies:
                 async for reply in replies:
-                    with self._read_in_time(context):
+                    with self._write_deadline(context):
                         yield reply
 
     @contextlib.contextmanager
-    def _read_in_time(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Around a message on its way: a client that does not take it in time loses its stream."""
+    def _write_deadline(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """End the stream of a client that does not read a message in time."""
         task = asyncio.current_task()
         assert task is not None
-        timer = asyncio.get_running_loop().call_later(self._settings.write_timeout_s, self._leave, task, context)
+        timer = asyncio.get_running_loop().call_later(self._settings.write_timeout_s, self._drop_client, task, context)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _leave(self, task: asyncio.Task[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """The call's task is cancelled, as when a client leaves; its status waits behind what is not read."""
+    def _drop_client(self, task: asyncio.Task[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Cancel the call's task, as when a client leaves; its status is queued after the unread messages."""
         seconds = self._settings.write_timeout_s
         log.info("client does not read", seconds=seconds)
-        unread = Expired(f"the client left what was sent to it unread for {seconds:g} s", limit=f"{seconds:g} s")
-        parting = asyncio.create_task(_part(context, unread))
-        self._parting.add(parting)
-        parting.add_done_callback(self._parting.discard)
+        unread = Expired(f"the client has not read its messages for {seconds:g} s", limit=f"{seconds:g} s")
+        aborting = asyncio.create_task(_abort(context, unread))
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
         task.cancel()
 
 
-async def _part(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
-    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # raised in any case; ended meanwhile
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # raised by every abort, or the call has ended
         await abort(context, error)
 
 
@@ -206,7 +208,7 @@ class _Call:
 
 @contextlib.contextmanager
 def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
-    """Log the end of a call, as HTTP's edge does it for its requests: also of one that only replays a session."""
+    """Log the end of a call, as the HTTP API does for its requests."""
     call, status, started = _Call(session_id), "CANCELLED", time.monotonic()
     try:
         yield call
@@ -222,10 +224,10 @@ def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
         log.info("grpc", method=method, status=status, ms=ms, session_id=call.session_id)
 
 
-async def _take_up(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """The caller learns by what id its request is known, whether it gave one or not."""
-    origin = take_up(context.invocation_metadata() or (), first=True)
-    await context.send_initial_metadata(((REQUEST_ID, origin.request_id),))
+async def _set_request_id(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Send the request id to the client, whether given or new."""
+    request_context = take_up(context.invocation_metadata() or (), first=True)
+    await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))
 
 
 def _chunk(position: int, tokens: list[Token]) -> pb.Chunk:

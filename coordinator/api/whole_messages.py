@@ -1,9 +1,9 @@
-"""The gRPC interceptor that reads the messages of clients within the coordinator's budget of bytes.
+"""gRPC interceptor that reads clients' messages within the coordinator's byte budget.
 
-HTTP's counterpart is `http.limits.WholeBodies`. gRPC does not tell how much
-of a message is there before all of it is. So one that is not there soon
-counts as the largest that may come, until it is there: what a client holds
-back takes no more memory than the budget has.
+`http.limits.BodyReader` is its counterpart for HTTP. gRPC does not report how
+much of a message has arrived. A message that takes longer therefore counts
+as the largest allowed one until it is complete, so that slow clients cannot
+use more memory than the budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.protocol.errors import Expired, InvalidRequest, OutriderError
 
 log = structlog.get_logger(__name__)
 
-# Counted in ticks of our own loop: while this process does not run, no message is late.
+# Counted in ticks of the event loop, so that a pause of this process makes no message late.
 TICK_S = 0.02
 SOON_TICKS = 5
 
@@ -31,10 +31,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WholeMessages(grpc.aio.ServerInterceptor):
-    """Serves methods with one request as streams: a stream's handler reads, and can stop reading, by itself."""
+    """Interceptor that serves unary requests as streams, whose handler controls the reading."""
 
     def __init__(self, budget: ByteBudget, largest: int, timeout_s: float, exempt: frozenset[str]) -> None:
-        """`largest`: bytes of a message; `exempt`: services whose streams are silent for long as a rule."""
+        """Set the limits; `largest` is a message's size in bytes, `exempt` names services with long silent streams."""
         self._budget = budget
         self._largest = min(largest, budget.limit)
         self._timeout_s = timeout_s
@@ -48,7 +48,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         service = method.strip("/").partition("/")[0]
         if handler is None or service in self._exempt:
             return handler
-        # Health is open to callers without a key: their messages are small, or not read.
+        # Health needs no key: large messages are not read there.
         behaviour = self._reading(handler, large=service != health.SERVICE_NAME)
         return grpc.stream_stream_rpc_method_handler(
             behaviour, handler.request_deserializer, handler.response_serializer
@@ -62,7 +62,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                     given = await _only(given)
                 async with contextlib.aclosing(_replies(handler, given, context)) as replies:
                     async for reply in replies:
-                        self._budget.give_back(share)  # what was said has become a request
+                        self._budget.give_back(share)  # the message has become a request
                         yield reply
 
         return behaviour
@@ -78,7 +78,7 @@ class WholeMessages(grpc.aio.ServerInterceptor):
             raise
 
     async def _read(self, requests: AsyncIterator[Any], share: ByteShare, *, large: bool) -> Any:
-        """Return the next message whole; None: there is none. Raises Overloaded, or Expired."""
+        """Return the next complete message, or None at the end; raise Overloaded or Expired."""
         reading = asyncio.ensure_future(_next(requests))
         try:
             for _ in range(SOON_TICKS):
@@ -115,7 +115,7 @@ async def _replies(handler: Any, given: Any, context: _Context) -> AsyncGenerato
         return
     behaviour = handler.stream_stream or handler.unary_stream
     if not inspect.isasyncgenfunction(behaviour):
-        await behaviour(given, context)  # a library's, which writes to its context by itself
+        await behaviour(given, context)  # a handler of a library, which writes to its context itself
         return
     async with contextlib.aclosing(behaviour(given, context)) as replies:
         async for reply in replies:

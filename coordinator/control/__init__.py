@@ -1,1 +1,1 @@
-"""γ control: how far ahead to draft."""
+"""γ control: whether to speculate, how far ahead, and with which drafters."""

@@ -1,1 +1,1 @@
-"""Sessions, workers and pair history in Redis."""
+"""Persistence of sessions, workers and pair history in Redis."""

@@ -1,7 +1,6 @@
-"""What runs inside Redis, in Lua. Each script may run twice with the same effect: a retried write does no harm.
+"""Lua scripts that run inside Redis. Each may run twice with the same effect, so that writes can be retried.
 
-A record of another shape than ours, whoever wrote it, is never an error there: it is told as UNREADABLE, or replaced
-where we have the truth at hand.
+A record of another shape never raises there. It is reported as UNREADABLE, or replaced where the data is at hand.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ MAX_TOKENS_BYTES = 16 * 1024 * 1024
 MAX_LOGPROBS_BYTES = 256 * 1024 * 1024
 MAX_FIELD_BYTES = 1024
 MAX_WORKER_BYTES = 256 * 1024
-MAX_EPOCH_DIGITS = 15  # Lua counts exactly up to there
+MAX_EPOCH_DIGITS = 15  # larger integers are inexact in Lua
 
 _SHAPES = f"""
 local function is(key, wanted)
   local found = redis.call('TYPE', key).ok
   return found == wanted, found == 'none'
 end
--- Epoch of a session of ours; nil: none, or not of ours.
+-- Epoch of a valid session record, or nil.
 local function epoch_of(key)
   if not is(key, 'hash') then return nil end
   local text = redis.call('HGET', key, 'epoch')
@@ -63,7 +62,7 @@ return 'OK'
 
 CLAIM = f"""{_SHAPES}
 -- KEYS: session, tokens, logprobs. ARGV: owner, ttl, tenant.
--- Takes a session over unless it has finished; returns its fields, tokens and logprobs. Another tenant's is not there.
+-- Takes a session over unless it has finished; returns fields, tokens and logprobs. Other tenants' sessions are absent.
 if absent(KEYS[1]) then return false end
 if epoch_of(KEYS[1]) == nil or not text_or_none(KEYS[2]) or not text_or_none(KEYS[3]) then return 'UNREADABLE' end
 local tenant = redis.call('HGET', KEYS[1], 'tenant')
@@ -86,7 +85,7 @@ return {{fields, redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or
 """
 
 CANCEL = f"""{_SHAPES}
--- KEYS: session. ARGV: finish, tenant. The owner learns of it by being fenced. Another tenant's session is not there.
+-- KEYS: session. ARGV: finish, tenant. The owner is fenced by the new epoch. Other tenants' sessions are absent.
 if absent(KEYS[1]) then return -1 end
 if epoch_of(KEYS[1]) == nil then return -2 end
 local tenant = redis.call('HGET', KEYS[1], 'tenant')

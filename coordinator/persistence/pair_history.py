@@ -1,4 +1,4 @@
-"""What pairs of target and drafter have shown, in memory and in Redis: where γ control starts a new session from."""
+"""Pair history in memory and in Redis: measurements from which γ control starts a new session."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from coordinator.persistence.store import Store, StoreDown
 log = structlog.get_logger(__name__)
 
 WRITE_EVERY_S = 2.0
-SHARE = 0.3  # of one session in what is remembered
+SHARE = 0.3  # weight of a session in the history
 MAX_PAIRS = 1024  # in memory; as many as drafters of one coordinator, see `worker_pool.MAX_WORKERS`
 PairKey = tuple[str, str]  # fingerprints of target and drafter
 
 
 class PairHistoryStore:
-    """Keeps the `limit` pairs in memory that were used last: drafters name their models themselves."""
+    """Histories by pair. Memory keeps the `limit` most recent ones, since drafters name their models themselves."""
 
     def __init__(self, store: Store, limit: int = MAX_PAIRS) -> None:
         self._store = store
@@ -34,7 +34,7 @@ class PairHistoryStore:
             try:
                 found = await self._store.pair(target, drafter)
             except StoreDown as error:
-                log.debug("pair history unknown", error=error.message)
+                log.debug("pair history not available", error=error.message)
                 return None
             self._keep(pair, self._known.get(pair, found))  # a session may have ended meanwhile
         self._known.move_to_end(pair)
@@ -64,7 +64,7 @@ class PairHistoryStore:
             try:
                 await self._store.put_pair(*pair, history)
             except StoreDown:
-                return  # kept for the next round
+                return  # retried in the next round
             if self._unwritten.get(pair) is history:
                 del self._unwritten[pair]
 
@@ -80,6 +80,6 @@ def _blend(old: PairHistory, new: PairHistory) -> PairHistory:
         old,
         acceptance=both + longer[len(both) :],
         level_ms=mix(old.level_ms, new.level_ms) if old.level_ms and new.level_ms else old.level_ms or new.level_ms,
-        paces={way: mix(old.paces.get(way, 1.0), pace) for way, pace in (old.paces | new.paces).items()},
+        paces={mode: mix(old.paces.get(mode, 1.0), ratio) for mode, ratio in (old.paces | new.paces).items()},
         **{name: mix(getattr(old, name), getattr(new, name)) for name in numbers},
     )

@@ -1,4 +1,4 @@
-"""What outlives a coordinator: the record of one session."""
+"""Session record: the state of a session that outlives its coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = {int(kind): kind for kind in TokenKind}
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """How a client wants its session speculated; None and empty leave it to the coordinator."""
+    """Speculation settings of a request; None and empty leave the choice to the coordinator."""
 
     gamma: int | None = None
     patience_us: int | None = None
@@ -36,7 +36,7 @@ class SpeculationOptions:
     ahead: bool | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequest for what no edge would have let in."""
+        """Raise InvalidRequest for values that no API accepts."""
         for name, value, low, high in (
             ("gamma", self.gamma, 0, MAX_GAMMA),
             ("patience_us", self.patience_us, 0, MAX_PATIENCE_US),
@@ -52,25 +52,30 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """A request with everything resolved: tokens instead of text, a seed that is set."""
+    """A request with everything resolved: tokens instead of text, and a seed."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    wish: SpeculationOptions = SpeculationOptions()
+    speculation: SpeculationOptions = SpeculationOptions()
     cache_salt: str = ""
-    drawn_seed: bool = field(default=False, compare=False)  # nobody named one; not kept
-    nonce: str = field(default="", compare=False)  # of the session that this request began, see `seeds`
+    drawn_seed: bool = field(default=False, compare=False)  # the client gave none; not stored
+    nonce: str = field(default="", compare=False)  # of the session that this request started, see `seeds`
 
     def to_json(self) -> str:
         params = asdict(self.params)
         params["verification"] = self.params.mode.name
         params["logit_bias"] = [[token, bias] for token, bias in self.params.logit_bias.items()]
-        kept = {"prompt": self.prompt, "params": params, "wish": asdict(self.wish), "cache_salt": self.cache_salt}
+        kept = {
+            "prompt": self.prompt,
+            "params": params,
+            "wish": asdict(self.speculation),
+            "cache_salt": self.cache_salt,
+        }
         return json.dumps(kept | ({"nonce": self.nonce} if self.nonce else {}))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
-        """What a newer version has added is left out: it cannot matter more than going on."""
+        """Read a stored request. Fields of newer versions are ignored, so that the session can continue."""
         data: dict[str, Any] = json.loads(text)
         params = _known(SamplingParams, data["params"])
         params["verification"] = Verification[params["verification"]]
@@ -78,17 +83,17 @@ class SessionRequest:
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params[name])
         params["grammar"] = Grammar(**_known(Grammar, params["grammar"])) if params.get("grammar") else None
-        wish = SpeculationOptions(**_known(SpeculationOptions, data.get("wish", {})))
+        speculation = SpeculationOptions(**_known(SpeculationOptions, data.get("wish", {})))
         return cls(
             tuple(data["prompt"]),
             SamplingParams(**params),
-            wish,
+            speculation,
             data.get("cache_salt", ""),
             nonce=data.get("nonce", ""),
         )
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Raise InvalidRequest, or what comparing wrong types raises, for what no edge would have let in."""
+        """Raise InvalidRequest, or what comparing wrong types raises, for values that no API accepts."""
         if not self.prompt:
             raise InvalidRequest.of("prompt", "empty", "at least one token")
         _check_whole("prompt", *self.prompt)
@@ -104,23 +109,23 @@ class SessionRequest:
         if params.grammar is not None:
             _check_type("params.grammar", str, params.grammar.json_schema, params.grammar.regex, params.grammar.lark)
         _check_type("cache_salt", str, self.cache_salt, self.nonce)
-        self.wish.check()
+        self.speculation.check()
 
 
 @dataclass(slots=True)
 class SessionRecord:
-    """`epoch` only grows; whoever holds the highest owns the session."""
+    """Stored state of a session. The coordinator with the highest `epoch` owns it."""
 
     session_id: str
     request: SessionRequest
     epoch: int = 1
     tokens: list[int] = field(default_factory=list)
     kinds: list[TokenKind] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of the tokens, where they are asked for
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # per token, if requested
     finish_reason: FinishReason = FinishReason.NONE
     model: str = ""  # the target's fingerprint
-    verifier: str = ""  # where its cache was last
-    tenant: str = ""  # whose it is
+    verifier: str = ""  # the last one, whose prefix cache may still match
+    tenant: str = ""
 
     def append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> None:
         self.tokens.append(token)
@@ -129,7 +134,7 @@ class SessionRecord:
             self.logprobs.append(logprobs)
 
     def cut(self, length: int) -> None:
-        """Forget output tokens from `length` on."""
+        """Drop output tokens from `length` on."""
         for kept in (self.tokens, self.kinds, self.logprobs):
             del kept[length:]
 
@@ -138,7 +143,7 @@ class SessionRecord:
 
     @property
     def position(self) -> int:
-        """Absolute, of the next token."""
+        """Return the absolute position of the next token."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -147,24 +152,27 @@ class SessionRecord:
 
 
 def pack(tokens: Sequence[int], kinds: Sequence[TokenKind]) -> bytes:
-    """Four bytes per token, its kind in the upper bits, so that a write at an offset can be repeated without harm."""
+    """Pack each token into four bytes, its kind in the upper bits.
+
+    The fixed size lets a write at an offset be repeated.
+    """
     words = [token | kind << _KIND_SHIFT for token, kind in zip(tokens, kinds, strict=True)]
     return struct.pack(f"<{len(words)}I", *words)
 
 
 def unpack(data: bytes) -> tuple[list[int], list[TokenKind]]:
-    """A kind that only a newer version knows is shown as plain."""
+    """Return tokens and kinds. Kinds of newer versions become plain."""
     words = struct.unpack(f"<{len(data) // 4}I", data[: len(data) // 4 * 4])
     return [word & _TOKEN_MASK for word in words], [_KINDS.get(word >> _KIND_SHIFT, TokenKind.PLAIN) for word in words]
 
 
 def logprobs_size(top: int) -> int:
-    """Return how many bytes an entry has, the same for every token of a session."""
+    """Return the size of an entry in bytes, equal for all tokens of a session."""
     return struct.calcsize(f"<Bd{top}I{top}d")
 
 
 def pack_logprobs(entries: Sequence[TokenLogprobs | None], top: int) -> bytes:
-    """Write entries of one size: how many alternatives and one more (0: nothing is known), then the numbers."""
+    """Pack entries of equal size: number of alternatives plus one (0: no entry), then the numbers."""
     packed = []
     for entry in entries:
         if entry is None:
@@ -194,7 +202,7 @@ def _known(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_whole(name: str, *values: Any) -> None:
-    """Not negative, and no truth value, which Python takes for a number."""
+    """Raise InvalidRequest for negative numbers and for booleans, which Python counts as integers."""
     for value in values:
         if type(value) is not int or value < 0:
             raise InvalidRequest.of(name, value, "a whole number")

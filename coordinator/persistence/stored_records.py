@@ -1,6 +1,6 @@
-"""What Redis says, read as a stranger's words: whoever can write there must not be able to end a process here.
+"""Readers of records in Redis, whose content is not trusted: no record may end a process.
 
-Pure readers, one per kind of record. Each returns what is right in every field or raises `Unreadable`.
+Pure functions, one per kind of record. Each returns a record that is valid in every field or raises `Unreadable`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RANGES = {
     "paces": (0.0, 1e6),
 }
 MAX_ADDRESS_CHARACTERS = 300
-CLOCKS_APART_S = 60.0  # coordinators' clocks may differ by so much
+CLOCKS_APART_S = 60.0  # by which coordinators' clocks may differ
 MAX_DIGITS = 15
 _PURPOSE = b"outrider worker records 1"
 _RESERVED = re.compile(r"[\x21-\x7e]{1,128} [\x21-\x7e]{1,128}")
@@ -53,7 +53,7 @@ _ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 
 
 class Unreadable(Conflict):
-    """A record in Redis that is not believed. `reason` is one of a few words, for a metric."""
+    """Error for an invalid record in Redis; `reason` is a metric label."""
 
     def __init__(self, what: str, reason: str = "unreadable") -> None:
         super().__init__(f"Redis has a record that cannot be used: {what}", field="redis", limit="a record of Outrider")
@@ -61,7 +61,7 @@ class Unreadable(Conflict):
 
 
 def _reading(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Whatever a reader stumbles over, it is the record's fault."""
+    """Return a decorator that turns every error of a reader into Unreadable."""
 
     def decorate(read: Callable[P, T]) -> Callable[P, T]:
         @wraps(read)
@@ -85,7 +85,7 @@ def _reading(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: ApiKeys) -> dict[str, bytes | str]:
-    """The fields of a worker's record. Without a fleet key nobody can vouch for it."""
+    """Return the fields of a worker's record, authenticated if there is a fleet key."""
     when = str(int(at * 1000))
     sealed: dict[str, bytes | str] = {"data": data, "coordinator": coordinator, "at": when}
     secrets = keys.derived(_PURPOSE)
@@ -94,12 +94,15 @@ def seal_worker(data: bytes, worker_id: str, coordinator: str, at: float, keys: 
 
 @_reading("worker")
 def read_worker(worker_id: str, given: Sequence[bytes | None], keys: ApiKeys, now: float, age_s: float) -> WorkerInfo:
-    """`given`: data, coordinator, at, mac. A record is believed for `age_s`, lest an old one be put back for ever."""
+    """Return the worker of a record with the fields data, coordinator, at and mac.
+
+    A record expires after `age_s`, so that an old one cannot be replayed.
+    """
     data, coordinator, at, mac = (value or b"" for value in given)
     if keys:
         made = [_mac(secret, worker_id, coordinator.decode(), at.decode(), data) for secret in keys.derived(_PURPOSE)]
         if not any(hmac.compare_digest(one.encode(), mac) for one in made):
-            raise Unreadable(f"worker {worker_id}: nobody with the fleet key wrote it", "unauthenticated")
+            raise Unreadable(f"worker {worker_id}: not written with the fleet key", "unauthenticated")
         if not abs(now - int(at) / 1000) <= age_s + CLOCKS_APART_S:
             raise Unreadable(f"worker {worker_id}: of another time", "stale")
     info = convert.worker_from_proto(pb.Worker.FromString(data))
@@ -111,13 +114,13 @@ def read_worker(worker_id: str, given: Sequence[bytes | None], keys: ApiKeys, no
 
 
 def written_at(given: Sequence[bytes | None]) -> int:
-    """Milliseconds; 0 for records of the release that did not tell."""
+    """Return the time of writing in milliseconds, or 0 for records of older releases."""
     at = given[2] or b""
     return int(at) if at.isdigit() and len(at) <= MAX_DIGITS else 0
 
 
 def _mac(secret: bytes, *parts: str | bytes) -> str:
-    """Of all parts with their lengths, so that none can be moved to another."""
+    """Return the MAC of all parts with their lengths, so that no byte can move between parts."""
     raw = [part.encode() if isinstance(part, str) else part for part in parts]
     return hmac.new(secret, b"".join(len(part).to_bytes(8, "big") + part for part in raw), "sha256").hexdigest()
 
@@ -129,7 +132,10 @@ def _mac(secret: bytes, *parts: str | bytes) -> str:
 def read_session(
     session_id: str, given: Sequence[bytes | None], tokens: bytes, logprobs: bytes, asking: str
 ) -> SessionRecord:
-    """`given`: request, epoch, finish, model, verifier, tenant; without the last it is of the tenant that asks."""
+    """Return the session of a record with the fields request, epoch, finish, model, verifier and tenant.
+
+    A record without a tenant belongs to the tenant that asks.
+    """
     request, epoch, finish, model, verifier, tenant = given
     if request is None or epoch is None:
         raise Unreadable("session: without a request or an epoch")
@@ -159,7 +165,7 @@ def _finite(logprobs: list[TokenLogprobs | None]) -> list[TokenLogprobs | None]:
 
 @_reading("session")
 def check_session(record: SessionRecord, target: ModelInfo) -> None:
-    """Against the target that is to go on with it."""
+    """Raise Unreadable for a session that this target cannot continue."""
     record.request.check(target.vocab_size)
     check_tokens("tokens", record.tokens, target.vocab_size)
     if len(record.tokens) > record.request.params.max_tokens:
@@ -167,18 +173,18 @@ def check_session(record: SessionRecord, target: ModelInfo) -> None:
 
 
 def _finish(text: bytes) -> FinishReason:
-    """A newer version may have other reasons; it has finished all the same."""
+    """Return the finish reason; reasons of newer versions become STOP."""
     number = int(text)
     return FinishReason(number) if number in set(FinishReason) else FinishReason.STOP
 
 
 @_reading("idempotency key")
 def read_reserved(text: bytes) -> str:
-    """`session_id digest`."""
-    held = text.decode("ascii")
-    if not _RESERVED.fullmatch(held):
+    """Return the value of an idempotency key: `session_id digest`."""
+    reserved = text.decode("ascii")
+    if not _RESERVED.fullmatch(reserved):
         raise Unreadable("idempotency key: not a session and a digest")
-    return held
+    return reserved
 
 
 # Pair histories.
@@ -186,18 +192,18 @@ def read_reserved(text: bytes) -> str:
 
 @_reading("pair history")
 def read_pair(text: bytes) -> PairHistory:
-    """Fields that are missing have their defaults, those of newer versions are left out."""
+    """Return a pair history; missing fields take their defaults, fields of newer versions are ignored."""
     if len(text) > MAX_PAIR_BYTES:
         raise Unreadable(f"pair history: over {MAX_PAIR_BYTES} bytes")
     known = {name: value for name, value in json.loads(text).items() if name in _RANGES}
-    return PairHistory(**{name: _shown(name, value) for name, value in known.items()})
+    return PairHistory(**{name: _pair_field(name, value) for name, value in known.items()})
 
 
-def _shown(name: str, value: Any) -> Any:
+def _pair_field(name: str, value: Any) -> Any:
     if name == "acceptance":
         return [_number(name, one) for one in value[:MAX_POSITIONS]]
     if name == "paces":
-        return {way: _number(name, pace) for way, pace in value.items() if way in set(Mode)}
+        return {mode: _number(name, ratio) for mode, ratio in value.items() if mode in set(Mode)}
     return _number(name, value)
 
 

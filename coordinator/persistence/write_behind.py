@@ -1,9 +1,8 @@
-"""Write-behind of sessions: batched, retried, off the token path.
+"""Write-behind of session records to Redis: batched, retried, outside the token path.
 
-Sessions say that they changed; the journal brings Redis up to date, one write
-a session and batch, so that a session that grows without end keeps no other
-waiting. While Redis is away changes pile up as nothing more than names, and
-what Redis lost is written again whole.
+Each batch writes a changed session once, so that no session delays another.
+Without Redis only the ids of changed sessions are kept. A record that Redis
+lost is written again in full.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ log = structlog.get_logger(__name__)
 
 BATCH_S = 0.01
 RETRY_S = 0.25
-OPEN_S = 0.25
-OPEN_AWAY_S = 0.05
+FIRST_WRITE_S = 0.25
+FIRST_WRITE_DOWN_S = 0.05  # while Redis does not answer
 
 
 class Entry:
-    """What Redis has of one session."""
+    """State of one session in Redis."""
 
     def __init__(self, record: SessionRecord, on_fenced: Callable[[], None], durable: int = 0) -> None:
         self.record = record
@@ -34,7 +33,7 @@ class Entry:
         self.durable = durable  # output tokens that are in Redis
         self.known = durable > 0  # the request is in Redis
         self.finish_written = False
-        self.opening = False  # its first write is under way, see `WriteBehind.opened`
+        self.opening = False  # its first write is in progress, see `WriteBehind.write_first`
         self.request_id = current().request_id
 
     @property
@@ -45,47 +44,52 @@ class Entry:
 
 
 class WriteBehind:
+    """Queue of changed sessions and the task that writes them."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._dirty: dict[str, Entry] = {}
-        self._news = asyncio.Event()
+        self._pending = asyncio.Event()
 
     @property
     def unwritten(self) -> int:
-        """Sessions with news that Redis does not have yet."""
+        """Return the number of sessions with changes that Redis lacks."""
         return len(self._dirty)
 
-    def changed(self, entry: Entry) -> None:
+    def mark_changed(self, entry: Entry) -> None:
         self._dirty[entry.record.session_id] = entry
-        self._news.set()
+        self._pending.set()
 
-    async def opened(self, entry: Entry) -> None:
-        """Redis has the request, or does not take it just now: whoever hears of a session may ask for it again."""
+    async def write_first(self, entry: Entry) -> None:
+        """Write a new session before its id is sent to the client, who may then resume it.
+
+        Without an answer in time the session continues, and is written later.
+        """
         if entry.known:
             return
-        # One slow answer makes it seem away for a moment, in which it may well take a session.
-        seconds = OPEN_S if self._store.up else OPEN_AWAY_S
+        # A single slow answer marks Redis as down, although it may accept the next write.
+        seconds = FIRST_WRITE_S if self._store.up else FIRST_WRITE_DOWN_S
         entry.opening = True
         try:
             async with asyncio.timeout(seconds):
                 await self._write(entry)
         except (StoreDown, TimeoutError) as error:
-            told = str(error) or f"no answer within {seconds:g} s"
-            log.warning("a session begins that redis does not know", session_id=entry.record.session_id, error=told)
+            reason = str(error) or f"no answer within {seconds:g} s"
+            log.warning("session started without redis", session_id=entry.record.session_id, error=reason)
         finally:
             entry.opening = False
 
     async def run(self) -> None:
         while True:
-            await self._news.wait()
+            await self._pending.wait()
             await asyncio.sleep(BATCH_S)
-            self._news.clear()
+            self._pending.clear()
             await self._write_batch()
             if self._dirty and not self._store.up:
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self, seconds: float) -> bool:
-        """Wait until Redis has everything; whether it has."""
+        """Write all changes; return False if that takes longer than `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while self._dirty:
@@ -99,11 +103,11 @@ class WriteBehind:
     async def _write_batch(self) -> None:
         batch = list(self._dirty.values())
         self._dirty.clear()
-        await asyncio.gather(*(self._bring_up_to_date(entry) for entry in batch))
+        await asyncio.gather(*(self._update(entry) for entry in batch))
 
-    async def _bring_up_to_date(self, entry: Entry) -> None:
+    async def _update(self, entry: Entry) -> None:
         if entry.opening:
-            self.changed(entry)  # looked at again: that write may fail
+            self.mark_changed(entry)  # checked again later: the first write may fail
             return
         if entry.current:
             return
@@ -112,10 +116,10 @@ class WriteBehind:
         except StoreDown:
             fenced = False
         if not fenced and not entry.current:
-            self.changed(entry)
+            self.mark_changed(entry)
 
     async def _write(self, entry: Entry) -> bool:
-        """One write; False: the session is somebody else's now."""
+        """Write the changes of a session; return False if another coordinator owns it now."""
         record = entry.record
         start, end, finished = entry.durable, len(record.tokens), record.finished
         answer = await self._store.write(record, start, end, whole=not entry.known)
@@ -127,7 +131,7 @@ class WriteBehind:
             entry.finish_written = finished
         else:
             log.info(
-                "redis lost a session, writing it again",
+                "session lost by redis, writing it again",
                 session_id=record.session_id,
                 request_id=entry.request_id,
                 answer=answer,

@@ -1,1 +1,1 @@
-"""Sessions: begun, drafted, verified, committed, resumed."""
+"""Sessions: start, drafting, verification, commits, resumption."""

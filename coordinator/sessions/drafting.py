@@ -1,7 +1,7 @@
-"""The drafters of one session: attached, told, steered, and their guesses relayed.
+"""Drafters of one session: attaching, steering, and relaying their guesses.
 
-All feed one guess tree at the verifier. Losing one costs its guesses and
-nothing else: another is attached when there is one.
+All feed one guess tree at the verifier. The loss of a drafter costs only its
+guesses; another one is attached as soon as one is available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import DrafterStream, VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import LOOK_EVERY_S, WorkerConnection, WorkerPool
+from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import POLL_S, WorkerPool
 from outrider.base.aio import background
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
@@ -39,46 +40,48 @@ from outrider.v1 import drafter_pb2 as draft
 log = structlog.get_logger(__name__)
 
 DRAFTER_WAIT_S = 3600.0
-LOOK_FOR_MORE_S = 1.0  # for a drafter beside another: a newcomer is noticed at once all the same
+POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingContext:
-    """What drafting has to work with."""
+    """Components that the drafting of all sessions shares."""
 
-    roster: WorkerPool
+    worker_pool: WorkerPool
     pairs: PairHistoryStore
     gamma_max: int
     drafters: int  # per session at most
 
 
 def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
-    """Whether two workers run on the CPU of the same machine, as far as they tell."""
+    """Return whether two workers report that they run on the CPU of the same machine."""
     same = bool(one.machine) and one.machine == other.machine
     return same and all(worker.model.device in ("", "cpu") for worker in (one, other))
 
 
 class Drafting:
-    def __init__(self, record: SessionRecord, target: Target, means: DraftingContext, stats: RequestStats) -> None:
-        wish = record.request.wish
+    """Drafters of one session and the γ control that steers them."""
+
+    def __init__(self, record: SessionRecord, target: Target, context: DraftingContext, stats: RequestStats) -> None:
+        options = record.request.speculation
         self._record = record
-        self._wish = wish
+        self._options = options
         self._target = target
-        self._means = means
+        self._context = context
         self._stats = stats
-        self._positions = max(means.gamma_max, wish.gamma or 0)
-        wishes = FixedChoices(wish.gamma, wish.patience_us, wish.branches, wish.ahead)
+        self._positions = max(context.gamma_max, options.gamma or 0)
+        fixed = FixedChoices(options.gamma, options.patience_us, options.branches, options.ahead)
         single = record.request.params.mode.needs_draft_probs
-        self._control = Controller(means.gamma_max, Estimator(self._positions), wishes, single=single)
+        self._control = Controller(context.gamma_max, Estimator(self._positions), fixed, single=single)
         stats.control = self._control
         self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
         self._verifier: VerifierStream | None = None
         self._attached: dict[int, AttachedDrafter] = {}  # by source
         self._sources = 0
-        self._models: set[str] = set()  # fingerprints of those attached and those that are about to be
-        self._shunned: set[str] = set()  # drafters that sent this session nonsense
-        self._features_on = False
+        self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
+        self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
+        self._hidden_states_on = False
         self._passed_at = -1
 
     @property
@@ -86,23 +89,23 @@ class Drafting:
         return self._control.plan
 
     @property
-    def wants_features(self) -> bool:
-        """Whether somebody attached builds on the target's hidden states, or may soon be."""
-        if any(drafter.wants_features for drafter in self._attached.values()):
+    def wants_hidden_states(self) -> bool:
+        """Return whether an attached drafter uses hidden states, or an available one would."""
+        if any(drafter.wants_hidden_states for drafter in self._attached.values()):
             return True
-        room = len(self._models) < self._places
-        return room and self._means.roster.choose(Role.DRAFTER, self._builds_on_features) is not None
+        place_left = len(self._models) < self._places
+        return place_left and self._context.worker_pool.choose(Role.DRAFTER, self._uses_hidden_states) is not None
 
-    # What the session says.
+    # Calls by the session.
 
     @asynccontextmanager
-    async def beside(self, verifier: VerifierStream, *, features: bool) -> AsyncIterator[None]:
-        """Have drafters attached whenever there are any, for as long as this verifier has the session."""
+    async def attached_to(self, verifier: VerifierStream, *, hidden_states: bool) -> AsyncIterator[None]:
+        """Keep drafters attached while this verifier has the session."""
         self._verifier = verifier
         self._window.clear()
-        self._features_on = features
+        self._hidden_states_on = hidden_states
         self._passed_at = -1
-        load = verifier.link.info.load
+        load = verifier.connection.info.load
         self._control.estimator.attach_verifier(load.cost, load.sessions)
         try:
             async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
@@ -110,115 +113,118 @@ class Drafting:
         finally:
             self._verifier = None
 
-    def judged(self, verdict: Verdict) -> None:
-        """Learn from a verdict."""
+    def observe(self, verdict: Verdict) -> None:
+        """Update the estimates by a verdict."""
         awaited = self._control.wait_timeout_ms > 0 and not verdict.offered
         tallies = {tally.source: tally for tally in verdict.sources}
         for drafter in self._joined:
-            drafter.judged(tallies.get(drafter.source), awaited=awaited)
+            drafter.observe(tallies.get(drafter.source), awaited=awaited)
         if self._control.plan.gamma or tallies:
             self._selection.observe(verdict.sources)
         self._control.observe(verdict)
 
-    def committed(self, verdict: Verdict) -> None:
-        """Pass on what is final, and let γ follow."""
-        if verdict.features is not None and self._features_on:
+    def commit(self, verdict: Verdict) -> None:
+        """Send committed tokens to the drafters and choose the next plan."""
+        if verdict.features is not None and self._hidden_states_on:
             self._window.add(verdict.features)
         now = time.monotonic()
         for drafter in self._attached.values():
-            self._stats.feature_bytes += drafter.committed(verdict.position, verdict.tokens, verdict.features, now)
+            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, verdict.features, now)
         self._steer()
 
-    def refused(self, refusal: Refusal) -> None:
-        """The verifier says that somebody sends nonsense."""
+    def drop_refused(self, refusal: Refusal) -> None:
+        """Detach the drafter whose guess the verifier refused."""
         drafter = self._attached.get(refusal.source)
         if drafter is not None:
-            worker_id = drafter.link.info.worker_id
-            self._shunned.add(worker_id)
-            drafter.hang_up(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
+            self._excluded.add(drafter.connection.info.worker_id)
+            drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
 
-    # One drafter's time.
+    # Drafters.
 
     async def _keep_drafting(self, verifier: VerifierStream, place: int) -> None:
-        """One drafter after the other, for ever."""
-        look_every_s = LOOK_FOR_MORE_S if place else LOOK_EVERY_S
+        """Attach one drafter after another to this place."""
+        poll_s = POLL_FURTHER_S if place else POLL_S
         while True:
-            link = await self._means.roster.wait_for(DRAFTER_WAIT_S, self._choose, look_every_s=look_every_s)
-            if link is None:
+            connection = await self._context.worker_pool.wait_for(DRAFTER_WAIT_S, self._choose, poll_s=poll_s)
+            if connection is None:
                 continue
-            model = link.info.model.fingerprint
+            model = connection.info.model.fingerprint
             self._models.add(model)
             try:
-                await self._with_one_drafter(verifier, link)
+                await self._run_one_drafter(verifier, connection)
             except OutriderError as error:
-                log.info("drafter lost", error=error.message)
-                if isinstance(error, InvalidRequest | ProtocolViolation):
-                    self._shunned.add(link.info.worker_id)
-                if isinstance(error, ProtocolViolation):
-                    self._means.roster.shunning.report(link.info, error.message)
-                self._stats.lost_drafter(error)
-                link.failed()
+                self._handle_loss(connection, error)
             finally:
                 self._models.discard(model)
-                self._ask_for_features()
+                self._request_hidden_states()
                 self._steer()
 
-    async def _with_one_drafter(self, verifier: VerifierStream, link: WorkerConnection) -> None:
-        history = await self._means.pairs.recall(self._target.info.fingerprint, link.info.model.fingerprint)
+    async def _run_one_drafter(self, verifier: VerifierStream, connection: WorkerConnection) -> None:
+        history = await self._context.pairs.recall(self._target.info.fingerprint, connection.info.model.fingerprint)
         self._sources += 1
         source = self._sources
-        span = self._stats.span.child("draft", link.attributes)
-        async with DrafterStream(link, self._opening(), source, span) as hop:
-            drafter = AttachedDrafter(hop, source, PairEstimate(self._positions), self._control.plan, time.monotonic())
+        span = self._stats.span.child("draft", connection.attributes)
+        async with DrafterStream(connection, self._opening(), source, span) as stream:
+            pair = PairEstimate(self._positions)
+            drafter = AttachedDrafter(stream, source, pair, self._control.plan, time.monotonic())
             self._attached[source] = drafter
             try:
-                opened = await hop.opened()
+                opened = await stream.opened()
                 self._join(drafter, opened.opened.features, history)
-                async for guess in hop.guesses():
+                async for guess in stream.guesses():
                     self._relay(verifier, drafter, guess)
-                if not link.info.draining:
-                    raise PeerLost(f"{link.info.address} ended the stream while there was something to guess")
+                if not connection.info.draining:
+                    raise PeerLost(f"{connection.info.address} ended the stream before the session ended")
             finally:
                 self._leave(drafter)
 
-    def _join(self, drafter: AttachedDrafter, wants_features: bool, history: PairHistory | None) -> None:
-        drafter.link.worked()
-        self._begin_from(drafter, history)
+    def _handle_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
+        log.info("drafter lost", error=error.message)
+        if isinstance(error, InvalidRequest | ProtocolViolation):
+            self._excluded.add(connection.info.worker_id)
+        if isinstance(error, ProtocolViolation):
+            self._context.worker_pool.shunned.report(connection.info, error.message)
+        self._stats.record_drafter_loss(error)
+        connection.record_failure()
+
+    def _join(self, drafter: AttachedDrafter, wants_hidden_states: bool, history: PairHistory | None) -> None:
+        drafter.connection.record_success()
+        self._start_estimates(drafter, history)
         drafter.joined = True
-        drafter.wants_features = wants_features
-        self._stats.attached(drafter.source, drafter.link.info.kind)
+        drafter.wants_hidden_states = wants_hidden_states
+        self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
         self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate)
-        self._ask_for_features()
-        held = self._window.held()
-        if wants_features and held is not None:
-            self._stats.feature_bytes += drafter.committed(self._record.position, (), held, time.monotonic())
+        self._request_hidden_states()
+        known = self._window.contents()
+        if wants_hidden_states and known is not None:
+            self._stats.hidden_bytes += drafter.commit(self._record.position, (), known, time.monotonic())
         self._steer()
 
-    def _begin_from(self, drafter: AttachedDrafter, history: PairHistory | None) -> None:
-        """The pair begins from what it has shown before; so does γ, unless those at work promise more."""
-        pair, together = drafter.pair, self._control.estimator.pair
+    def _start_estimates(self, drafter: AttachedDrafter, history: PairHistory | None) -> None:
+        """Start the drafter's estimates from its history, and the session's too if no better drafter is attached."""
+        pair, session = drafter.pair, self._control.estimator.pair
         if history is not None:
             pair.start_from(history)
         expected = pair.accepted_tokens * pair.proposal_rate
-        if self._joined and expected > together.accepted_tokens * together.proposal_rate:
-            together.start_from(history or PairHistory())
+        if self._joined and expected > session.accepted_tokens * session.proposal_rate:
+            session.start_from(history or PairHistory())
         elif not self._joined and history is not None:
-            together.start_from(history)
+            session.start_from(history)
 
     def _relay(self, verifier: VerifierStream, drafter: AttachedDrafter, guess: common.Guess) -> None:
-        drafter.guessed(guess, time.monotonic())
-        self._stats.guessed(guess)
-        self._see_whether_late(drafter, guess)
+        drafter.receive(guess, time.monotonic())
+        self._stats.record_guess(guess)
+        self._observe_late_guess(drafter, guess)
         if guess.tokens:
             verifier.guess(guess)
         else:
-            self._pass_on()
+            self._forward_pass()
 
-    def _see_whether_late(self, drafter: AttachedDrafter, guess: common.Guess) -> None:
-        """What was committed before a guess came judges it here."""
-        at = guess.position - len(self._record.request.prompt)
-        if guess.parent == 0 and guess.tokens and 0 <= at < len(self._record.tokens):
-            hit = self._record.tokens[at] == guess.tokens[0]
+    def _observe_late_guess(self, drafter: AttachedDrafter, guess: common.Guess) -> None:
+        """Compare a guess with the output if its position was committed before it arrived."""
+        index = guess.position - len(self._record.request.prompt)
+        if guess.parent == 0 and guess.tokens and 0 <= index < len(self._record.tokens):
+            hit = self._record.tokens[index] == guess.tokens[0]
             drafter.pair.observe_late_guess(hit=hit)
             self._control.estimator.pair.observe_late_guess(hit=hit)
 
@@ -226,19 +232,23 @@ class Drafting:
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
         if drafter.pair.checked_steps:
-            target, model = self._target.info.fingerprint, drafter.link.info.model.fingerprint
-            together = self._control.estimator.pair.history()
-            own = drafter.pair.history()
-            if self._sources == 1:  # what all showed together is what it showed: first guesses told from runners-up
-                own = replace(own, acceptance=together.acceptance)
-            shown = replace(
-                own,
-                tree_gain=together.tree_gain,
-                ahead_gain=together.ahead_gain,
-                tree_rows=together.tree_rows,
-                paces=together.paces,
-            )
-            self._means.pairs.remember(target, model, shown)
+            self._remember(drafter)
+
+    def _remember(self, drafter: AttachedDrafter) -> None:
+        """Store the drafter's pair history."""
+        session = self._control.estimator.pair.history()
+        own = drafter.pair.history()
+        if self._sources == 1:  # a single drafter: the session's acceptance is its own, without tokens from branches
+            own = replace(own, acceptance=session.acceptance)
+        history = replace(
+            own,
+            tree_gain=session.tree_gain,
+            ahead_gain=session.ahead_gain,
+            tree_rows=session.tree_rows,
+            paces=session.paces,
+        )
+        target, model = self._target.info.fingerprint, drafter.connection.info.model.fingerprint
+        self._context.pairs.remember(target, model, history)
 
     # Steering.
 
@@ -247,36 +257,36 @@ class Drafting:
         return [drafter for drafter in self._attached.values() if drafter.joined]
 
     def _steer(self) -> None:
-        """Let control decide; tell both ends what changed."""
+        """Choose a plan and send what changed to verifier and drafters."""
         verifier = self._verifier
         if verifier is None:
             return
-        round_trips_ms = verifier.link.round_trip_ms
+        round_trips_ms = verifier.connection.round_trip_ms
         best = self._attached.get(self._selection.best or 0)
         if best is not None:
-            round_trips_ms += best.link.round_trip_ms
+            round_trips_ms += best.connection.round_trip_ms
             self._control.estimator.pair.draft_ms = best.pair.draft_ms
             self._control.estimator.pair.level_ms = best.pair.level_ms
-            self._control.shared_cores = share_cores(verifier.link.info, best.link.info)
-            self._stats.drafter_kind = best.link.info.kind
+            self._control.shared_cores = share_cores(verifier.connection.info, best.connection.info)
+            self._stats.drafter_kind = best.connection.info.kind
         steering = self._control.decide(round_trips_ms, attached=best is not None)
         plan = self._control.plan
         if steering is not None:
-            self._tell_of_plan()
+            self._log_plan()
             verifier.steer(steering)
         now = time.monotonic()
         for source, gamma in self._selection.gammas(plan.gamma).items():
             self._attached[source].steer(plan if gamma else PLAIN, now)
-        self._pass_on()
+        self._forward_pass()
 
-    def _tell_of_plan(self) -> None:
+    def _log_plan(self) -> None:
         if not log.is_enabled_for(logging.DEBUG):
-            return  # what else was considered takes a millisecond to find
+            return  # the alternatives take a millisecond to compute
         considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.best_per_mode()}
         log.debug("plan", plan=self._control.plan.label, considered=considered)
 
-    def _pass_on(self) -> None:
-        """Once everybody who may guess has nothing to guess, the verifier need not wait."""
+    def _forward_pass(self) -> None:
+        """Tell the verifier not to wait once every drafter that may guess has no guess."""
         asked = [drafter.passed for drafter in self._joined if drafter.plan.gamma]
         passed = [guess for guess in asked if guess is not None]
         if not passed or len(passed) < len(asked):
@@ -286,11 +296,11 @@ class Drafting:
             self._passed_at = first.position
             self._verifier.guess(first)
 
-    def _ask_for_features(self) -> None:
-        wanted = self.wants_features
-        if self._verifier is None or wanted == self._features_on:
+    def _request_hidden_states(self) -> None:
+        wanted = self.wants_hidden_states
+        if self._verifier is None or wanted == self._hidden_states_on:
             return
-        self._features_on = wanted
+        self._hidden_states_on = wanted
         self._verifier.steer(Steering(features=wanted))
         if not wanted:
             self._window.clear()
@@ -299,22 +309,22 @@ class Drafting:
 
     @property
     def _places(self) -> int:
-        return self._means.drafters if self._control.wants_drafter else 0
+        return self._context.drafters if self._control.wants_drafter else 0
 
     def _choose(self) -> WorkerConnection | None:
-        return self._means.roster.choose(Role.DRAFTER, self._fits)
+        return self._context.worker_pool.choose(Role.DRAFTER, self._fits)
 
-    def _fits(self, link: WorkerConnection) -> bool:
-        """Never two of one model. One more is a luxury: it must have room."""
+    def _fits(self, connection: WorkerConnection) -> bool:
+        """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
         return (
-            self._wish.drafter in ("", link.info.kind)
-            and link.info.worker_id not in self._shunned
-            and link.info.model.fingerprint not in self._models
-            and (not self._models or link.occupancy() < 1.0)
+            self._options.drafter in ("", connection.info.kind)
+            and connection.info.worker_id not in self._excluded
+            and connection.info.model.fingerprint not in self._models
+            and (not self._models or connection.occupancy() < 1.0)
         )
 
-    def _builds_on_features(self, link: WorkerConnection) -> bool:
-        return link.info.features and self._fits(link)
+    def _uses_hidden_states(self, connection: WorkerConnection) -> bool:
+        return connection.info.features and self._fits(connection)
 
     def _opening(self) -> draft.OpenDraft:
         request = self._record.request

@@ -1,4 +1,4 @@
-"""What the coordinator's metrics read when they are asked for: sessions, workers, Redis."""
+"""Gauges of the coordinator, read on each scrape: sessions, workers, Redis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.session import Session
-from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
+from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.collectors import Readings
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.fleet import Role
@@ -16,22 +17,30 @@ from outrider.protocol.fleet import Role
 _STATES = ("usable", "draining", "resting", "shunned")
 
 
-def show(
-    metrics: CoordinatorMetrics, sessions: Mapping[str, Session], roster: WorkerPool, store: Store, journal: WriteBehind
+def connect_gauges(
+    metrics: CoordinatorMetrics,
+    sessions: Mapping[str, Session],
+    worker_pool: WorkerPool,
+    store: Store,
+    write_behind: WriteBehind,
 ) -> None:
-    metrics.running.source = lambda: _sessions(sessions, roster, waiting=False)
-    metrics.waiting.source = lambda: _sessions(sessions, roster, waiting=True)
-    metrics.workers.source = lambda: _workers(roster)
-    metrics.violations.source = lambda: [((_role(role),), roster.shunning.violations[role]) for role in Role]
-    metrics.round_trips.source = lambda: [(_name(link), link.round_trip_ms / 1000) for link in roster.links()]
-    metrics.worker_sessions.source = lambda: [(_name(link), link.sessions) for link in roster.links()]
+    metrics.running.source = lambda: _sessions(sessions, worker_pool, waiting=False)
+    metrics.waiting.source = lambda: _sessions(sessions, worker_pool, waiting=True)
+    metrics.workers.source = lambda: _workers(worker_pool)
+    metrics.violations.source = lambda: [((_role(role),), worker_pool.shunned.violations[role]) for role in Role]
+    metrics.round_trips.source = lambda: [
+        (_name(connection), connection.round_trip_ms / 1000) for connection in worker_pool.connections()
+    ]
+    metrics.worker_sessions.source = lambda: [
+        (_name(connection), connection.sessions) for connection in worker_pool.connections()
+    ]
     metrics.redis_up.source = lambda: [((), float(store.up))]
-    metrics.unwritten.source = lambda: [((), journal.unwritten)]
+    metrics.unwritten.source = lambda: [((), write_behind.unwritten)]
 
 
-def _sessions(sessions: Mapping[str, Session], roster: WorkerPool, *, waiting: bool) -> Readings:
-    """By model; of the present target also when there are none."""
-    counts = Counter({roster.target.info.name: 0} if roster.target is not None else {})
+def _sessions(sessions: Mapping[str, Session], worker_pool: WorkerPool, *, waiting: bool) -> Readings:
+    """Return the number of sessions by model, with 0 for the present target if there are none."""
+    counts = Counter({worker_pool.target.info.name: 0} if worker_pool.target is not None else {})
     counts.update(
         session.target.info.name
         for session in sessions.values()
@@ -40,13 +49,13 @@ def _sessions(sessions: Mapping[str, Session], roster: WorkerPool, *, waiting: b
     return [((model,), count) for model, count in counts.items()]
 
 
-def _workers(roster: WorkerPool) -> Readings:
-    counts = Counter((link.info.role, roster.state(link)) for link in roster.links())
+def _workers(worker_pool: WorkerPool) -> Readings:
+    counts = Counter((connection.info.role, worker_pool.state(connection)) for connection in worker_pool.connections())
     return [((_role(role), state), counts[role, state]) for role in Role for state in _STATES]
 
 
-def _name(link: WorkerConnection) -> tuple[str, str, str]:
-    return _role(link.info.role), link.info.kind, link.info.address
+def _name(connection: WorkerConnection) -> tuple[str, str, str]:
+    return _role(connection.info.role), connection.info.kind, connection.info.address
 
 
 def _role(role: Role) -> str:

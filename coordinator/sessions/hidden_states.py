@@ -1,4 +1,4 @@
-"""The target's hidden states of a session's newest positions, for drafters that come later. Pure."""
+"""Hidden states of a session's newest positions, kept for drafters that are attached later. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ WINDOW = 256  # positions
 
 
 class HiddenStateWindow:
-    """Without a gap, up to the newest that a verifier has sent."""
+    """Window of consecutive positions up to the newest one received."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -18,19 +18,19 @@ class HiddenStateWindow:
     def clear(self) -> None:
         self._rows.clear()
 
-    def add(self, features: HiddenStates) -> None:
-        row = 2 * features.width
-        if not row:
+    def add(self, states: HiddenStates) -> None:
+        row_bytes = 2 * states.width
+        if not row_bytes:
             return
-        if features.width != self._width or features.position != self._first + len(self._rows) // row:
-            # What is to follow does not: a new stream, or one that was steered off for a while.
+        if states.width != self._width or states.position != self._first + len(self._rows) // row_bytes:
+            # A gap: a new stream, or hidden states were switched off for a while.
             self._rows.clear()
-            self._first, self._width = features.position, features.width
-        self._rows += features.rows
-        excess = len(self._rows) - WINDOW * row
+            self._first, self._width = states.position, states.width
+        self._rows += states.rows
+        excess = len(self._rows) - WINDOW * row_bytes
         if excess > 0:
             del self._rows[:excess]
-            self._first += excess // row
+            self._first += excess // row_bytes
 
-    def held(self) -> HiddenStates | None:
+    def contents(self) -> HiddenStates | None:
         return HiddenStates(self._first, self._width, bytes(self._rows)) if self._rows else None

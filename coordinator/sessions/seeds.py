@@ -1,11 +1,11 @@
-"""Seeds of the noise that workers draw with under rejection and block: of each worker its own, of each session its own.
+"""Seeds of the workers' noise under rejection and block verification, distinct per session and worker.
 
-Greedy and coupled texts are functions of the request's seed, and every worker
-is told that seed. The other two rules need noise that nothing guessed depends
-on. A request's seed may come again while a drafter remembers what it led to,
-so a session draws a nonce when it begins; its record keeps it. An epoch later
-a coordinator may have lost tokens that a drafter was told, so the epoch is
-mixed in. The digest keeps a drafter from computing the verifier's noise.
+Greedy and coupled texts are functions of the request's seed, which every
+worker receives. The other two rules need noise that no guess depends on. A
+seed may be used again while a drafter still knows what it led to, so each
+session draws a nonce and stores it in its record. After a takeover, tokens
+that a drafter has seen may be lost, so the epoch is mixed in. The digest
+keeps a drafter from computing the verifier's noise.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def draw_nonce() -> str:
 
 
 def verifier_params(record: SessionRecord) -> SamplingParams:
-    """Return the request's parameters with the seed that a verifier is told."""
+    """Return the request's parameters with the verifier's seed."""
     return _seeded(record, "verifier")
 
 
 def drafter_params(record: SessionRecord, source: int) -> SamplingParams:
-    """Return the request's parameters with the seed that the drafter of this source is told."""
+    """Return the request's parameters with the seed of the drafter with this source number."""
     return _seeded(record, f"drafter {source}")
 
 

@@ -1,9 +1,9 @@
 """One session: draft, verify, commit.
 
-`Session.run` holds the stream to a verifier and, beside it, those to its
-drafters (see `drafting`). Guesses are relayed the one way, verdicts become
-text, records and commits the other way. Losing a drafter costs speed only;
-losing a verifier replays prompt and committed tokens to another.
+`Session.run` holds the stream to a verifier; `Drafting` holds those to the
+drafters. Guesses are relayed to the verifier. Verdicts become text, records
+and commits. Losing a drafter costs speed only. After the loss of a verifier,
+prompt and committed tokens are sent to another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
-from coordinator.workers.worker_pool import WorkerConnection, WorkerPool
+from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import Span, Tracing
@@ -51,14 +52,14 @@ from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
-MAX_READ = 512  # tokens that a follower gets at once
-_PAGE = 64  # tokens; what a verifier needs beside prompt and output
-MAX_FRUITLESS = 5  # verifiers lost in a row without a single verdict
+MAX_READ = 512  # tokens that a client gets at once
+_EXTRA_TOKENS = 64  # KV cache slots that a verifier needs besides prompt and output
+MAX_FRUITLESS = 5  # verifiers lost in a row without a verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One output token as a follower sees it."""
+    """One output token as clients receive it."""
 
     token: int
     kind: TokenKind
@@ -68,11 +69,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """What every session of a coordinator works with."""
+    """Components that all sessions of a coordinator share."""
 
-    roster: WorkerPool
-    journal: WriteBehind
-    means: DraftingContext
+    worker_pool: WorkerPool
+    write_behind: WriteBehind
+    drafting: DraftingContext
     metrics: CoordinatorMetrics
     tracing: Tracing
     worker_wait_s: float
@@ -81,87 +82,90 @@ class SessionContext:
 
 
 class Session:
-    """Grows from a record: a new one, one taken over from another coordinator, or a finished one to be read again."""
+    """A session of this coordinator: new, taken over from another coordinator, or finished and read again."""
 
-    def __init__(self, record: SessionRecord, target: Target, deps: SessionContext, *, durable: int = 0) -> None:
+    def __init__(self, record: SessionRecord, target: Target, context: SessionContext, *, durable: int = 0) -> None:
         self.record = record
-        self.stats = RequestStats(deps.metrics.of(target.info.name))
+        self.stats = RequestStats(context.metrics.of(target.info.name))
         self.followers = 0
         self.error: OutriderError | None = None
         self.ended = False
         self.rest = TextPiece("")
         self.target = target
-        self._deps = deps
+        self._context = context
         self._entry = Entry(record, self._fenced, durable)
         self._tokens: list[Token] = []
-        self._watchers: list[asyncio.Event] = []
+        self._events: list[asyncio.Event] = []  # of clients that wait for output
         self._task: asyncio.Task[None] | None = None
         request = record.request
         self._text = TextStream(target.decode, request.prompt, request.params.stop)
-        self._dropped: set[str] = set()  # verifiers that this session does not go back to
-        self._drafting = Drafting(record, target, deps.means, self.stats)
+        self._excluded: set[str] = set()  # verifiers that this session does not use again
+        self._drafting = Drafting(record, target, context.drafting, self.stats)
         for index, (token, kind) in enumerate(zip(record.tokens, record.kinds, strict=True)):
-            if self._show(token, kind, record.logprobs_of(index)).stop:
+            if self._append(token, kind, record.logprobs_of(index)).stop:
                 break
         if record.finished:
             self._end()
 
     @property
     def plan(self) -> SpeculationPlan:
-        """How it is drafted now."""
+        """Return the present plan."""
         return self._drafting.plan
 
-    # For those who follow.
+    # Output for clients.
 
     async def follow(self, start: int) -> AsyncIterator[tuple[int, list[Token]]]:
-        """Output tokens from position `start` on, as they come, until the session ends."""
+        """Yield output tokens from position `start` on until the session ends."""
         at = start
-        with self.watched() as news:
+        with self.notified() as changed:
             while True:
-                news.clear()
+                changed.clear()
                 if new := self.read(at):
                     yield at, new
                     at += len(new)
                 elif self.ended:
                     return
                 else:
-                    await news.wait()
+                    await changed.wait()
 
     def read(self, at: int) -> list[Token]:
-        """Return some of the output tokens from this position on. Nothing is kept for a follower: it reads on here."""
+        """Return at most MAX_READ output tokens from this position on. A slow client therefore needs no buffer."""
         return self._tokens[at : at + MAX_READ]
 
     @contextlib.contextmanager
-    def watched(self, news: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Set an event whenever there is more to read, or the end."""
-        news = news or asyncio.Event()
-        self._watchers.append(news)
+    def notified(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
+        """Yield an event that is set on new output and at the end of the session."""
+        changed = changed or asyncio.Event()
+        self._events.append(changed)
         try:
-            yield news
+            yield changed
         finally:
-            self._watchers.remove(news)
+            self._events.remove(changed)
 
     def start(self) -> None:
-        """For the call that this task works for: its logs and its trace name the session from now on."""
+        """Start generating; logs and trace of the calling task name the session from now on."""
         bind_contextvars(session_id=self.record.session_id)
-        self.stats.began(self.record, self._span())
+        self.stats.start(self.record, self._span())
         self._task = asyncio.create_task(self.run())
-        self._task.add_done_callback(lambda _: self.stats.ended(self.record, self.error))
+        self._task.add_done_callback(lambda _: self.stats.finish(self.record, self.error))
 
     async def opened(self) -> None:
-        """To be awaited before anybody hears of it: another coordinator could take it over now."""
+        """Wait until Redis has the session, so that another coordinator could resume it.
+
+        The session id must not be sent to the client before that.
+        """
         if self._task is not None:
-            await self._deps.journal.opened(self._entry)
+            await self._context.write_behind.write_first(self._entry)
 
     def cancel(self) -> None:
-        """Somebody asked for the end: it is final."""
+        """End the session for good, at the client's request."""
         if not self.ended:
             self.record.finish_reason = FinishReason.CANCELLED
-            self._deps.journal.changed(self._entry)
+            self._context.write_behind.mark_changed(self._entry)
             self.stop()
 
     def stop(self, error: OutriderError | None = None) -> None:
-        """Leave off without finishing; the record can be resumed."""
+        """Stop without finishing; the record can be resumed."""
         if self._task is not None:
             self._task.cancel()
         self.error = self.error or error
@@ -174,21 +178,20 @@ class Session:
     # The main loop.
 
     async def run(self) -> None:
-        """Until the output ends: one verifier's time after the other."""
+        """Generate until the output ends, on one verifier after another."""
         fruitless = 0
         try:
-            self._deps.journal.changed(self._entry)
+            self._context.write_behind.mark_changed(self._entry)
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    going_on = before > 0
-                    async with self._deps.seats.taken(self.record.tenant, self._room_needed, going_on=going_on):
-                        await self._with_one_verifier()
+                    async with self._context.seats.taken(self.record.tenant, self._tokens_needed, resumed=before > 0):
+                        await self._run_on_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)
-                    self.stats.lost_verifier(error)
-                    if fruitless > MAX_FRUITLESS or isinstance(error, _NoFollowers):
+                    self.stats.record_verifier_loss(error)
+                    if fruitless > MAX_FRUITLESS or isinstance(error, _NoVerifier):
                         raise
         except OutriderError as error:
             self.error = error
@@ -198,98 +201,98 @@ class Session:
         finally:
             self._end()
 
-    async def _with_one_verifier(self) -> None:
-        link = await self._find_verifier()
+    async def _run_on_one_verifier(self) -> None:
+        connection = await self._find_verifier()
         try:
-            features = self._drafting.wants_features
-            span = self.stats.span.child("verify", link.attributes)
-            async with VerifierStream(
-                link, self._open_verify(features), span, self.record, self.target.info
-            ) as verifier:
+            hidden_states = self._drafting.wants_hidden_states
+            opening = self._open_verify(hidden_states)
+            span = self.stats.span.child("verify", connection.attributes)
+            async with VerifierStream(connection, opening, span, self.record, self.target.info) as verifier:
                 await verifier.opened()
-                link.worked()
-                self.record.verifier = link.info.worker_id
-                async with self._drafting.beside(verifier, features=features):
-                    async for news in verifier.news():
-                        if isinstance(news, Refusal):
-                            self._drafting.refused(news)
+                connection.record_success()
+                self.record.verifier = connection.info.worker_id
+                async with self._drafting.attached_to(verifier, hidden_states=hidden_states):
+                    async for reply in verifier.replies():
+                        if isinstance(reply, Refusal):
+                            self._drafting.drop_refused(reply)
                             continue
-                        self._commit(news)
-                        if self.record.finished or self._should_move(link):
+                        self._commit(reply)
+                        if self.record.finished or self._should_move(connection):
                             return
                 if not self.record.finished:
-                    raise PeerLost(f"{link.info.address} ended the stream before the output was complete")
+                    raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
         except Overloaded:
-            link.full()
-            if self._deps.roster.choose(Role.VERIFIER, self._may_have) is None and not self.record.tokens:
+            connection.record_full()
+            if self._other_verifier() is None and not self.record.tokens:
                 raise
         except OutriderError as error:
-            if (meant := self._failed_at(link, error)) is error:
+            if (session_error := self._handle_failure(connection, error)) is error:
                 raise
-            raise meant from error
+            raise session_error from error
 
-    def _failed_at(self, link: WorkerConnection, error: OutriderError) -> OutriderError:
-        """A verifier did not do; what that means for the session."""
+    def _handle_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
+        """Record a verifier's failure and return the error that it means for the session."""
         if isinstance(error, ProtocolViolation):
-            self._dropped.add(link.info.worker_id)
-            self._deps.roster.shunning.report(link.info, error.message)
+            self._excluded.add(connection.info.worker_id)
+            self._context.worker_pool.shunned.report(connection.info, error.message)
         elif isinstance(error, PeerLost | Unavailable | Expired):
-            link.failed()
+            connection.record_failure()
         elif not isinstance(error, Fenced):
-            self._dropped.add(link.info.worker_id)
-            if self._deps.roster.choose(Role.VERIFIER, self._may_have) is not None:  # one may be alone in what it says
-                return PeerLost(f"{link.info.address} does not take the session: {error.message}")
+            self._excluded.add(connection.info.worker_id)
+            if self._other_verifier() is not None:  # another verifier may accept the session
+                return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
         return error
 
     @property
-    def _room_needed(self) -> int:
+    def _tokens_needed(self) -> int:
         request = self.record.request
-        return len(request.prompt) + request.params.max_tokens + _PAGE
+        return len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
 
     def _commit(self, verdict: Verdict) -> None:
-        """What the target has said is final: show it, record it, tell the drafters."""
+        """Append a verdict's tokens to the output and the record, and send them to the drafters."""
         record = self.record
-        self._drafting.judged(verdict)
-        self.stats.judged(verdict, self.plan)
+        self._drafting.observe(verdict)
+        self.stats.record_verdict(verdict, self.plan)
         reason = verdict.finish_reason
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
             logprobs = verdict.logprobs[i] if verdict.logprobs else None
             record.append(token, kind, logprobs)
-            piece = self._show(token, kind, logprobs)
+            piece = self._append(token, kind, logprobs)
             if piece.stop:
                 reason = FinishReason.STOP
                 break
         record.finish_reason = reason
-        self._deps.quotas.spend(tenant(), len(verdict.tokens))
-        self._deps.journal.changed(self._entry)
-        self._wake_followers()
+        self._context.quotas.spend(tenant(), len(verdict.tokens))
+        self._context.write_behind.mark_changed(self._entry)
+        self._notify()
         if not record.finished:
-            self._drafting.committed(verdict)
+            self._drafting.commit(verdict)
 
     # Choosing and opening.
 
     async def _find_verifier(self) -> WorkerConnection:
-        """The one that had the session before, if it can be had: its cache may still know the prompt."""
-        roster = self._deps.roster
-        link = await roster.wait_for(
-            self._deps.worker_wait_s,
-            lambda: roster.choose(Role.VERIFIER, self._may_have, prefer=self.record.verifier),
+        """Return a verifier, preferably the last one: its prefix cache may still match the prompt."""
+        connection = await self._context.worker_pool.wait_for(
+            self._context.worker_wait_s, lambda: self._other_verifier(prefer=self.record.verifier)
         )
-        if link is None:
-            dropped = f"; this session has dropped {len(self._dropped)}" if self._dropped else ""
-            raise _NoFollowers(
-                f"no verifier has been available for {self._deps.worker_wait_s:g} s{dropped}", retry_after_ms=5000
+        if connection is None:
+            excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
+            raise _NoVerifier(
+                f"no verifier has been available for {self._context.worker_wait_s:g} s{excluded}", retry_after_ms=5000
             )
-        return link
+        return connection
 
-    def _may_have(self, link: WorkerConnection) -> bool:
-        return link.info.worker_id not in self._dropped
+    def _other_verifier(self, prefer: str = "") -> WorkerConnection | None:
+        """Return an available verifier that this session has not excluded."""
+        return self._context.worker_pool.choose(
+            Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
+        )
 
-    def _should_move(self, link: WorkerConnection) -> bool:
-        """A verifier that drains hands its sessions over, if there is somebody to take them."""
-        return link.info.draining and self._deps.roster.choose(Role.VERIFIER, self._may_have) is not None
+    def _should_move(self, connection: WorkerConnection) -> bool:
+        """Return whether the verifier drains and another one is available."""
+        return connection.info.draining and self._other_verifier() is not None
 
-    def _open_verify(self, features: bool) -> verify.OpenVerify:
+    def _open_verify(self, hidden_states: bool) -> verify.OpenVerify:
         request = self.record.request
         return verify.OpenVerify(
             session_id=self.record.session_id,
@@ -298,19 +301,19 @@ class Session:
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(verifier_params(self.record)),
             steer=common.Steer(gamma=0),
-            features=features,
+            features=hidden_states,
             cache_salt=request.cache_salt,
             tenant=self.record.tenant,
         )
 
     def _span(self) -> Span:
-        origin, request = current(), self.record.request
-        return self._deps.tracing.start(
+        context, request = current(), self.record.request
+        return self._context.tracing.start(
             "generate",
-            origin.carrier,
+            context.carrier,
             {
                 "outrider.session_id": self.record.session_id,
-                "outrider.request_id": origin.request_id,
+                "outrider.request_id": context.request_id,
                 "outrider.verification": request.params.mode.name.lower(),
                 "gen_ai.request.model": self.target.info.name,
                 "gen_ai.request.max_tokens": request.params.max_tokens,
@@ -318,9 +321,9 @@ class Session:
             },
         )
 
-    # Keeping the output.
+    # Output.
 
-    def _show(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> TextPiece:
+    def _append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> TextPiece:
         piece = self._text.add(token)
         self._tokens.append(Token(token, kind, piece.text, logprobs))
         if piece.stop:
@@ -333,15 +336,15 @@ class Session:
         if self.record.finished and not self.rest.stop:
             self.rest = self._text.end()
         self.ended = True
-        self._wake_followers()
+        self._notify()
 
-    def _wake_followers(self) -> None:
-        for news in self._watchers:
-            news.set()
+    def _notify(self) -> None:
+        for changed in self._events:
+            changed.set()
 
     def _fenced(self) -> None:
         self.stop(fenced(self.record.session_id))
 
 
-class _NoFollowers(Unavailable):
-    """No verifier came in time: trying on would not help."""
+class _NoVerifier(Unavailable):
+    """Error for a session that found no verifier in time; a further attempt would not help."""

@@ -1,4 +1,4 @@
-"""What speculation did for one request, counted from its guesses and verdicts; metrics and trace hear of it too."""
+"""Statistics of one request, counted from its guesses and verdicts, and recorded in metrics and trace."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 
 class RequestStats:
+    """Counters of one request. The properties are cheap; `values` also computes the plans that were considered."""
+
     def __init__(self, metrics: TargetMetrics) -> None:
         self._metrics = metrics
         self.span: Span = UNSEEN
@@ -35,7 +37,7 @@ class RequestStats:
         self._drafts = 0
         self._committed_with_drafts = 0
         self._gamma_sum = 0
-        self._offered: list[int] = []
+        self._proposed: list[int] = []
         self._accepted: list[int] = []
         self._guessed = 0
         self._payload_bytes = 0
@@ -48,48 +50,48 @@ class RequestStats:
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
-        self.feature_bytes = 0
+        self.hidden_bytes = 0
         self.control: Controller | None = None
         self._missed = 0
         self._missed_at_hand = 0
-        self._kinds: dict[int, str] = {}  # of every drafter that there was, by its source
-        self._guessed_by: Counter[str] = Counter()
-        self._accepted_of: Counter[str] = Counter()
+        self._kinds: dict[int, str] = {}  # of each drafter so far, by source
+        self._proposed_by: Counter[str] = Counter()
+        self._accepted_by: Counter[str] = Counter()
 
     @property
     def waiting(self) -> bool:
-        """Whether there is no token yet."""
+        """Return whether the request has no token yet."""
         return self._first_token is None
 
-    def began(self, record: SessionRecord, span: Span) -> None:
+    def start(self, record: SessionRecord, span: Span) -> None:
         self.span = span
         self._metrics.prompt_tokens.inc(len(record.request.prompt))
 
-    def attached(self, source: int, kind: str) -> None:
+    def record_drafter(self, source: int, kind: str) -> None:
         self._kinds[source] = kind
 
-    def lost_verifier(self, error: OutriderError) -> None:
+    def record_verifier_loss(self, error: OutriderError) -> None:
         self.failovers += 1
         self._metrics.failovers.inc()
         self.span.event("verifier lost", {"error": error.message})
 
-    def lost_drafter(self, error: OutriderError) -> None:
+    def record_drafter_loss(self, error: OutriderError) -> None:
         self.drafter_losses += 1
         self._metrics.drafter_losses.inc()
         self.span.event("drafter lost", {"error": error.message})
 
-    def guessed(self, guess: common.Guess) -> None:
+    def record_guess(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = convert.guess_bytes(guess)
         kind = self._kinds[guess.source]
         self._metrics.drafter(kind).guessed(len(guess.tokens), wire_bytes)
-        self._guessed_by[kind] += len(guess.tokens)
+        self._proposed_by[kind] += len(guess.tokens)
         self._messages += 1
         self._draft_us += guess.draft_us
         self._guessed += len(guess.tokens)
         self._payload_bytes += payload_bytes
         self._wire_bytes += wire_bytes
 
-    def judged(self, verdict: Verdict, plan: SpeculationPlan) -> None:
+    def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
         self._metrics.judged(verdict, plan.gamma, plan.mode)
         self._steps += 1
@@ -109,18 +111,18 @@ class RequestStats:
         for tally in verdict.sources:
             kind = self._kinds.get(tally.source, "")
             self._metrics.drafter(kind).accepted_guesses.inc(tally.accepted)
-            self._accepted_of[kind] += tally.accepted
+            self._accepted_by[kind] += tally.accepted
         if verdict.offered:
             self._drafts += 1
             if verdict.last is TokenKind.RECOVERED:
                 self._missed += 1
                 self._missed_at_hand += verdict.left > 0
             self._committed_with_drafts += len(verdict.tokens)
-            _count_up_to(self._offered, verdict.offered)
+            _count_up_to(self._proposed, verdict.offered)
             _count_up_to(self._accepted, verdict.accepted)
 
-    def ended(self, record: SessionRecord, error: OutriderError | None) -> None:
-        """For good, one way or the other."""
+    def finish(self, record: SessionRecord, error: OutriderError | None) -> None:
+        """Record the end of the request in metrics, trace and log."""
         seconds = time.monotonic() - self._started
         accepted = sum(self._accepted)
         reason = record.finish_reason.name.lower() if record.finished else ABANDONED
@@ -136,9 +138,9 @@ class RequestStats:
         else:
             self._metrics.left_off(error.code if error is not None else "")
         self._metrics.crossed(
-            bytes_per_accepted=self._wire_bytes / accepted if accepted else None, hidden_bytes=self.feature_bytes
+            bytes_per_accepted=self._wire_bytes / accepted if accepted else None, hidden_bytes=self.hidden_bytes
         )
-        self._tell_trace(record, error, reason)
+        self._finish_trace(record, error, reason)
         log.info(
             "request ended",
             request_id=current().request_id,
@@ -152,7 +154,7 @@ class RequestStats:
             **({"error": error.message} if error is not None else {}),
         )
 
-    def _tell_trace(self, record: SessionRecord, error: OutriderError | None, reason: str) -> None:
+    def _finish_trace(self, record: SessionRecord, error: OutriderError | None, reason: str) -> None:
         self.span.set(
             {
                 "gen_ai.usage.output_tokens": len(record.tokens),
@@ -169,21 +171,19 @@ class RequestStats:
             self.span.failed(error.message)
         self.span.end()
 
-    # What it comes to. Cheap reads of what was counted; `to_proto` also works out what was considered.
-
     @property
     def steps(self) -> int:
         return self._steps
 
     @property
     def drafts(self) -> int:
-        """Steps that had guesses to check."""
+        """Return the number of steps that checked guesses."""
         return self._drafts
 
     @property
     def draft_tokens(self) -> int:
-        """Guessed tokens that were checked."""
-        return sum(self._offered)
+        """Return the number of guesses that were checked."""
+        return sum(self._proposed)
 
     @property
     def accepted_tokens(self) -> int:
@@ -191,8 +191,8 @@ class RequestStats:
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """Steps that accepted a guess i tokens ahead, for as many positions as were ever checked."""
-        return self._accepted + [0] * (len(self._offered) - len(self._accepted))
+        """Return, per position of a guess, the number of steps that accepted it."""
+        return self._accepted + [0] * (len(self._proposed) - len(self._accepted))
 
     @property
     def acceptance_rate(self) -> float:
@@ -212,18 +212,18 @@ class RequestStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token."""
+        """Return the speed after the first token."""
         return _ratio(self._tokens - self._tokens_at_first, self._last_token - self._first)
 
     @property
     def taken(self) -> list[tuple[SpeculationPlan, PlanTally]]:
-        """Plans that were in force, by the steps that they were."""
+        """Return the plans in use so far, most steps first."""
         tallies = {} if self.control is None else self.control.tallies
         return sorted(tallies.items(), key=lambda item: -item[1].steps)
 
     @property
     def _first(self) -> float:
-        """When the first token came; the start, if none has."""
+        """Return the time of the first token, or of the start if there is none."""
         return self._started if self._first_token is None else self._first_token
 
     def values(self) -> GenerationStats:
@@ -233,7 +233,7 @@ class RequestStats:
             drafts=self._drafts,
             draft_tokens=self.draft_tokens,
             accepted_tokens=self.accepted_tokens,
-            offered_per_position=tuple(self._offered),
+            offered_per_position=tuple(self._proposed),
             accepted_per_position=tuple(self.accepted_per_position),
             acceptance_length=_ratio(self._committed_with_drafts, self._drafts),
             acceptance_rate=self.acceptance_rate,
@@ -250,13 +250,13 @@ class RequestStats:
             mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
             mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
             cached_tokens=self.cached_tokens,
-            feature_bytes=self.feature_bytes,
+            feature_bytes=self.hidden_bytes,
             drafters=tuple(
                 DrafterStats(
                     kind=kind,
                     attached_order=order,
-                    guessed=self._guessed_by[kind],
-                    accepted=self._accepted_of[kind],
+                    guessed=self._proposed_by[kind],
+                    accepted=self._accepted_by[kind],
                 )
                 for order, kind in enumerate(dict.fromkeys(self._kinds.values()), start=1)
             ),

@@ -1,8 +1,8 @@
-"""Whether an output is over, told from its tokens alone.
+"""End of an output, computed from its tokens alone.
 
-While a session runs, its verifier and its stop strings say so. A record whose
-coordinator died before it noted the end, and tokens that a client sends along
-with Resume, are read again here: what has ended is finished, never run on.
+A running session ends by its verifier's verdict or a stop string. Records are
+checked here: their coordinator may have failed before it stored the end, or
+the client sent tokens with Resume. An output that has ended is not continued.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
 
 
-async def settle(record: SessionRecord, target: Target) -> None:
-    """Finish a record that has ended, without whatever follows its end. Raises what its grammar has against it."""
+async def finish_ended(record: SessionRecord, target: Target) -> None:
+    """Finish a record whose output has ended and drop tokens after the end; raise for tokens against its grammar."""
     if record.finished or not record.tokens:
         return
     complete = None
@@ -29,7 +29,7 @@ async def settle(record: SessionRecord, target: Target) -> None:
 
 
 def _end(record: SessionRecord, target: Target, complete: int | None) -> tuple[int, FinishReason] | None:
-    """Where the output ends for the first time, if it does, and why: the same order as in a verifier's step."""
+    """Return the length and the reason of the first end, checked in the order of a verifier's step."""
     params = record.request.params
     stops = stop_ids(params, target)
     text = TextStream(target.decode, record.request.prompt, params.stop)
@@ -43,11 +43,11 @@ def _end(record: SessionRecord, target: Target, complete: int | None) -> tuple[i
 
 
 def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
-    """Return the tokens that end an output, as a verifier sees it."""
+    """Return the tokens on which a verifier ends the output."""
     ends = () if params.ignore_eos and params.grammar is None else target.info.eos_token_ids
     return frozenset((*params.stop_token_ids, *ends))
 
 
 def _complete(record: SessionRecord, target: Target) -> int | None:
-    """After how many tokens the grammar's end is reached."""
+    """Return the number of tokens after which the grammar is complete."""
     return target.grammars.compile(record.request.params).advance(record.tokens)

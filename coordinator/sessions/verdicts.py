@@ -1,8 +1,8 @@
-"""What a verifier may answer: each reply is held against what was asked before anything is made of it.
+"""Checks of a verifier's replies against the messages that were sent to it.
 
-Whoever owns the target's weights decides what the text is; but no reply may
-end a session, make memory grow or go against the request. What no honest
-verifier sends raises ProtocolViolation.
+The owner of the target's weights decides the text. Yet no reply may end a
+session early, make memory grow or violate the request. A reply that no
+conforming verifier sends raises ProtocolViolation.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 MAX_REPLY_BYTES = 64 * 1024  # without hidden states
-_MOST_ROWS = 1 << 20  # of a step
-_ROUNDING = 1e-6  # of a probability of one
+_MAX_STEP_TOKENS = 1 << 20
+_ROUNDING = 1e-6  # of a log probability of 0
 _LAST = (TokenKind.RECOVERED, TokenKind.BONUS, TokenKind.PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The verifier did not take a guess of this source, or a steer."""
+    """The verifier's refusal of a guess from this source, or of steering."""
 
     source: int
     error: OutriderError
 
 
 @dataclass(slots=True)
-class Asked:
-    """What went to the verifier over this stream: it cannot have more to say than that."""
+class SentMessages:
+    """Messages sent over a verifier's stream; its replies cannot refer to anything else."""
 
-    features: bool = False  # hidden states were asked for at some time
-    messages: int = 0  # guesses and steers
+    hidden_states: bool = False  # requested at some time
+    messages: int = 0  # guesses and steering
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess
 
-    def guess(self, guess: common.Guess) -> None:
+    def add_guess(self, guess: common.Guess) -> None:
         self.messages += 1
         self.sources = max(self.sources, guess.source)
         self.guessed_to = max(self.guessed_to, guess.position + len(guess.tokens))
 
-    def steer(self, steer: common.Steer) -> None:
+    def add_steer(self, steer: common.Steer) -> None:
         self.messages += 1
-        self.features = self.features or steer.features
+        self.hidden_states = self.hidden_states or steer.features
 
 
 class VerdictReader:
-    """Of one stream. `asked` is kept by its owner, the record by the session."""
+    """Reader of one stream's replies. The stream updates `sent`, the session its record."""
 
-    def __init__(self, record: SessionRecord, target: ModelInfo, asked: Asked, now: float) -> None:
+    def __init__(self, record: SessionRecord, target: ModelInfo, sent: SentMessages, now: float) -> None:
         self._record = record
         self._target = target
-        self._asked = asked
-        self._accounted = now  # up to when the verifier has told what it did
+        self._sent = sent
+        self._accounted_to = now  # the verifier's reported times are accounted for up to here
         params = record.request.params
         self._stops = set(params.stop_token_ids)
         if params.grammar is not None or not params.ignore_eos:
             self._stops.update(target.eos_token_ids)
 
-    def opened(self, opened: verify.Opened) -> None:
+    def check_opened(self, opened: verify.Opened) -> None:
         _size("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES)
         _hold("opened.position", opened.position, opened.position == self._record.position, self._record.position)
         model, target = opened.model, self._target
@@ -74,8 +74,8 @@ class VerdictReader:
 
     def refusal(self, reply: verify.VerifyReply) -> Refusal:
         _size("refused", reply.ByteSize(), message_limits.MAX_SMALL_BYTES)
-        self._asked.messages -= 1
-        _hold("refused", "unasked", self._asked.messages >= 0, "one for each guess or steer at most")
+        self._sent.messages -= 1
+        _hold("refused", "unasked", self._sent.messages >= 0, "one for each guess or steer at most")
         error = convert.error_from_proto(reply.refused)
         error.message = shorten(error.message)
         return Refusal(reply.source, error)
@@ -87,20 +87,20 @@ class VerdictReader:
         self._check_guesses(verdict)
         self._check_end(verdict)
         self._check_logprobs(verdict)
-        self._check_features(verdict)
-        return replace(verdict, timings=self._believed(verdict.timings, now))
+        self._check_hidden_states(verdict)
+        return replace(verdict, timings=self._checked_timings(verdict.timings, now))
 
     def _check_sizes(self, proto: verify.Verdict) -> None:
-        """Before anything is converted."""
+        """Check sizes before anything is converted."""
         _count("verdict.tokens", len(proto.tokens), MAX_GAMMA + 1)
         _count("verdict.logprobs", len(proto.logprobs), len(proto.tokens))
         most = self._record.request.params.logprobs or 0
         for entry in proto.logprobs:
             _count("verdict.logprobs.top_ids", len(entry.top_ids), most)
             _count("verdict.logprobs.top_logprobs", len(entry.top_logprobs), most)
-        _count("verdict.sources", len(proto.sources), self._asked.sources)
+        _count("verdict.sources", len(proto.sources), self._sent.sources)
         if proto.HasField("features"):
-            _hold("verdict.features", "given", self._asked.features, "absent: none were asked for")
+            _hold("verdict.features", "given", self._sent.hidden_states, "absent: none were asked for")
             try:
                 message_limits.check_features("verdict.features", proto.features)
             except InvalidRequest as error:
@@ -119,7 +119,7 @@ class VerdictReader:
         accepted, tokens = verdict.accepted, len(verdict.tokens)
         _range("verdict.accepted", accepted, min(tokens, verdict.offered))
         _hold("verdict.accepted", accepted, tokens - accepted <= 1, f"at least {tokens - 1} of {tokens} tokens")
-        ahead = max(0, self._asked.guessed_to - verdict.position)
+        ahead = max(0, self._sent.guessed_to - verdict.position)
         _range("verdict.offered", verdict.offered, min(MAX_GAMMA, ahead, verdict.nodes))
         _range("verdict.nodes", verdict.nodes, MAX_NODES if verdict.offered else 0)
         _range("verdict.left", verdict.left, min(MAX_GAMMA, max(0, ahead - tokens)))
@@ -128,7 +128,7 @@ class VerdictReader:
         seen = [tally.source for tally in verdict.sources]
         _hold("verdict.sources", seen, len(set(seen)) == len(seen), "each once")
         for tally in verdict.sources:
-            _hold("verdict.sources.source", tally.source, 1 <= tally.source <= self._asked.sources, "one that guessed")
+            _hold("verdict.sources.source", tally.source, 1 <= tally.source <= self._sent.sources, "one that guessed")
             _range("verdict.sources.offered", tally.offered, verdict.offered)
             _range("verdict.sources.accepted", tally.accepted, accepted)
         if tokens == accepted:
@@ -139,14 +139,14 @@ class VerdictReader:
             _hold("verdict.last", verdict.last.name, verdict.last in allowed, [kind.name for kind in allowed])
 
     def _check_end(self, verdict: Verdict) -> None:
-        """It ends where the request says, and nowhere else."""
+        """Check that the output ends where the request defines its end, and nowhere else."""
         params, reason = self._record.request.params, verdict.finish_reason
         *before, last = verdict.tokens
         _hold("verdict.tokens", "more tokens", not self._stops.intersection(before), "none after a stop")
         full = len(self._record.tokens) + len(verdict.tokens) == params.max_tokens
         if last in self._stops:
             allowed = {FinishReason.STOP}
-        elif params.grammar is not None:  # whose end is not known here
+        elif params.grammar is not None:  # its end is not computed here
             allowed = {FinishReason.STOP, FinishReason.LENGTH if full else FinishReason.NONE}
         else:
             allowed = {FinishReason.LENGTH if full else FinishReason.NONE}
@@ -168,33 +168,33 @@ class VerdictReader:
             for value in (entry.logprob, *entry.top_logprobs):
                 _hold("verdict.logprobs", value, -math.inf < value <= _ROUNDING, "finite and at most 0")
 
-    def _check_features(self, verdict: Verdict) -> None:
-        """Up to the token before the last one, without a gap to it."""
-        features = verdict.features
-        if features is None:
+    def _check_hidden_states(self, verdict: Verdict) -> None:
+        """Check that hidden states reach exactly to the token before the last one."""
+        states = verdict.features
+        if states is None:
             return
-        end = features.position + len(features.rows) // (2 * features.width)
+        end = states.position + len(states.rows) // (2 * states.width)
         wanted = verdict.position + len(verdict.tokens) - 1
         _hold("verdict.features", f"up to {end}", end == wanted, f"up to {wanted}")
 
-    def _believed(self, told: VerifyTimings, now: float) -> VerifyTimings:
-        """Its times as far as our own clock allows: together they are no longer than it was heard nothing of."""
-        _range("verdict.timings.rows", told.rows, _MOST_ROWS)
-        _range("verdict.timings.session_rows", told.session_rows, told.rows)
-        _range("verdict.timings.sessions", told.sessions, _MOST_ROWS)
-        _range("verdict.timings.step_tokens", told.step_tokens, _MOST_ROWS)
-        _range("verdict.timings.cached_tokens", told.cached_tokens, self._record.position)
-        allowed_us = max(0, int((now - self._accounted) * 1e6))
-        step_us = min(told.step_us, allowed_us)
-        wait_us = min(told.wait_us, allowed_us - step_us)
-        self._accounted += (step_us + wait_us) / 1e6
-        return replace(told, step_us=step_us, wait_us=wait_us, forward_us=min(told.forward_us, step_us))
+    def _checked_timings(self, reported: VerifyTimings, now: float) -> VerifyTimings:
+        """Return the reported times, together no longer than the time since the last verdict."""
+        _range("verdict.timings.rows", reported.rows, _MAX_STEP_TOKENS)
+        _range("verdict.timings.session_rows", reported.session_rows, reported.rows)
+        _range("verdict.timings.sessions", reported.sessions, _MAX_STEP_TOKENS)
+        _range("verdict.timings.step_tokens", reported.step_tokens, _MAX_STEP_TOKENS)
+        _range("verdict.timings.cached_tokens", reported.cached_tokens, self._record.position)
+        allowed_us = max(0, int((now - self._accounted_to) * 1e6))
+        step_us = min(reported.step_us, allowed_us)
+        wait_us = min(reported.wait_us, allowed_us - step_us)
+        self._accounted_to += (step_us + wait_us) / 1e6
+        return replace(reported, step_us=step_us, wait_us=wait_us, forward_us=min(reported.forward_us, step_us))
 
 
 def _converted(proto: verify.Verdict) -> Verdict:
     try:
         return convert.verdict_from_proto(proto)
-    except ValueError as error:  # an enum's value that there is none of
+    except ValueError as error:  # an unknown enum value
         raise ProtocolViolation(f"verdict: {error}") from error
 
 

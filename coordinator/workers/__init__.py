@@ -1,1 +1,1 @@
-"""The worker pool: who is there, how loaded, how trusted."""
+"""Worker pool: connections, load, liveness and trust of verifiers and drafters."""

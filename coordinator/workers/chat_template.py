@@ -1,8 +1,8 @@
-"""Chats as text for the target: what clients write never becomes one of its control tokens.
+"""Chat messages as text for the target, in which clients' text never becomes a control token.
 
-Text that spells a control token (`<|im_start|>`) is cut inside the token
-before the template is rendered, and the pieces are encoded one by one. A chat
-that spells none is rendered and encoded as it always was.
+Text that spells a control token (`<|im_start|>`) is cut inside it before the
+template is rendered, and the pieces are encoded separately. Other chats are
+rendered and encoded as a whole.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
+_PRIVATE = range(0xE000, 0xF900)  # private-use characters
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Find the special tokens of a vocabulary in text; other added ones are ordinary text by their author's word."""
+    """Return a pattern of the special tokens. Other added tokens count as ordinary text."""
     named = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     named |= set(tokenizer.all_special_tokens)
     long = sorted((token for token in named if len(token) > 1), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, long))) if long else None
 
 
-class Cut:
-    """The messages of a chat with their control tokens cut in two, and the rendered text as pieces again."""
+class CutMessages:
+    """Messages of a chat with their control tokens cut in two; `pieces` splits the rendered text at the cuts."""
 
     def __init__(self, messages: Sequence[Mapping[str, str]], control: re.Pattern[str] | None) -> None:
         written = [text for message in messages for text in message.values()]
@@ -43,9 +43,9 @@ class Cut:
         return rendered.split(self._mark) if self._mark else [rendered]
 
     def _cut(self, text: str, control: re.Pattern[str]) -> str:
-        """Until none is left: one may begin inside another."""
+        """Cut until no control token is left, since one may begin inside another."""
         while control.search(text):
-            text = control.sub(lambda found: found[0][0] + self._mark + found[0][1:], text)
+            text = control.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
         return text
 
 

@@ -1,4 +1,4 @@
-"""The keys of a coordinator and its workers: which of them opens what, and which is shown to whom."""
+"""Fleet keys: credentials between a coordinator and its workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FleetKeys:
-    """A drafter is shown the drafters' key only, and with it can register as a drafter only."""
+    """Keys by role. A drafter receives only the drafter key, which allows only registration as a drafter."""
 
     tls: Callable[[], Tls | None] = lambda: None
     verifiers: ApiKeys = field(default_factory=ApiKeys)
@@ -28,40 +28,41 @@ class FleetKeys:
 
     @classmethod
     def of(cls, credentials: Credentials) -> Self:
-        """Raises StartupError where a door would stand open beside a closed one."""
+        """Return the keys; raise StartupError for keys that protect only a part of the services."""
         verifiers, drafters = credentials.keys("fleet_key"), credentials.keys("drafter_key")
         for name, keys in (("api_keys are", credentials.keys("api_keys")), ("drafter_key is", drafters)):
             if keys and not verifiers:
                 raise StartupError(
-                    f"{name} given without fleet_key: anybody could report as a worker and read what clients write; "
+                    f"{name} given without fleet_key: any process could register as a worker and "
+                    "read clients' prompts; "
                     "give the same fleet_key to the coordinators and verifiers",
                     field="fleet_key",
                     limit="a secret",
                 )
         if verifiers and not drafters:
-            log.warning("no drafter_key: every drafter has the fleet key, with which it could pass for a verifier")
+            log.warning("no drafter_key: drafters use the fleet key, with which they could register as verifiers")
         elif verifiers.shares(drafters):
-            log.warning("drafter_key and fleet_key have a key in common: who has it could pass for a verifier")
+            log.warning("drafter_key and fleet_key share a key, with which drafters could register as verifiers")
         return cls(lambda: credentials.tls, verifiers, drafters or verifiers)
 
     @property
-    def door(self) -> ApiKeys:
-        """Who may register at all."""
+    def registration(self) -> ApiKeys:
+        """Return the keys that allow registration."""
         return self.verifiers | self.drafters
 
     def keys(self, role: Role) -> ApiKeys:
         return self.drafters if role is Role.DRAFTER else self.verifiers
 
     def access(self, role: Role) -> Channels:
-        """How workers of this role are called now."""
+        """Return the present channel credentials for workers of this role."""
         return Channels(self.tls(), self.keys(role).first)
 
     def check(self, role: Role, header: str | bytes | None) -> None:
-        """Raise Unauthenticated where the key that was shown is not for workers of this role."""
+        """Raise Unauthenticated unless the key of this header is one for the role."""
         if not self.keys(role).allows(header):
             name = "drafter_key" if role is Role.DRAFTER else "fleet_key"
             raise Unauthenticated(
-                f"a {role.name.lower()} registers with the {name}, not with the key that was shown",
+                f"a {role.name.lower()} registers with the {name}, not with the key of this request",
                 field=HEADER,
                 limit=f"the {name}",
             )

@@ -1,4 +1,4 @@
-"""Workers that broke the protocol: each is left alone for a while, which grows with every further time."""
+"""Shunned workers: not used for a time after a protocol violation, longer with each further one."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from outrider.protocol.fleet import Role, WorkerInfo
 log = structlog.get_logger(__name__)
 
 FIRST_S = 5.0
-GROWTH = 4.0
-LONGEST_S = 900.0
-FORGIVEN_AFTER = 10.0  # times as long as it was shunned, without another violation
-_REMEMBERED = 4_096  # workers; whoever makes up more than these has the fleet's key
+FACTOR = 4.0
+MAX_S = 900.0
+FORGIVEN_AFTER = 10.0  # multiple of the last shunning without a further violation
+_REMEMBERED = 4_096  # ids and addresses; inventing more requires the fleet key
 
 _Name = tuple[Role, str]
 
 
 @dataclass(slots=True)
 class _Entry:
-    seconds: float = 0.0  # of the last time
+    seconds: float = 0.0  # of the last shunning
     until: float = 0.0
 
 
 class ShunnedWorkers:
-    """Known by id and by address, so that a worker does not come back under another name in the same place.
+    """Shunned workers by id and by address, so that a new id at the same address does not help.
 
-    A worker that then keeps to the protocol for ten times as long starts
+    After ten times the last shunning without a violation, a worker starts
     anew.
     """
 
@@ -41,16 +41,16 @@ class ShunnedWorkers:
         self._entries: OrderedDict[_Name, _Entry] = OrderedDict()
 
     def report(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker has broken the protocol. Sessions that find out while it is shunned already add nothing."""
+        """Shun a worker for a protocol violation; further reports during the shunning only count."""
         self.violations[worker.role] += 1
-        if self.shuns(worker):
+        if self.is_shunned(worker):
             return
         now = self._now()
         known = [entry for name in _names(worker) if (entry := self._entries.get(name)) is not None]
-        lately = max(
+        recent = max(
             (entry.seconds for entry in known if now < entry.until + FORGIVEN_AFTER * entry.seconds), default=0.0
         )
-        seconds = min(LONGEST_S, lately * GROWTH) if lately else FIRST_S
+        seconds = min(MAX_S, recent * FACTOR) if recent else FIRST_S
         for name in _names(worker):
             self._entries[name] = _Entry(seconds, now + seconds)
             self._entries.move_to_end(name)
@@ -65,7 +65,7 @@ class ShunnedWorkers:
             error=reason,
         )
 
-    def shuns(self, worker: WorkerInfo) -> bool:
+    def is_shunned(self, worker: WorkerInfo) -> bool:
         now = self._now()
         return any(now < entry.until for name in _names(worker) if (entry := self._entries.get(name)) is not None)
 

@@ -1,4 +1,4 @@
-"""The target as the coordinator knows it: its description and its tokenizer, both got from a verifier."""
+"""Target: its description and tokenizer, which the coordinator fetches from a verifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from coordinator.workers.chat_template import Cut, control_tokens
+from coordinator.workers.chat_template import CutMessages, control_tokens
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
@@ -24,13 +24,16 @@ from outrider.v1 import verifier_pb2_grpc as rpc
 
 FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
-_CHUNK_COST = 1024  # so that empty ones come to an end too
-_WORD_START = "▁"  # how vocabularies with a Metaspace write a space
+_CHUNK_COST = 1024  # counted per chunk, so that empty chunks are limited too
+_WORD_START = "▁"  # a space in vocabularies with a Metaspace decoder
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones as themselves, the others past the first 256."""
+    """Return the byte of each character of byte-level vocabularies.
+
+    Printable bytes stand for themselves, the others for characters past the first 256.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -41,6 +44,8 @@ _BYTES = _byte_alphabet()
 
 @dataclass(frozen=True)
 class Target:
+    """The target with its tokenizer, vocabulary and grammars."""
+
     info: ModelInfo
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
@@ -57,31 +62,31 @@ class Target:
                 value=self.info.name,
                 limit="a target with a chat template",
             )
-        cut = Cut(messages, self._control)
+        cut = CutMessages(messages, self._control)
         try:
             text = self.tokenizer.apply_chat_template(cut.messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates are programs of the model's author and raise what they like
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="chat.messages") from error
+        except Exception as error:  # templates are programs and may raise anything
+            raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
         return tuple(token for piece in cut.pieces(str(text)) for token in self.encode(piece, special=False))
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token stands for, also where that is no text by itself.
+        """Return the bytes of one token, which need not be valid text by themselves.
 
-        How the vocabulary writes bytes is what its decoder says: the letters
-        of its tokens tell nothing, for any letter may be part of a text.
+        The tokenizer's decoder defines how its vocabulary writes bytes. The
+        characters of the tokens cannot: any of them may be part of a text.
         """
         text = self.vocabulary.tokens[token] if token < len(self.vocabulary.tokens) else ""
         if token in self._added:
             return text.encode()
         if "ByteLevel" in self._decoders:
             return bytes(_BYTES[char] for char in text) if _BYTES.keys() >= set(text) else text.encode()
-        if "ByteFallback" in self._decoders and (found := _BYTE_TOKEN.fullmatch(text)) is not None:
-            return bytes.fromhex(found[1])
+        if "ByteFallback" in self._decoders and (match := _BYTE_TOKEN.fullmatch(text)) is not None:
+            return bytes.fromhex(match[1])
         return text.replace(_WORD_START, " ").encode() if self._decoders & {"Metaspace", "Replace"} else text.encode()
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
-        """The kinds of decoders that turn tokens into text, those of a sequence one by one."""
+        """Return the types of the tokenizer's decoders."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return frozenset()
@@ -94,7 +99,7 @@ class Target:
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        """Tokens that were added to the vocabulary as they are: special ones and others."""
+        """Return the tokens that were added to the vocabulary, special or not."""
         return frozenset(self.tokenizer.added_tokens_decoder)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -116,7 +121,7 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
             seen.add(chunk.name)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-        except Exception as error:  # files of a stranger, read by a library that raises what it likes
+        except Exception as error:  # untrusted files; the library may raise anything
             raise InvalidRequest(f"the verifier's tokenizer cannot be read: {shorten(str(error))}") from error
     return Target(
         info,

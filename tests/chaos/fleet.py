@@ -325,7 +325,7 @@ class Fleet:
         """A coordinator said in its log that Redis did not take this session when it began."""
         logs = [path.read_text(errors="replace") for path in self.folder.glob("coordinator-*.log")]
         lines = (line for log in logs for line in log.splitlines() if session_id in line)
-        return any("a session begins that redis does not know" in line for line in lines)
+        return any("session started without redis" in line for line in lines)
 
     async def redis_clients(self) -> int:
         async with redis.Redis(host="127.0.0.1", port=self.redis.port, password=self.keys.redis) as store:

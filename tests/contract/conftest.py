@@ -226,7 +226,7 @@ async def house(
 
 
 async def _whole(service: CoordinatorService, workers: int) -> None:
-    assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == workers, 20)
+    assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == workers, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Home:
 
     async def knows(self, drafters: int) -> None:
         assert await soon(
-            lambda: self.service.ready() and len(self.service.sessions.roster.links()) == 1 + drafters, 20
+            lambda: self.service.ready() and len(self.service.sessions.worker_pool.connections()) == 1 + drafters, 20
         )
 
     async def answer(self, *, gamma: int | None = None, branches: int | None = None, **params: Any) -> Output:

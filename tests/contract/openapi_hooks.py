@@ -14,8 +14,8 @@ CONTEXT = 2048  # tokens, of the tiny target
 RULES = re.compile(
     "|".join(
         (
-            r"needs logprobs|stream_options needs|best_of must equal n|echo and logprobs|name the same thing",
-            r"belongs to type|response_format|verification is|must be 0 when verification is greedy",
+            r"needs logprobs|stream_options needs|best_of must equal n|echo with logprobs|are the same field",
+            r"is required with type|response_format|verification is|must be 0 when verification is greedy",
             r"must be 0 or at least|must be a token id in|chat template|is no tokens",
             r"under the context of|the context is \d+ tokens|to leave room for",
         )

@@ -291,7 +291,7 @@ async def test_worker_registers_and_leaves(house: House) -> None:
         await call.write(request)
 
         async def updated() -> bool:
-            return any(link.info.capacity == 77 for link in house.service.sessions.roster.links())
+            return any(link.info.capacity == 77 for link in house.service.sessions.worker_pool.connections())
 
         await until_async(updated, 5, "the heartbeat taken in")
 
@@ -307,7 +307,9 @@ async def test_a_worker_that_registers_again_is_the_same_one(house: House) -> No
     worker_id = request.worker.worker_id
 
     def link() -> Any:
-        return next(link for link in house.service.sessions.roster.links() if link.info.worker_id == worker_id)
+        return next(
+            link for link in house.service.sessions.worker_pool.connections() if link.info.worker_id == worker_id
+        )
 
     async with registering(house) as second:
         async with registering(house) as first:

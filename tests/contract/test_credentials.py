@@ -68,7 +68,7 @@ async def serving(loaded: LoadedModel, folder: Path, **shared: Any) -> AsyncIter
         verifier_serving(loaded, folder, coordinators=address, **shared),
         drafter_serving(kind="ngram", coordinators=address, **shared),
     ):
-        assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         yield address, service
 
 
@@ -188,7 +188,7 @@ async def test_the_fleet_key_is_exchanged_in_three_steps(slow: LoadedModel, tmp_
     fleet.write_text("old\n")
     with capture_logs() as logs:
         async with serving(slow, tmp_path, fleet_key=f"@{fleet}") as (address, service):
-            links = service.sessions.roster.links()
+            links = service.sessions.worker_pool.connections()
             async with reading(address, "client") as stream:
                 for step in ("old\nnew\n", "new\nold\n", "new\n"):
                     fleet.write_text(step)
@@ -200,8 +200,8 @@ async def test_the_fleet_key_is_exchanged_in_three_steps(slow: LoadedModel, tmp_
                     for key, opened in (("old", False), ("new", True)):
                         assert await probed(link.info.address, link.info.role, key) is opened
                 await stream.goes_on(75)  # for longer than the coordinator takes to look at old channels
-            assert service.sessions.roster.links() == links, "nobody had to register anew"
-    assert not [entry for entry in logs if entry["event"] in ("worker of no use", LOST)], "no stream was broken off"
+            assert service.sessions.worker_pool.connections() == links, "nobody had to register anew"
+    assert not [entry for entry in logs if entry["event"] in ("worker rejected", LOST)], "no stream was broken off"
 
 
 async def probed(address: str, role: Role, key: str) -> bool:
@@ -224,7 +224,7 @@ async def test_a_worker_shows_the_key_that_its_file_has_now(tmp_path: Path) -> N
         ):
             assert await soon(lambda: any(entry["event"] == "not registered" for entry in logs), 10)
             key.write_text("right\n")
-            assert await soon(lambda: len(service.sessions.roster.links()) == 1, 10)
+            assert await soon(lambda: len(service.sessions.worker_pool.connections()) == 1, 10)
 
 
 async def put(certificate: Certificate, authority: bytes, folder: Path) -> None:
@@ -280,6 +280,6 @@ async def test_certificates_and_authority_are_exchanged(slow: LoadedModel, tmp_p
                     await asyncio.to_thread(scrape, url, "client", old.path, before)
                 await stream.goes_on()
                 # The coordinator calls over channels that trust the new authority and show the new certificate.
-                assert await soon(lambda: all(link.usable() for link in service.sessions.roster.links()), 10)
+                assert await soon(lambda: all(link.usable() for link in service.sessions.worker_pool.connections()), 10)
     assert not [entry for entry in logs if entry["event"] == LOST], "no stream was broken off"
     assert not [entry for entry in logs if entry["log_level"] == "error"], "a pair half replaced is waited for"

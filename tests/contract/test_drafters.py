@@ -70,7 +70,7 @@ class Home:
 
     async def knows(self, drafters: int) -> None:
         assert await until(
-            lambda: self._service.ready() and len(self._service.sessions.roster.links()) == 1 + drafters, 20
+            lambda: self._service.ready() and len(self._service.sessions.worker_pool.connections()) == 1 + drafters, 20
         )
 
     @asynccontextmanager
@@ -154,4 +154,4 @@ async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home:
     async with drafter_serving(
         kind="model", model=str(folder / "respelt"), device="cpu", threads=1, coordinators=home._address
     ):
-        assert not await until(lambda: len(home._service.sessions.roster.links()) > 1, 1.0)
+        assert not await until(lambda: len(home._service.sessions.worker_pool.connections()) > 1, 1.0)

@@ -58,7 +58,7 @@ class Desk:
         await call.write(pb.RegisterRequest(worker=worker))
 
     def known(self) -> set[str]:
-        return {link.info.worker_id for link in self.service.sessions.roster.links()}
+        return {connection.info.worker_id for connection in self.service.sessions.worker_pool.connections()}
 
 
 def slowly(loaded: LoadedModel) -> LoadedModel:

@@ -119,14 +119,14 @@ class Pair:
             capacity=10**6,
             model=self.hostile.model,
         )
-        roster = self.service.sessions.roster
+        worker_pool = self.service.sessions.worker_pool
         async with grpc.aio.insecure_channel(self.coordinator, options=channel_options()) as channel:
             call = rpc.RegistryStub(channel).Register()
             await call.write(pb.RegisterRequest(worker=worker))
             await call.read()
             yield
             call.cancel()
-            assert await soon(lambda: all(link.info.address != address for link in roster.links()), 20)
+            assert await soon(lambda: all(link.info.address != address for link in worker_pool.connections()), 20)
         await server.stop(0)
 
     async def answer(self, seed: int = 1, **params: Any) -> Output:
@@ -165,7 +165,9 @@ async def test_a_verifier_that_lies_loses_the_session_and_the_text_is_the_same(p
     async with pair.with_hostile(manner):
         outputs = await until_it_had_one(pair)
         shunned = [
-            link for link in pair.service.sessions.roster.links() if not pair.service.sessions.roster.usable(link)
+            link
+            for link in pair.service.sessions.worker_pool.connections()
+            if not pair.service.sessions.worker_pool.usable(link)
         ]
     assert [output.token_ids for output in outputs] == [honest.token_ids] * len(outputs)
     assert sum(output.stats.failovers for output in outputs) >= 1
@@ -183,7 +185,7 @@ async def test_a_load_that_cannot_be_ends_no_probe(pair: Pair) -> None:
     )
     async with pair.with_hostile("silent"):
         output = await pair.answer()
-        links = pair.service.sessions.roster.links()
+        links = pair.service.sessions.worker_pool.connections()
         lying = next(link for link in links if "hostile" in link.info.worker_id)
         assert await soon(lambda: lying.info.load.sessions == 2**32 - 1, 5)
         assert not lying.info.load.cost.rows

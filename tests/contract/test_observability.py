@@ -102,7 +102,7 @@ async def watched(
         )
         draft = {"kind": "model", "model": str(models.draft), "device": "cpu"}
         await stack.enter_async_context(drafter_serving(**draft, coordinators=address, metrics_port=ports["drafter"]))
-        assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         async with client(address) as stub:
             options: list[dict[str, Any]] = [{"gamma": 4}, {"gamma": 0}, {"gamma": None, "temperature": 0.0}]
             outputs = [

@@ -203,7 +203,7 @@ def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_ba
     finally:
         leave.set()
         fleet.stop()
-    assert {(error.code(), "leaving" in (error.details() or "")) for error in ended} == {
+    assert {(error.code(), "shutting down" in (error.details() or "")) for error in ended} == {
         (grpc.StatusCode.UNAVAILABLE, True)
     }
     assert len(ended) == len(threads)

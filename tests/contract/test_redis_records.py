@@ -181,14 +181,14 @@ async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house
             there.rpush(keys[1], "x")
             while (await call.read()) is not grpc.aio.EOF:
                 pass
-            assert await house.service.sessions._journal.flush(5)
+            assert await house.service.sessions._write_behind.flush(5)
             assert there.hget(keys[0], "finish") is not None
             assert there.strlen(keys[1]) == 4 * 400
 
 
 async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -> None:
     with redis.Redis.from_url(house.redis.url) as there:
-        for link in house.service.sessions.roster.links():
+        for link in house.service.sessions.worker_pool.connections():
             for key in there.scan_iter(match="outrider:pair:*"):
                 there.delete(key)
                 there.rpush(key, link.info.worker_id)

@@ -41,7 +41,7 @@ class Desk:
     service: CoordinatorService
 
     def worker(self, worker_id: str) -> Any:
-        links = self.service.sessions.roster.links()
+        links = self.service.sessions.worker_pool.connections()
         return next((link.info for link in links if link.info.worker_id == worker_id), None)
 
 
@@ -108,7 +108,7 @@ async def test_a_key_registers_workers_of_its_role_only(desk: Desk) -> None:
     assert isinstance(await refusal(desk, saying("v", pb.ROLE_VERIFIER), DRAFTER_KEY), Unauthenticated)
     assert isinstance(await refusal(desk, saying("d", pb.ROLE_DRAFTER), FLEET_KEY), Unauthenticated)
     assert isinstance(await refusal(desk, saying("d", pb.ROLE_DRAFTER), API_KEY), Unauthenticated)
-    assert desk.service.sessions.roster.links() == []
+    assert desk.service.sessions.worker_pool.connections() == []
 
 
 async def test_a_drafters_key_opens_nothing_else(desk: Desk) -> None:
@@ -197,7 +197,7 @@ async def test_a_coordinator_that_leaves_sends_its_workers_to_another() -> None:
             stopping = asyncio.create_task(service.stop())
             error = (await failure(call))[1]
             assert isinstance(error, Unavailable)
-            assert "leaving" in error.message
+            assert "shutting down" in error.message
             assert isinstance(await refusal(leaving, saying("late"), ""), Unavailable)
             await stopping
 

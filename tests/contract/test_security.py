@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.worker_pool import worker_error
+from coordinator.workers.worker_connection import worker_error
 from outrider.base.aio import until as soon
 from outrider.client.aio import AsyncClient
 from outrider.client.sync import Client
@@ -104,7 +104,7 @@ async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory)
         drafter = await exits.enter_async_context(
             drafter_serving(kind="ngram", fleet_key=f"older,{FLEET_KEY}", **reports)
         )
-        assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         yield Guarded(
             {
                 "outrider.v1.Outrider": coordinator,
@@ -192,13 +192,13 @@ async def test_a_worker_with_a_wrong_key_says_so_and_keeps_trying() -> None:
                 drafter = drafter_serving(kind="ngram", fleet_key="wrong", coordinators=address)
                 await life_of_the_drafter.enter_async_context(drafter)
                 assert await soon(lambda: bool(told()), 10)
-                assert strict.sessions.roster.links() == []
+                assert strict.sessions.worker_pool.connections() == []
             assert [entry["log_level"] for entry in told()] == ["error"], "once, and loud"
             assert "wrong" not in str(logs)
             # The operator gives the coordinator the key that the worker has.
             mended = CoordinatorService(settings("wrong"), NO_REDIS)
             async with in_process(mended, settings("wrong")):
-                assert await soon(lambda: len(mended.sessions.roster.links()) == 1, 10)
+                assert await soon(lambda: len(mended.sessions.worker_pool.connections()) == 1, 10)
                 await life_of_the_drafter.aclose()
 
 
@@ -209,7 +209,7 @@ async def test_strangers_that_say_nothing_are_not_waited_for(guarded: Guarded) -
             assert [await call.code() for call in calls] == [UNAUTHENTICATED] * len(calls)
 
 
-NOT_TAKEN = "does not take this coordinator's fleet key"
+NOT_TAKEN = "does not accept this coordinator's fleet key"
 
 
 async def test_a_verifier_that_asks_for_another_key_is_not_let_in(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_a_verifier_that_asks_for_another_key_is_not_let_in(loaded: Loaded
             verifier_serving(loaded, tmp_path, fleet_key="own", coordinators=coordinator),
         ):
             assert await soon(lambda: any(NOT_TAKEN in str(entry.get("error")) for entry in logs), 10)
-            assert service.sessions.roster.links() == []
+            assert service.sessions.worker_pool.connections() == []
 
 
 async def test_what_a_worker_asks_of_a_coordinator_is_no_fault_of_clients(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ async def test_what_a_worker_asks_of_a_coordinator_is_no_fault_of_clients(loaded
             assert await soon(lambda: service.ready(), 10)
             bad = verifier_serving(loaded, tmp_path / "bad", coordinators=coordinator, fleet_key="own")
             async with bad:
-                assert await soon(lambda: len(service.sessions.roster.links()) == 2, 10)
+                assert await soon(lambda: len(service.sessions.worker_pool.connections()) == 2, 10)
                 assert await soon(lambda: any(NOT_TAKEN in str(entry.get("reason")) for entry in logs), 10)
                 assert (await generate(stub, ask("Hello", max_tokens=8, ignore_eos=True))).finished
                 await others.aclose()

@@ -149,7 +149,7 @@ async def test_never_two_of_one_model(home: Home) -> None:
     ):
         await home.knows(2)
         running = asyncio.create_task(home.answer(gamma=4, temperature=0.0, max_tokens=400))
-        links = home.service.sessions.roster.links
+        links = home.service.sessions.worker_pool.connections
         most = 0
         while not running.done():
             most = max(most, sum(link.sessions for link in links() if link.info.kind == "ngram"))
@@ -243,7 +243,7 @@ class Babbler(Listener):
 @asynccontextmanager
 async def listening(home: Home, listener: Listener) -> AsyncIterator[None]:
     settings = DrafterSettings(kind="listener", coordinators=home.coordinator)
-    links = home.service.sessions.roster.links
+    links = home.service.sessions.worker_pool.connections
     before = len(links())
     async with in_process(DrafterService(listener, settings), settings):
         assert await until(lambda: len(links()) == before + 1, 20)

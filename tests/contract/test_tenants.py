@@ -61,7 +61,7 @@ async def hotel(
         reports = {"coordinators": coordinator, "fleet_key": FLEET_KEY}
         await exits.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **reports))
         await exits.enter_async_context(drafter_serving(kind="suffix", **reports))
-        assert await soon(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        assert await soon(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         yield Hotel(service, coordinator)
 
 

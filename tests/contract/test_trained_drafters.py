@@ -265,7 +265,7 @@ async def test_a_drafter_for_another_target_is_refused(
     mine = replace(made["eagle"], folder=stranger)
     async with drafter_serving(**flags(models, mine), coordinators=home.coordinator):
         await asyncio.sleep(5 * HEARTBEAT_MS / 1000)
-        assert len(home.service.sessions.roster.links()) == 1, "the verifier alone"
+        assert len(home.service.sessions.worker_pool.connections()) == 1, "the verifier alone"
         output = await home.answer(temperature=0.0)
     assert output.stats.draft_tokens == 0
 

@@ -53,7 +53,7 @@ async def wired(
         await stack.enter_async_context(verifier_serving(loaded, folder, coordinators=coordinator))
         flags = {"kind": "model", "model": str(models.draft), "device": "cpu", "port": port}
         await stack.enter_async_context(drafter_serving(**flags, coordinators=coordinator, advertise=link.address))
-        assert await until(lambda: service.ready() and len(service.sessions.roster.links()) == 2, 20)
+        assert await until(lambda: service.ready() and len(service.sessions.worker_pool.connections()) == 2, 20)
         yield Wired(coordinator, link)
 
 

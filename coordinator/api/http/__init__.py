@@ -1,1 +1,1 @@
-"""The coordinator's HTTP edge: OpenAI's API, the playground, health and metrics."""
+"""HTTP API of the coordinator: OpenAI's API, the playground, health and metrics."""

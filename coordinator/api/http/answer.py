@@ -1,4 +1,4 @@
-"""One HTTP request's sessions: prepared, begun, and followed together."""
+"""Sessions of one HTTP request: prepared, started and followed together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound
 from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams, Verification
 
-CHAT_TOKENS = 1_024  # of an answer, where nothing is said and the context leaves as many
-_SEED_BITS = 53  # of a drawn one: what every reader of JSON can say again
+CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
+_SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
 _ROLES = {"developer": "system"}
 _NUMBERS = (
     "temperature",
@@ -34,48 +34,48 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What one choice has to say; with no tokens: it is complete."""
+class Progress:
+    """New tokens of one choice; without tokens the choice is complete."""
 
     choice: int
     tokens: Sequence[Token]
 
 
 class HttpAnswer:
-    """All choices of a request while they are made."""
+    """Choices of a request that are being generated."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions = sessions
 
-    async def news(self) -> AsyncGenerator[News, None]:
-        """Until all choices are complete. Raises the error that ends one of them."""
-        at = dict.fromkeys(range(len(self.sessions)), 0)  # tokens told, of the choices that are not complete
-        stirred = asyncio.Event()
+    async def progress(self) -> AsyncGenerator[Progress, None]:
+        """Yield new tokens until all choices are complete; raise the error of one that fails."""
+        at = dict.fromkeys(range(len(self.sessions)), 0)  # tokens sent, of incomplete choices
+        changed = asyncio.Event()
         with contextlib.ExitStack() as stack:
             for session in self.sessions:
-                stack.enter_context(session.watched(stirred))
+                stack.enter_context(session.notified(changed))
             while at:
-                stirred.clear()
+                changed.clear()
                 for choice in list(at):
                     session = self.sessions[choice]
                     if tokens := session.read(at[choice]):
                         at[choice] += len(tokens)
-                        stirred.set()
-                        yield News(choice, tokens)
+                        changed.set()
+                        yield Progress(choice, tokens)
                     elif session.ended:
                         del at[choice]
                         if session.error is not None:
                             raise session.error
-                        yield News(choice, ())
+                        yield Progress(choice, ())
                 if at:
-                    await stirred.wait()
+                    await changed.wait()
 
 
 @contextlib.asynccontextmanager
-async def begun(
+async def start_answer(
     sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
 ) -> AsyncIterator[HttpAnswer]:
-    """Sessions for all requests; left off when nobody follows them any more."""
+    """Start sessions for all requests; stop them on exit."""
     with contextlib.ExitStack() as stack:
         running: list[Session] = []
         for number, request in enumerate(requests):
@@ -90,7 +90,7 @@ async def begun(
 async def requests_of(
     body: ChatBody | CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> list[SessionRequest]:
-    """One per choice, those of a prompt together; through the same checks as a request over gRPC."""
+    """Return a request per choice, in the order of the prompts, after the same checks as over gRPC."""
     name = served_name(target, settings)
     if body.model not in (None, "", name):
         raise NotFound(f"there is no model {body.model!r} here", field="model", value=body.model, limit=name)
@@ -98,12 +98,12 @@ async def requests_of(
     if count > settings.max_request_sessions:
         raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
     default = CHAT_TOKENS if isinstance(body, ChatBody) else None
-    found: list[SessionRequest] = []
+    requests: list[SessionRequest] = []
     for request in _inputs(body):
         prepared = await prepare(request, target, settings, default_tokens=default)
         prepared = replace(prepared, drawn_seed=body.seed is None)
-        found += _choices(prepared, body.choices)
-    return found
+        requests += _choices(prepared, body.choices)
+    return requests
 
 
 def served_name(target: Target, settings: CoordinatorSettings) -> str:

@@ -1,4 +1,4 @@
-"""The routes, and what answers them."""
+"""HTTP application: routes and their handlers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
-from coordinator.api.http.answer import HttpAnswer, begun, requests_of, served_name
+from coordinator.api.http.answer import HttpAnswer, requests_of, served_name, start_answer
 from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody
 from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
-from coordinator.api.http.hosts import SoundRequests, hosts_of
-from coordinator.api.http.limits import KeyHolders, RequestIds, WholeBodies
+from coordinator.api.http.hosts import RequestChecks, hosts_of
+from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import ChatReplies, CompletionReplies, Json, Replies, ReplyHead, metrics, usage
 from coordinator.api.http.streams import EventStream
+from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session import Token
-from coordinator.sessions.session_manager import MAX_KEY_CHARACTERS, SessionManager
+from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
@@ -40,11 +41,13 @@ from outrider.security.api_keys import ApiKeys
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 _UNSUPPORTED_MEDIA = 415
-_JSON_ROOM = 3  # how much longer a text may be as JSON
+_JSON_FACTOR = 3  # by which a text may be longer as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
 
 class Api:
+    """Handlers of the HTTP API."""
+
     def __init__(
         self, sessions: SessionManager, settings: CoordinatorSettings, keys: ApiKeys, budget: ByteBudget
     ) -> None:
@@ -69,19 +72,19 @@ class Api:
         ]
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
         allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
-        limit = _JSON_ROOM * 1024 * self._settings.max_prompt_kib
+        limit = _JSON_FACTOR * 1024 * self._settings.max_prompt_kib
         app = Starlette(
             routes=routes,
             middleware=[
                 *([_cors(origins)] if origins else []),
                 Middleware(RequestIds),
-                Middleware(SoundRequests, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
-                Middleware(KeyHolders, keys=self._keys, open_to_all=self._open_to_all),
-                Middleware(WholeBodies, limit=limit, patience_s=self._settings.open_timeout_s, budget=self._budget),
+                Middleware(RequestChecks, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
+                Middleware(KeyAuth, keys=self._keys, open_to_all=self._open_to_all),
+                Middleware(BodyReader, limit=limit, timeout_s=self._settings.open_timeout_s, budget=self._budget),
             ],
             exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )
-        app.router.redirect_slashes = False  # to a host that the request names
+        app.router.redirect_slashes = False  # a redirect would name the Host header's host
         return app
 
     @property
@@ -96,38 +99,42 @@ class Api:
     async def complete(self, request: Request) -> Response:
         return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
 
-    async def _generate(self, request: Request, body: BodyT, told_as: Callable[[BodyT, Target], Replies]) -> Response:
+    async def _generate(
+        self, request: Request, body: BodyT, replies_for: Callable[[BodyT, Target], Replies]
+    ) -> Response:
         with self._sessions.admission():
             target = self._sessions.target
             requests = await requests_of(body, target, self._settings)
-        told = told_as(body, target)
-        answering = begun(self._sessions, requests, target, _key(request))
+        replies = replies_for(body, target)
+        answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
-            return await EventStream.start(self._chunks(body, answering, told, target))
+            return await EventStream.start(self._chunks(body, answering, replies, target))
         async with answering as answer:
             tokens = await _all_of(answer)
-            choices = [told.choice(number, session, tokens[number]) for number, session in enumerate(answer.sessions)]
-            return JSONResponse(self._head(told, answer, target).whole(choices, answer, body.choices))
+            choices = [
+                replies.choice(number, session, tokens[number]) for number, session in enumerate(answer.sessions)
+            ]
+            return JSONResponse(self._head(replies, answer, target).whole(choices, answer, body.choices))
 
     async def _chunks(
-        self, body: GenerationBody, answering: AbstractAsyncContextManager[HttpAnswer], told: Replies, target: Target
+        self, body: GenerationBody, answering: AbstractAsyncContextManager[HttpAnswer], replies: Replies, target: Target
     ) -> AsyncGenerator[Json, None]:
         async with answering as answer:
-            head = self._head(told, answer, target)
+            head = self._head(replies, answer, target)
             more = {"usage": None} if body.include_usage else {}
-            async with contextlib.aclosing(answer.news()) as incoming:
-                async for news in incoming:
-                    parts = told.parts(news, answer.sessions[news.choice])
+            async with contextlib.aclosing(answer.progress()) as updates:
+                async for update in updates:
+                    parts = replies.parts(update, answer.sessions[update.choice])
                     for part in parts:
-                        last = part is parts[-1] and not news.tokens and not body.include_usage
+                        last = part is parts[-1] and not update.tokens and not body.include_usage
                         yield head.chunk([part], **more, **(metrics(answer.sessions) if last else {}))
             if body.include_usage:
                 yield head.chunk([], usage=usage(answer.sessions, body.choices), **metrics(answer.sessions))
 
-    def _head(self, told: Replies, answer: HttpAnswer, target: Target) -> ReplyHead:
-        return ReplyHead.of(told, answer.sessions[0], served_name(target, self._settings))
+    def _head(self, replies: Replies, answer: HttpAnswer, target: Target) -> ReplyHead:
+        return ReplyHead.of(replies, answer.sessions[0], served_name(target, self._settings))
 
-    # What there is.
+    # Information.
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -151,7 +158,7 @@ class Api:
         }
 
     async def fleet(self, request: Request) -> Response:
-        """What the coordinator knows of itself and its workers."""
+        """Return information on the coordinator and its workers."""
         workers = [asdict(worker) for worker in self._sessions.workers]
         for worker in workers:
             worker["role"] = worker["role"].name.lower()
@@ -182,7 +189,7 @@ class Api:
 
 
 _STARTED = time.time()
-_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for whoever has yet to type a key
+_OPEN = pages.OPEN_PAGES | {"/health", "/ready"}  # for probes, and for the page in which a user enters a key
 
 
 def _cors(origins: list[str]) -> Middleware:
@@ -204,7 +211,7 @@ async def _read(request: Request, kind: type[BodyT]) -> BodyT:
     try:
         data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
-        raise InvalidRequest(f"the body is no JSON: {shorten(str(error))}", field="body") from error
+        raise InvalidRequest(f"the body is not valid JSON: {shorten(str(error))}", field="body") from error
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -222,7 +229,7 @@ def _key(request: Request) -> str:
 
 async def _all_of(answer: HttpAnswer) -> list[list[Token]]:
     tokens: list[list[Token]] = [[] for _ in answer.sessions]
-    async with contextlib.aclosing(answer.news()) as incoming:
-        async for news in incoming:
-            tokens[news.choice] += news.tokens
+    async with contextlib.aclosing(answer.progress()) as updates:
+        async for update in updates:
+            tokens[update.choice] += update.tokens
     return tokens

@@ -1,7 +1,7 @@
-"""What clients send: the bodies of OpenAI's API, with the extensions that vLLM made customary and our own.
+"""Request bodies of OpenAI's API, with common vLLM extensions and Outrider's own.
 
-A field that changes the answer and is not supported is refused by name; what
-only labels a request is taken and ignored.
+An unsupported field that would change the answer is rejected by name; fields
+that only label a request are ignored.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MAX_TOKENS = 2**31 - 1
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows one kind of number: 5.0 is 5."""
+    """Convert whole floats to integers: JSON has one number type."""
     if isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _few(value: Any) -> Any:
-    """Counted before they are looked at."""
+    """Check the number of entries before validating each of them."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"{len(value)} biases, at most {MAX_LOGIT_BIAS} are taken")
     return value
@@ -47,7 +47,7 @@ def _few(value: Any) -> Any:
 _TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(min_length=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-# The first fault ends the reading: to collect a million of them takes seconds and gigabytes.
+# The first error ends validation: collecting a million of them takes seconds and gigabytes.
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -57,7 +57,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """One unknown field is told at once, whatever else there is."""
+        """Raise for the first unknown field before validating the others."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -69,7 +69,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="A last chunk with the usage of the whole answer.")
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole answer.")
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
@@ -77,41 +77,41 @@ class JsonSchema(Body):
     name: str = Field(max_length=64)
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="Absent: any JSON object.")
     description: str | None = None
-    strict: bool | None = Field(None, description="Output follows the schema in any case.")
+    strict: bool | None = Field(None, description="Ignored: the output always follows the schema.")
 
 
 class ResponseFormat(Body):
-    """`regex` is an extension."""
+    """Format of the output; `regex` is an extension."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
-    regex: str | None = Field(None, description="With type regex: what the whole output must match.")
+    regex: str | None = Field(None, description="With type regex: pattern that the whole output must match.")
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         for kind, given in (("json_schema", self.json_schema), ("regex", self.regex)):
             if (self.type == kind) != (given is not None):
-                raise ValueError(f"{kind} belongs to type {kind}, and that needs it")
+                raise ValueError(f"{kind} is required with type {kind}, and only there")
         return self
 
 
 class SpeculationWish(Body):
-    """How to speculate: it changes speed, never text (greedy and coupled)."""
+    """Speculation options; in greedy and coupled mode they change speed, never text."""
 
     gamma: int | None = Field(None, ge=0, le=MAX_GAMMA, description="Fixes γ; 0: plain decoding; absent: adaptive.")
-    branches: int | None = Field(None, ge=1, le=MAX_BRANCHES, description="Guesses beside each other.")
-    ahead: bool | None = Field(None, description="Whether the drafter goes on while its guesses are checked.")
+    branches: int | None = Field(None, ge=1, le=MAX_BRANCHES, description="Guesses for the same position.")
+    ahead: bool | None = Field(None, description="The drafter continues while its guesses are checked.")
     patience_us: int | None = Field(None, ge=0, le=MAX_PATIENCE_US, description="Fixes the wait for guesses.")
     drafter: str | None = Field(None, max_length=LONGEST["drafter"], description="Only drafters of this kind.")
     verification: Literal["greedy", "coupled", "rejection", "block"] | None = None
-    show: bool = Field(False, description="Every chunk says which of its tokens were guessed, and under which plan.")
+    show: bool = Field(False, description="Each chunk lists which tokens were guessed, and the plan.")
 
 
 class GenerationBody(Body):
-    """What chat and completions have in common."""
+    """Fields that chat and completions share."""
 
     model: str | None = Field(
-        None, max_length=LONGEST["model"], description="As in /v1/models; absent: the one that is served."
+        None, max_length=LONGEST["model"], description="Name from /v1/models; absent: the served one."
     )
     temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy, else at least 1e-6; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -131,7 +131,7 @@ class GenerationBody(Body):
     ) = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Choice i of n is drawn with seed + i.")
     response_format: ResponseFormat | None = None
-    # Customary extensions.
+    # Common extensions.
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
@@ -139,7 +139,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
-    # Labels: taken and ignored.
+    # Labels: accepted and ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = Field(None, description="Ignored.")
     store: bool | None = Field(None, description="Ignored: nothing is stored for later retrieval.")
@@ -180,8 +180,8 @@ class TextPart(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates know no names.")
-    # As OpenAI's own answers have them, so that an answer can be sent back as it came.
+    name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
+    # Fields of OpenAI's answers, so that an answer can be sent back unchanged.
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -212,7 +212,7 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens name the same thing and differ")
+            raise ValueError("max_tokens and max_completion_tokens are the same field and differ")
         return self
 
     @property
@@ -242,9 +242,9 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _whole(self) -> CompletionBody:
         if self.best_of not in (None, self.choices):
-            raise ValueError("best_of must equal n: no answer is drawn to be thrown away")
+            raise ValueError("best_of must equal n: no further answers are drawn")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo and logprobs together are not supported: a prompt's log probabilities are not kept")
+            raise ValueError("echo with logprobs is not supported: a prompt's log probabilities are not computed")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""The connections of the HTTP port: how many there may be, and how long one may say nothing."""
+"""Connections of the HTTP port: limits of their number and of their idle time."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = structlog.get_logger(__name__)
 
-KEEP_ALIVE_S = 75  # longer than proxies keep theirs: whoever closes first may cut off a request
-KNOWN = "outrider.known"  # in the scope of a request that was let in
-_NO_LINGER = struct.pack("ii", 1, 0)  # what is not read is dropped, not kept by the kernel
+KEEP_ALIVE_S = 75  # longer than usual proxies: the side that closes first may interrupt a request
+KNOWN = "outrider.known"  # in the scope of an authenticated request
+_NO_LINGER = struct.pack("ii", 1, 0)  # the kernel drops unread data on close
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Connections:
-    """At most `limit` of them. When all are taken, a new one gets the place of one without a request.
+    """Open connections, at most `limit`. When all are taken, a new one replaces an idle one.
 
-    First those go that never had a request let in, of these the one that is idle the longest.
+    Connections without an authenticated request go first, the longest idle before others.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._open: set[Connection] = set()
-        self._idle_strangers: OrderedDict[Connection, None] = OrderedDict()
+        self._idle_unknown: OrderedDict[Connection, None] = OrderedDict()
         self._idle_known: OrderedDict[Connection, None] = OrderedDict()
 
     def enter(self, connection: Connection) -> bool:
-        if len(self._open) >= self._limit and not self._make_room():
-            log.warning("HTTP connection refused: all are busy", limit=self._limit)
+        if len(self._open) >= self._limit and not self._close_idle():
+            log.warning("HTTP connection refused: all connections busy", limit=self._limit)
             return False
         self._open.add(connection)
         return True
@@ -44,15 +44,15 @@ class Connections:
 
     def idle(self, connection: Connection) -> None:
         if connection in self._open:
-            waiting = self._idle_known if connection.known else self._idle_strangers
+            waiting = self._idle_known if connection.known else self._idle_unknown
             waiting.setdefault(connection)
 
     def busy(self, connection: Connection) -> None:
-        self._idle_strangers.pop(connection, None)
+        self._idle_unknown.pop(connection, None)
         self._idle_known.pop(connection, None)
 
-    def _make_room(self) -> bool:
-        waiting = self._idle_strangers or self._idle_known
+    def _close_idle(self) -> bool:
+        waiting = self._idle_unknown or self._idle_known
         if not waiting:
             return False
         connection = next(iter(waiting))
@@ -62,16 +62,13 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One that does not say all of a request's head in time is closed: uvicorn would hold it for ever.
+    """HTTP connection with timeouts that uvicorn lacks: for the head of a request, and for unread responses."""
 
-    One that leaves unread what is written to it is cut off.
-    """
-
-    def __init__(self, connections: Connections, patience_s: float, write_timeout_s: float, **given: Any) -> None:
+    def __init__(self, connections: Connections, open_timeout_s: float, write_timeout_s: float, **given: Any) -> None:
         super().__init__(**given)
-        self.known = False  # a request of it was let in
+        self.known = False  # it had an authenticated request
         self._all = connections
-        self._patience_s = patience_s
+        self._open_timeout_s = open_timeout_s
         self._write_timeout_s = write_timeout_s
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -90,7 +87,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.known = self.known or KNOWN in self.scope
-        self.timeout_keep_alive = KEEP_ALIVE_S if self.known else self._patience_s  # type: ignore[assignment]
+        self.timeout_keep_alive = KEEP_ALIVE_S if self.known else self._open_timeout_s  # type: ignore[assignment]
         super().on_response_complete()
         self._mark()
 
@@ -111,7 +108,7 @@ class Connection(H11Protocol):
             self._unread.cancel()
 
     def _cut_off(self) -> None:
-        """Close without waiting until what is on its way has been read."""
+        """Close without waiting for unread data."""
         log.info("client does not read", seconds=self._write_timeout_s)
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
@@ -127,7 +124,7 @@ class Connection(H11Protocol):
                 self._late.cancel()
             self._late = None
         elif self._late is None:
-            self._late = self.loop.call_later(self._patience_s, self.timeout_keep_alive_handler)
+            self._late = self.loop.call_later(self._open_timeout_s, self.timeout_keep_alive_handler)
 
     def _mark(self) -> None:
         if self._working:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, from one handler."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _SERVER = 500
-_AGAIN_MS = {429: 1000, 503: 2000}  # where the error does not say when
+_RETRY_AFTER_MS = {429: 1000, 503: 2000}  # for errors without a time
 
 _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 80
@@ -28,14 +28,14 @@ def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
     status = status or http_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
-    message, param = _as_here(error.message), _as_here(error.field) or None
+    message, param = _in_http_terms(error.message), _in_http_terms(error.field) or None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
     status = status or http_status(error)
     headers = {}
-    retry_after_ms = error.retry_after_ms or _AGAIN_MS.get(status)
+    retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS.get(status)
     if retry_after_ms is not None:
         headers["Retry-After"] = str(math.ceil(retry_after_ms / 1000))
         headers["Retry-After-Ms"] = str(retry_after_ms)
@@ -50,16 +50,16 @@ async def on_outrider_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-    """Routes and methods that do not exist."""
+    """Return the response for an unknown route or method."""
     assert isinstance(error, HTTPException)
-    found = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}", field="path")
-    response = respond(found, error.status_code)
+    fault = InvalidRequest(f"{request.method} {shorten(request.scope['path'])}: {error.detail}", field="path")
+    response = respond(fault, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
 def of_validation(error: ValidationError) -> InvalidRequest:
-    """The first thing that is wrong with a body; of the ways to read a union, the one that came furthest."""
+    """Return the first validation error; for a union, that of the branch that matched furthest."""
     first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
     field = shorten(".".join(str(part) for part in first["loc"] if not _is_union_branch(part)))
     if first["type"] == "extra_forbidden":
@@ -72,13 +72,13 @@ def of_validation(error: ValidationError) -> InvalidRequest:
 
 
 def _is_union_branch(part: str | int) -> bool:
-    """Pydantic names the branch it tried: no part of the body."""
+    """Return whether a part of a location is pydantic's name of a union branch, not a field of the body."""
     return isinstance(part, str) and (part in ("str", "int") or part.startswith("constrained-") or "[" in part)
 
 
-def _as_here(text: str) -> str:
-    """Fields of the request over gRPC, as HTTP calls them."""
+def _in_http_terms(text: str) -> str:
+    """Replace names of gRPC fields by those of HTTP."""
     text = _GRAMMAR.sub("response_format", text)
-    for there, here in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
-        text = text.replace(there, here)
+    for grpc_name, http_name in (("params.", ""), ("tokens.ids", "prompt"), ("chat.messages", "messages")):
+        text = text.replace(grpc_name, http_name)
     return text

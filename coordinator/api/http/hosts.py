@@ -1,4 +1,4 @@
-"""Requests that a browser or a proxy may have been tricked into: framing, Host and Origin are checked first."""
+"""Checks of framing, Host and Origin, against request smuggling, DNS rebinding and cross-site requests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def hosts_of(host: str, allowed: Iterable[str]) -> frozenset[str]:
-    """The names that a Host header may have at a listener on `host`. On loopback other names mean DNS rebinding."""
+    """Return the names that a Host header may have at a listener on `host`.
+
+    On loopback, other names indicate DNS rebinding.
+    """
     names = frozenset(name.lower() for name in allowed)
     if not is_loopback(host) and not names:
         return frozenset({ANY})
-    return names | LOOPBACK | {host.lower(), ""}  # HTTP/1.0 names none, and no browser speaks that
+    return names | LOOPBACK | {host.lower(), ""}  # HTTP/1.0 clients send none, and browsers do not use it
 
 
-class SoundRequests:
-    """Refuses bodies of two lengths, a Host that is not ours, and changes of state by pages of other origins."""
+class RequestChecks:
+    """Middleware that rejects bodies with two lengths, foreign Hosts, and unsafe requests from foreign origins."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], origins: frozenset[str]) -> None:
         self._app = app
@@ -37,37 +40,37 @@ class SoundRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            fault = self._unsound(headers) or self._foreign(headers, scope["method"])
+            fault = self._framing_fault(headers) or self._origin_fault(headers, scope["method"])
             if fault is not None:
                 reply = respond(*fault)
-                reply.headers["Connection"] = "close"  # what follows may be half of a request
+                reply.headers["Connection"] = "close"  # the following bytes may be a part of a request
                 await reply(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _unsound(self, headers: Headers) -> tuple[InvalidRequest, int] | None:
+    def _framing_fault(self, headers: Headers) -> tuple[InvalidRequest, int] | None:
         if "transfer-encoding" in headers and "content-length" in headers:
             return InvalidRequest("Content-Length and Transfer-Encoding exclude each other", field="body"), 400
         return None
 
-    def _foreign(self, headers: Headers, method: str) -> tuple[InvalidRequest, int] | None:
+    def _origin_fault(self, headers: Headers, method: str) -> tuple[InvalidRequest, int] | None:
         host = headers.get("host", "")
         if ANY not in self._hosts and _name(host) not in self._hosts:
-            told = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
+            message = f"Host {shorten(repr(host))} is not served here; --allowed-hosts names further ones"
             return InvalidRequest(
-                told, field="Host", value=host, limit=", ".join(sorted(self._hosts - {""}))
+                message, field="Host", value=host, limit=", ".join(sorted(self._hosts - {""}))
             ), _FORBIDDEN
         origin = headers.get("origin")
         if method in _SAFE or origin is None or ANY in self._origins or origin in self._origins:
             return None
         if _netloc(origin) == host.lower():
             return None
-        told = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
-        return InvalidRequest(told, field="Origin", value=origin, limit=host), _FORBIDDEN
+        message = f"pages of {shorten(repr(origin))} may not call this; --cors-origins names those that may"
+        return InvalidRequest(message, field="Origin", value=origin, limit=host), _FORBIDDEN
 
 
 def _netloc(origin: str) -> str:
-    """`host:port` of an origin; empty for "null" and what is none."""
+    """Return the `host:port` of an origin; empty for "null" and invalid ones."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -75,7 +78,7 @@ def _netloc(origin: str) -> str:
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without its port."""
+    """Return the name of a Host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

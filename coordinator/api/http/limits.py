@@ -1,4 +1,4 @@
-"""Around every request: its size, its id, its key, and its end when the client goes away."""
+"""Middleware around every request: request id, API key, body limits, and cancellation when the client leaves."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _GONE = 499
 _TOO_LARGE = 413
 _TOO_SLOW = 408
 _UNAVAILABLE = 503
-_SLOWEST = 10_000  # bytes a second that a body may come with
+_MIN_BYTES_PER_S = 10_000  # of a body
 
 
 class RequestIds:
-    """Every answer says which request it belongs to, so does every line that is logged for it; faults become 500."""
+    """Middleware that sets the request id on responses and log lines, and turns exceptions into status 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,21 +38,21 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        origin = take_up(Headers(scope=scope).items(), first=True)
+        context = take_up(Headers(scope=scope).items(), first=True)
         status, started = 0, time.monotonic()
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = origin.request_id
+                MutableHeaders(scope=message)[REQUEST_ID] = context.request_id
             await send(message)
 
         try:
             await self._app(scope, receive, send_on)
         except Exception as error:
             if status:
-                raise  # the answer has begun: only a broken connection can tell
+                raise  # the response has started, so only a broken connection signals the error
             log.exception("request failed")
             await respond(OutriderError(f"internal error: {type(error).__name__}"))(scope, receive, send_on)
         finally:
@@ -60,8 +60,8 @@ class RequestIds:
             log.info("http", method=scope["method"], path=scope["path"], status=status or _GONE, ms=ms)
 
 
-class KeyHolders:
-    """Whoever shows no key that opens sees nothing but what is open to all."""
+class KeyAuth:
+    """Middleware that rejects requests without a valid API key, except to open paths."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_to_all: frozenset[str]) -> None:
         self._app = app
@@ -81,16 +81,13 @@ class KeyHolders:
         await self._app(scope, receive, send)
 
 
-class WholeBodies:
-    """Reads a body to its end before the app does, no further than it may be and no longer than it may take.
+class BodyReader:
+    """Middleware that reads bodies within limits of size and time, and cancels the app when the client leaves."""
 
-    Ends the app when the client leaves.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int, patience_s: float, budget: ByteBudget) -> None:
+    def __init__(self, app: ASGIApp, limit: int, timeout_s: float, budget: ByteBudget) -> None:
         self._app = app
         self._limit = limit
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,25 +101,25 @@ class WholeBodies:
                 await _refuse(error)(scope, receive, send)
                 return
             if body is None:
-                return  # gone before all was said
+                return  # the client left before the end of the body
             if len(body) > self._limit:
                 large = InvalidRequest.of("body", f"more than {self._limit} bytes", f"at most {self._limit} bytes")
                 await respond(large, _TOO_LARGE)(scope, receive, send)
                 return
 
-            async def begun(message: Message) -> None:
-                self._budget.give_back(share)  # what was said has become a request
+            async def send_on(message: Message) -> None:
+                self._budget.give_back(share)  # the body has become a request
                 await send(message)
 
-            told = [bytes(body)]
+            holder = [bytes(body)]
             del body
-            await self._answer(scope, told, receive, begun)
+            await self._answer(scope, holder, receive, send_on)
 
     async def _answer(self, scope: Scope, body: list[bytes], receive: Receive, send: Send) -> None:
-        """`body`: the only reference to it, which ends when the app has it."""
+        """Run the app; `body` holds the only reference, so that its memory is freed after the app has read it."""
         gone = asyncio.Event()
 
-        async def heard() -> Message:
+        async def receive_body() -> Message:
             if body:
                 return {"type": "http.request", "body": body.pop(), "more_body": False}
             await gone.wait()
@@ -134,7 +131,7 @@ class WholeBodies:
             gone.set()
             working.cancel()
 
-        working = asyncio.ensure_future(self._app(scope, heard, send))
+        working = asyncio.ensure_future(self._app(scope, receive_body, send))
         async with background(listen()):
             try:
                 await working
@@ -144,10 +141,10 @@ class WholeBodies:
                     raise
 
     async def _read(self, receive: Receive, share: ByteShare) -> bytearray | None:
-        """In any `patience_s` there must come as much as at _SLOWEST, or the end."""
+        """Return the body, or None if the client leaves; raise TimeoutError below the minimum rate."""
         body = bytearray()
         now = asyncio.get_running_loop().time
-        deadline, wanted = now() + self._patience_s, 0.0
+        deadline, wanted = now() + self._timeout_s, 0.0
         while True:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
@@ -158,13 +155,15 @@ class WholeBodies:
                 return body
             self._budget.take(share, len(body))
             if len(body) >= wanted:
-                deadline, wanted = now() + self._patience_s, len(body) + self._patience_s * _SLOWEST
+                deadline, wanted = now() + self._timeout_s, len(body) + self._timeout_s * _MIN_BYTES_PER_S
 
 
 def _refuse(error: TimeoutError | Overloaded) -> Response:
     if isinstance(error, Overloaded):
         reply = respond(error, _UNAVAILABLE)
     else:
-        reply = respond(Expired(f"the body came slower than {_SLOWEST} bytes a second", field="body"), _TOO_SLOW)
-    reply.headers["Connection"] = "close"  # the rest of the body would be taken for a request
+        reply = respond(
+            Expired(f"the body arrived slower than {_MIN_BYTES_PER_S} bytes a second", field="body"), _TOO_SLOW
+        )
+    reply.headers["Connection"] = "close"  # the rest of the body would be read as a request
     return reply

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies as they are checked, every status that can come."""
+"""OpenAPI document: request bodies from their models, replies and all possible statuses."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pydantic import BaseModel
 
 from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.api.http.shapes import REFS, REPLIES, Json, an_object, ref
-from coordinator.sessions.session_manager import MAX_KEY_CHARACTERS
+from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
 
 _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
 _STATUSES = {
-    400: "The request can never work; the error names the field and its limit",
+    400: "The request is invalid; the error names the field and its limit",
     401: "The key is missing or wrong",
-    404: "There is no such model",
-    405: "Another method is needed",
-    408: "The body came too slowly",
+    404: "The model does not exist",
+    405: "The method is not allowed",
+    408: "The body arrived too slowly",
     409: "The idempotency key was used for another request, or the target has changed",
     413: "The body is too large",
     415: "The body is not declared as JSON",
-    429: "No room now: try again after Retry-After",
-    500: "A fault of the server",
-    502: "A worker was lost and no other could go on",
-    503: "No worker is ready, or the server is leaving: try again after Retry-After",
+    429: "No capacity: try again after Retry-After",
+    500: "Internal error",
+    502: "A worker was lost and no other could continue",
+    503: "No worker is ready, or the server is shutting down: try again after Retry-After",
     504: "A deadline passed",
 }
 _RETRY = (429, 503)
 
 
 def document() -> Json:
+    """Return the OpenAPI document."""
     schemas = {**REPLIES}
     for body in (ChatBody, CompletionBody):
         schemas |= _schemas(body)
@@ -40,14 +41,14 @@ def document() -> Json:
             "title": "Outrider",
             "version": version("outrider"),
             "description": "OpenAI's API over lossless, disaggregated speculative decoding. "
-            "Fields marked as ignored change nothing; a field that is not named here is refused.",
+            "Fields marked as ignored change nothing; other fields are rejected.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{}, {"key": []}],
         "paths": {
             "/v1/chat/completions": {"post": _generates("Answer a chat", ChatBody, "ChatCompletion", _CHAT)},
             "/v1/completions": {"post": _generates("Continue a text", CompletionBody, "Completion", _COMPLETION)},
-            "/v1/models": {"get": _gets("The model that is served", "ModelList", 503)},
+            "/v1/models": {"get": _gets("The served model", "ModelList", 503)},
             "/v1/models/{model}": {
                 "get": {
                     **_gets("One model", "Model", 404, 503),
@@ -55,16 +56,16 @@ def document() -> Json:
                 }
             },
             "/fleet": {"get": _gets("The coordinator and its workers", "Fleet")},
-            "/health": {"get": _open(_gets("Whether this process lives", "Status"))},
-            "/ready": {"get": _open(_gets("Whether a request could be answered", "Status", 503))},
+            "/health": {"get": _open(_gets("Liveness of this process", "Status"))},
+            "/ready": {"get": _open(_gets("Readiness to answer requests", "Status", 503))},
             "/metrics": {"get": _plain("Counters and gauges for Prometheus", "text/plain")},
             "/openapi.json": {"get": _plain("This document", "application/json")},
-            "/docs": {"get": _plain("This document, for people", "text/html")},
+            "/docs": {"get": _plain("This document as a page", "text/html")},
         },
         "components": {
             "schemas": schemas,
             "responses": {str(status): _error(status) for status in _STATUSES},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Where keys are set."}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If the server has keys."}},
         },
     }
 
@@ -82,7 +83,7 @@ def _generates(summary: str, body: type[BaseModel], reply: str, example: Json) -
             {
                 "name": "Idempotency-Key",
                 "in": "header",
-                "description": "The same key never generates twice: the answer of the first request is sent again.",
+                "description": "Requests with the same key generate once; repeats get the first answer.",
                 "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS, "pattern": "^[!-~]*$"},
             }
         ],
@@ -116,7 +117,7 @@ def _plain(summary: str, media: str) -> Json:
 
 
 def _open(operation: Json) -> Json:
-    """Needs no key."""
+    """Return the operation without authentication."""
     responses = {status: reply for status, reply in operation["responses"].items() if status != "401"}
     return {**operation, "security": [], "responses": responses}
 
@@ -133,7 +134,7 @@ def _error(status: int) -> Json:
 
 
 def _events(chunk: str) -> Json:
-    """What each of them is."""
+    """Return the schema of a server-sent event."""
     part = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(chunk)}
     error = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref("Error")}
     return an_object({"data": {"anyOf": [part, error, {"const": "[DONE]"}]}})

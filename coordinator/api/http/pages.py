@@ -1,4 +1,4 @@
-"""The pages for people, the playground and the API's description: all from here, nothing from elsewhere."""
+"""Static pages: the playground and the API documentation, without external resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGES = {
     "/docs.js": ("docs.js", "text/javascript"),
     "/style.css": ("style.css", "text/css"),
 }
-OPEN_PAGES = frozenset(_PAGES) - {"/docs"}  # no key is needed to see them: they hold no data
+OPEN_PAGES = frozenset(_PAGES) - {"/docs"}  # served without a key: they contain no data
 
 
 def routes() -> list[Route]:

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in chunks; what speculation did for them in vLLM's."""
+"""Replies in OpenAI's format, whole and in chunks, with speculation metrics in vLLM's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from coordinator.api.http.answer import HttpAnswer, News
+from coordinator.api.http.answer import HttpAnswer, Progress
 from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.sessions.session import Session, Token
 from coordinator.sessions.stats import RequestStats
@@ -17,12 +17,12 @@ from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]
-_REASONS = {FinishReason.LENGTH: "length"}  # all others have stopped
+_REASONS = {FinishReason.LENGTH: "length"}  # all others are "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What every part of one answer begins with."""
+    """Fields that all parts of one reply share."""
 
     kind: str  # chat.completion or text_completion
     answer_id: str
@@ -55,7 +55,7 @@ class ReplyHead:
 
 
 def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
-    """Choices of the same prompt count it once."""
+    """Return the token usage; choices of the same prompt count it once."""
     first = sessions[::per_prompt]
     prompted = sum(len(session.record.request.prompt) for session in first)
     cached = sum(session.stats.cached_tokens for session in first)
@@ -70,7 +70,7 @@ def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
 
 
 def metrics(sessions: Sequence[Session]) -> Json:
-    """Of a single choice."""
+    """Return speculation metrics, for replies with a single choice."""
     if len(sessions) != 1:
         return {}
     stats = sessions[0].stats
@@ -95,12 +95,12 @@ def metrics(sessions: Sequence[Session]) -> Json:
 
 
 def speculative_decoding(stats: RequestStats) -> Json:
-    """Acceptance as vLLM reports it per request.
+    """Return the acceptance of a request as vLLM reports it.
 
-    Our γ changes from step to step: `num_spec_tokens` is the longest guess
-    that a step has checked, and the histogram ends there.
+    γ changes from step to step, so `num_spec_tokens` is the longest guess that
+    a step has checked, and the histogram ends there.
     """
-    reached = [stats.drafts, *stats.accepted_per_position, 0]  # steps that accepted so many guesses or more
+    reached = [stats.drafts, *stats.accepted_per_position, 0]  # steps that accepted at least i guesses
     return {
         "mean_acceptance_length": 1.0 + stats.accepted_tokens / stats.drafts if stats.drafts else 1.0,
         "draft_acceptance_rate": stats.acceptance_rate,
@@ -113,28 +113,30 @@ def speculative_decoding(stats: RequestStats) -> Json:
 
 
 class Replies(Protocol):
-    """How the answers to one kind of request are told. Made for each answer: streams remember what they have said."""
+    """Formatter of the replies to one kind of request. Each answer has its own, since streams keep state."""
 
     kind: str
     prefix: str
 
     def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
-        """A whole one."""
+        """Return a complete choice."""
         ...
 
-    def parts(self, news: News, session: Session) -> list[Json]:
-        """What a stream says of this choice now; after its last tokens, the last of them gives the reason."""
+    def parts(self, update: Progress, session: Session) -> list[Json]:
+        """Return the chunks for new tokens of a choice; the last chunk of a choice has its finish reason."""
         ...
 
 
 class ChatReplies:
+    """Formatter of chat completions."""
+
     kind = "chat.completion"
     prefix = "chatcmpl"
 
     def __init__(self, body: ChatBody, target: Target) -> None:
         self._body = body
         self._target = target
-        self._greeted: set[int] = set()
+        self._role_sent: set[int] = set()
 
     def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
         return {
@@ -144,23 +146,23 @@ class ChatReplies:
             "finish_reason": _reason(session),
         }
 
-    def parts(self, news: News, session: Session) -> list[Json]:
+    def parts(self, update: Progress, session: Session) -> list[Json]:
         parts = []
-        if news.choice not in self._greeted:
-            self._greeted.add(news.choice)
-            parts.append(_delta(news.choice, {"role": "assistant", "content": "", "refusal": None}))
-        written = _text(news.tokens) if news.tokens else session.rest.text
-        logprobs = self._logprobs(news.tokens)
-        if written or logprobs or (self._body.show and news.tokens):
-            part = _delta(news.choice, {"content": written}, logprobs)
-            parts.append(part | _shown(self._body, session, news.tokens))
-        if not news.tokens:
-            parts.append(_delta(news.choice, {}, finish_reason=_reason(session)))
+        if update.choice not in self._role_sent:
+            self._role_sent.add(update.choice)
+            parts.append(_delta(update.choice, {"role": "assistant", "content": "", "refusal": None}))
+        written = _text(update.tokens) if update.tokens else session.rest.text
+        logprobs = self._logprobs(update.tokens)
+        if written or logprobs or (self._body.show and update.tokens):
+            part = _delta(update.choice, {"content": written}, logprobs)
+            parts.append(part | _speculation(self._body, session, update.tokens))
+        if not update.tokens:
+            parts.append(_delta(update.choice, {}, finish_reason=_reason(session)))
         return parts
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
-        found = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
-        return {"content": [_logprob(self._target, *each) for each in found], "refusal": None} if found else None
+        known = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
+        return {"content": [_logprob(self._target, *each) for each in known], "refusal": None} if known else None
 
 
 def _delta(number: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
@@ -181,6 +183,8 @@ def _named(target: Target, token: int, logprob: float) -> Json:
 
 
 class CompletionReplies:
+    """Formatter of text completions."""
+
     kind = "text_completion"
     prefix = "cmpl"
 
@@ -194,18 +198,18 @@ class CompletionReplies:
         text = self._echo(session) + _text(tokens) + session.rest.text
         return self._choice(number, text, _reason(session), self._logprobs(tokens, 0))
 
-    def parts(self, news: News, session: Session) -> list[Json]:
+    def parts(self, update: Progress, session: Session) -> list[Json]:
         parts = []
-        if self._body.echo and news.choice not in self._echoed:
-            self._echoed.add(news.choice)
-            parts.append(self._choice(news.choice, self._echo(session), None))
-        text = _text(news.tokens) if news.tokens else session.rest.text
-        logprobs = self._logprobs(news.tokens, self._written[news.choice])
-        self._written[news.choice] += len(text)
-        reason = None if news.tokens else _reason(session)
+        if self._body.echo and update.choice not in self._echoed:
+            self._echoed.add(update.choice)
+            parts.append(self._choice(update.choice, self._echo(session), None))
+        text = _text(update.tokens) if update.tokens else session.rest.text
+        logprobs = self._logprobs(update.tokens, self._written[update.choice])
+        self._written[update.choice] += len(text)
+        reason = None if update.tokens else _reason(session)
         if text or logprobs or reason or self._body.show:
-            part = self._choice(news.choice, text, reason, logprobs)
-            parts.append(part | _shown(self._body, session, news.tokens))
+            part = self._choice(update.choice, text, reason, logprobs)
+            parts.append(part | _speculation(self._body, session, update.tokens))
         return parts
 
     def _choice(self, number: int, text: str, finish_reason: str | None, logprobs: Json | None = None) -> Json:
@@ -215,15 +219,15 @@ class CompletionReplies:
         return self._target.decode(session.record.request.prompt) if self._body.echo else ""
 
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> Json | None:
-        """`offset`: characters of the answer before these tokens."""
-        found = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
-        if not found:
+        """Return the log probabilities; `offset` is the number of characters before these tokens."""
+        known = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+        if not known:
             return None
         reply: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, known in found:
-            best = zip(known.top_ids, known.top_logprobs, strict=True)
+        for token, logprobs in known:
+            best = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
             reply["tokens"].append(_readable(self._target, token.token))
-            reply["token_logprobs"].append(_finite(known.logprob))
+            reply["token_logprobs"].append(_finite(logprobs.logprob))
             reply["top_logprobs"].append({_readable(self._target, other): _finite(logprob) for other, logprob in best})
             reply["text_offset"].append(offset)
             offset += len(token.text)
@@ -231,7 +235,7 @@ class CompletionReplies:
 
 
 def _readable(target: Target, token: int) -> str:
-    """Bytes that are no text by themselves are told apart."""
+    """Return a token as text, with a prefix for bytes that are not valid text by themselves."""
     data = target.token_bytes(token)
     try:
         return data.decode()
@@ -248,12 +252,12 @@ def _text(tokens: Sequence[Token]) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; this is what OpenAI writes for what is all but impossible."""
+    """Return the log probability, at least −9999: JSON has no infinity, and OpenAI uses this value."""
     return max(logprob, -9999.0)
 
 
-def _shown(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> Json:
-    """Which tokens were guessed, and how the session is drafted now."""
+def _speculation(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> Json:
+    """Return the kinds of the tokens and the present plan, if the request asks for them."""
     if not body.show:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""uvicorn inside the coordinator's event loop: its signals and its end are the coordinator's."""
+"""HTTP server: uvicorn in the coordinator's event loop, which also handles signals and shutdown."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ _BACKLOG = 1024
 
 
 class _UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 class HttpServer:
+    """Server of an application on the HTTP port."""
+
     def __init__(self, app: ASGIApp, settings: CoordinatorSettings, credentials: Credentials) -> None:
         self._socket = _listen(settings.host, settings.http_port)
         self.address = f"{settings.host}:{self._socket.getsockname()[1]}"
@@ -59,20 +63,20 @@ class HttpServer:
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http")
         if not await until(lambda: self._server.started or self._ended(), _START_S) or self._ended():
             raise StartupError(f"HTTP on {self.address} did not start in {_START_S:g} s")
-        self._socket.listen(_BACKLOG)  # asyncio has shortened the kernel's queue, too
+        self._socket.listen(_BACKLOG)  # asyncio has set the backlog to 1
 
     def _ended(self) -> bool:
         return self._serving is None or self._serving.done()
 
     async def stop(self) -> None:
-        """Answers that are still under way have a moment to end."""
+        """Stop after a short time for answers in progress."""
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
 
 
 def _context(credentials: Credentials) -> ssl.SSLContext | None:
-    """The same files and the same rule as for gRPC; each handshake has those of its moment."""
+    """Return a TLS context with the certificates of gRPC; each handshake uses the present ones."""
     first = None if credentials.tls is None else credentials.tls.context
     if first is None:
         return None

@@ -1,4 +1,4 @@
-"""Answers as they are sent, as JSON schemas: for the OpenAPI document, and for tests that hold answers against it."""
+"""JSON schemas of replies, for the OpenAPI document and for tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WHOLE: Json = {"type": "integer"}
 _NUMBER: Json = {"type": "number"}
 _MAYBE_TEXT: Json = {"type": ["string", "null"]}
 
-# --- what is told of an answer ---------------------------------------------------------------------------------------
+# --- metrics and usage ---------------------------------------------------------------------------------------
 
 _USAGE = an_object(
     {
@@ -69,7 +69,7 @@ _METRICS = an_object(
                 "drafter_losses": _WHOLE,
                 "seed": {
                     **_WHOLE,
-                    "description": "Given or drawn: with it the same text comes again, in greedy and coupled mode",
+                    "description": "Given or drawn; it reproduces the text in greedy and coupled mode",
                 },
                 "session_id": _TEXT,
             }
@@ -79,7 +79,7 @@ _METRICS = an_object(
 _SPECULATION = an_object(
     {
         "kinds": _list({"enum": ["accepted", "recovered", "bonus", "plain"]}),
-        "characters": {**_list(_WHOLE), "description": "Of the chunk's text, by token"},
+        "characters": {**_list(_WHOLE), "description": "Characters of the chunk's text, per token"},
         "token_ids": _list(_WHOLE),
         "plan": _TEXT,
         "gamma": _WHOLE,
@@ -112,7 +112,7 @@ _MODEL = {
     "object": {"const": "model"},
     "created": _WHOLE,
     "owned_by": _TEXT,
-    "root": {**_TEXT, "description": "The target's own name, where it is served under another"},
+    "root": {**_TEXT, "description": "The target's own name, if served under another"},
     "max_model_len": _WHOLE,
     "fingerprint": _TEXT,
 }
@@ -137,7 +137,7 @@ def _head(kind: str) -> Json:
         "model": _TEXT,
         "system_fingerprint": {
             **_TEXT,
-            "description": "Equal fingerprints, prompts, parameters and seeds: equal texts",
+            "description": "Equal fingerprints, prompts, parameters and seeds give equal texts",
         },
     }
 

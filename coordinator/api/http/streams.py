@@ -1,4 +1,4 @@
-"""Server-sent events, made by a generator that is closed with the response."""
+"""Server-sent events from a generator that is closed with the response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """`start` waits for the first event, so that what fails before it still has a status of its own."""
+    """Response of server-sent events. `start` waits for the first event, so that earlier errors have a status."""
 
     media_type = "text/event-stream"
 
@@ -39,21 +39,21 @@ class EventStream(Response):
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(data: bytes, *, more: bool = True) -> None:
+        async def write(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async with contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await say(self._first)
+            await write(self._first)
             try:
                 async for event in events:
-                    await say(_event(event))
+                    await write(_event(event))
             except OutriderError as error:
-                await say(_event(body_of(error)))
+                await write(_event(body_of(error)))
             except Exception as error:
                 log.exception("stream failed")
-                await say(_event(body_of(OutriderError(f"internal error: {type(error).__name__}"))))
-            await say(DONE, more=False)
+                await write(_event(body_of(OutriderError(f"internal error: {type(error).__name__}"))))
+            await write(DONE, more=False)
 
 
 def _event(data: dict[str, Any]) -> bytes:

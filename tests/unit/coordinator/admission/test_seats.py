@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.admission.quotas import Quotas, TokenBucket
-from coordinator.admission.seats import Room, Seats
+from coordinator.admission.seats import Capacity, Seats
 from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import Overloaded
 from outrider.security.tenants import Tenant, TenantLimits
@@ -20,18 +20,18 @@ GREEDY, MODEST, THIRD = Tenant("greedy"), Tenant("modest"), Tenant("third")
 class Crowd:
     """Sessions that stay at a verifier until they are told to leave."""
 
-    def __init__(self, room: Room, *, several: bool = True) -> None:
+    def __init__(self, room: Capacity, *, several: bool = True) -> None:
         self.room = room
         self.seats = Seats(lambda: self.room, several=lambda: several)
         self.inside: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, tenant: str, count: int, tokens: int = 10, *, going_on: bool = False) -> None:
+    async def come(self, tenant: str, count: int, tokens: int = 10, *, resumed: bool = False) -> None:
         for _ in range(count):
             name = f"{tenant} {len(self._tasks)}"
             self._leave[name] = asyncio.Event()
-            self._tasks[name] = asyncio.create_task(self._one(name, tokens, going_on))
+            self._tasks[name] = asyncio.create_task(self._one(name, tokens, resumed))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -48,8 +48,8 @@ class Crowd:
     def of(self, tenant: str) -> int:
         return sum(name.startswith(tenant) for name in self.inside)
 
-    async def _one(self, name: str, tokens: int, going_on: bool) -> None:
-        async with self.seats.taken(name.split()[0], tokens, going_on=going_on):
+    async def _one(self, name: str, tokens: int, resumed: bool) -> None:
+        async with self.seats.taken(name.split()[0], tokens, resumed=resumed):
             self.inside.append(name)
             with contextlib.suppress(asyncio.CancelledError):
                 await self._leave[name].wait()
@@ -57,7 +57,7 @@ class Crowd:
 
 
 async def test_one_key_leaves_room_for_others_who_need_not_wait() -> None:
-    crowd = Crowd(Room(64, 0))
+    crowd = Crowd(Capacity(64, 0))
     await crowd.come("greedy", 256)
     assert crowd.of("greedy") == 48
     await crowd.come("modest", 4)
@@ -70,7 +70,7 @@ async def test_one_key_leaves_room_for_others_who_need_not_wait() -> None:
 
 
 async def test_a_place_that_is_left_goes_to_the_key_that_holds_least() -> None:
-    crowd = Crowd(Room(8, 0))
+    crowd = Crowd(Capacity(8, 0))
     await crowd.come("greedy", 20)
     await crowd.come("modest", 20)
     held = crowd.of("greedy"), crowd.of("modest")
@@ -83,7 +83,7 @@ async def test_a_place_that_is_left_goes_to_the_key_that_holds_least() -> None:
 
 
 async def test_the_cache_is_shared_like_the_seats() -> None:
-    crowd = Crowd(Room(64, 1000))
+    crowd = Crowd(Capacity(64, 1000))
     await crowd.come("greedy", 30, tokens=100)
     assert crowd.of("greedy") == 7, "7 x 100 are at most three times the 300 that are left"
     await crowd.come("modest", 1, tokens=300)
@@ -92,7 +92,7 @@ async def test_the_cache_is_shared_like_the_seats() -> None:
 
 
 async def test_who_needs_less_does_not_pass_by_who_needs_more() -> None:
-    crowd = Crowd(Room(64, 1000))
+    crowd = Crowd(Capacity(64, 1000))
     await crowd.come("greedy", 7, tokens=100)
     await crowd.come("modest", 1, tokens=500)
     await crowd.come("greedy", 5, tokens=100)
@@ -104,14 +104,14 @@ async def test_who_needs_less_does_not_pass_by_who_needs_more() -> None:
 
 
 async def test_one_that_is_larger_than_everything_is_let_through_alone() -> None:
-    crowd = Crowd(Room(4, 100))
+    crowd = Crowd(Capacity(4, 100))
     await crowd.come("modest", 1, tokens=1000)
     assert crowd.of("modest") == 1, "its verifier refuses it in words"
     await crowd.cancel()
 
 
-@pytest.mark.parametrize(("room", "several"), [(Room(0, 0), True), (Room(4, 40), False)])
-async def test_nobody_waits_where_there_is_nothing_to_share(room: Room, several: bool) -> None:
+@pytest.mark.parametrize(("room", "several"), [(Capacity(0, 0), True), (Capacity(4, 40), False)])
+async def test_nobody_waits_where_there_is_nothing_to_share(room: Capacity, several: bool) -> None:
     crowd = Crowd(room, several=several)
     await crowd.come("greedy", 20)
     assert crowd.of("greedy") == 20
@@ -119,19 +119,19 @@ async def test_nobody_waits_where_there_is_nothing_to_share(room: Room, several:
 
 
 async def test_a_verifier_that_comes_makes_room() -> None:
-    crowd = Crowd(Room(4, 0))
+    crowd = Crowd(Capacity(4, 0))
     await crowd.come("greedy", 8)
     assert crowd.of("greedy") == 3
-    crowd.room = Room(16, 0)
+    crowd.room = Capacity(16, 0)
     await asyncio.sleep(0.6)
     assert crowd.of("greedy") == 8
     await crowd.cancel()
 
 
 async def test_one_that_lost_its_verifier_does_not_wait_behind_those_that_have_yet_to_begin() -> None:
-    crowd = Crowd(Room(8, 0))
+    crowd = Crowd(Capacity(8, 0))
     await crowd.come("greedy", 20)
-    await crowd.come("greedy", 1, going_on=True)
+    await crowd.come("greedy", 1, resumed=True)
     await crowd.leave(crowd.inside[0])
     assert crowd.inside[-1] == "greedy 20"
     await crowd.cancel()

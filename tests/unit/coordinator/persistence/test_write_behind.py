@@ -1,4 +1,4 @@
-"""The journal over a store that takes its time: nobody waits for sessions that grow without end."""
+"""The write_behind over a store that takes its time: nobody waits for sessions that grow without end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store, StoreDown
-from coordinator.persistence.write_behind import BATCH_S, OPEN_S, Entry, WriteBehind
+from coordinator.persistence.write_behind import BATCH_S, FIRST_WRITE_S, Entry, WriteBehind
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.speculation import TokenKind as Kind
@@ -57,26 +57,26 @@ def journal_over(store: SlowStore) -> WriteBehind:
 
 async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None:
     store = SlowStore()
-    journal = journal_over(store)
-    running = asyncio.create_task(journal.run())
+    write_behind = journal_over(store)
+    running = asyncio.create_task(write_behind.run())
     growing, new = entry_of("growing"), entry_of("new")
 
     async def grow_without_end() -> None:
         while True:
             grow(growing)
-            journal.changed(growing)
+            write_behind.mark_changed(growing)
             await asyncio.sleep(WRITE_S / 5)
 
     others = asyncio.create_task(grow_without_end())
     await asyncio.sleep(0.05)
-    journal.changed(new)
+    write_behind.mark_changed(new)
     await asyncio.sleep(0.1)
     assert "new" in store.known
     assert store.known["growing"] > 5, "and it is written itself"
     others.cancel()
     growing.record.finish_reason = FinishReason.LENGTH
-    journal.changed(growing)
-    assert await journal.flush(1)
+    write_behind.mark_changed(growing)
+    assert await write_behind.flush(1)
     assert store.finished == {"growing"}
     assert store.known["growing"] == len(growing.record.tokens)
     running.cancel()
@@ -84,67 +84,67 @@ async def test_a_session_that_grows_without_end_keeps_no_other_waiting() -> None
 
 async def test_what_redis_lost_is_written_again_whole() -> None:
     store = SlowStore()
-    journal = journal_over(store)
+    write_behind = journal_over(store)
     entry = entry_of("lost")
-    await journal.opened(entry)
+    await write_behind.write_first(entry)
     store.known.clear()
     grow(entry)
-    journal.changed(entry)
-    assert await journal.flush(1)
+    write_behind.mark_changed(entry)
+    assert await write_behind.flush(1)
     assert store.known == {"lost": 1}
 
 
 async def test_opening_waits_for_redis_but_not_for_long() -> None:
-    journal = journal_over(store := SlowStore())
-    await journal.opened(entry_of("quick"))
+    write_behind = journal_over(store := SlowStore())
+    await write_behind.write_first(entry_of("quick"))
     assert "quick" in store.known
 
-    store.write_s = 10 * OPEN_S
-    async with asyncio.timeout(2 * OPEN_S):
-        await journal.opened(entry_of("slow"))
+    store.write_s = 10 * FIRST_WRITE_S
+    async with asyncio.timeout(2 * FIRST_WRITE_S):
+        await write_behind.write_first(entry_of("slow"))
 
     store.up = store.answers = False
-    async with asyncio.timeout(OPEN_S / 2):
-        await journal.opened(entry_of("away"))
+    async with asyncio.timeout(FIRST_WRITE_S / 2):
+        await write_behind.write_first(entry_of("away"))
     assert set(store.known) == {"quick"}
 
 
 @pytest.mark.parametrize("write_s", [0.0, 5 * BATCH_S])
 async def test_a_session_that_begins_is_written_once(write_s: float) -> None:
     """Also when a batch comes while the first write is under way."""
-    journal = journal_over(store := SlowStore(write_s))
-    running = asyncio.create_task(journal.run())
+    write_behind = journal_over(store := SlowStore(write_s))
+    running = asyncio.create_task(write_behind.run())
     entry = entry_of("new")
-    journal.changed(entry)
-    await journal.opened(entry)
-    assert await journal.flush(1)
+    write_behind.mark_changed(entry)
+    await write_behind.write_first(entry)
+    assert await write_behind.flush(1)
     await asyncio.sleep(3 * BATCH_S)
     assert (store.known, store.writes) == ({"new": 0}, 1)
     grow(entry)
-    journal.changed(entry)
-    assert await journal.flush(1)
+    write_behind.mark_changed(entry)
+    assert await write_behind.flush(1)
     assert (store.known, store.writes) == ({"new": 1}, 2)
     running.cancel()
 
 
 async def test_a_session_that_redis_did_not_take_at_its_beginning_is_written_later() -> None:
     """Nobody grows or opens it again: the batches alone bring it there."""
-    journal = journal_over(store := SlowStore(5 * BATCH_S))
-    running = asyncio.create_task(journal.run())
+    write_behind = journal_over(store := SlowStore(5 * BATCH_S))
+    running = asyncio.create_task(write_behind.run())
     store.answers = False
     entry = entry_of("late")
-    journal.changed(entry)
-    await journal.opened(entry)
+    write_behind.mark_changed(entry)
+    await write_behind.write_first(entry)
     assert not store.known
     store.answers = True
-    assert await journal.flush(1)
+    assert await write_behind.flush(1)
     assert store.known == {"late": 0}
     running.cancel()
 
 
 async def test_a_session_that_begins_while_redis_seems_away_is_in_it_if_it_answers() -> None:
     """One slow answer marks it as away for a moment: sessions of that moment are to survive their coordinator, too."""
-    journal = journal_over(store := SlowStore())
+    write_behind = journal_over(store := SlowStore())
     store.up = False
-    await journal.opened(entry_of("in between"))
+    await write_behind.write_first(entry_of("in between"))
     assert "in between" in store.known

@@ -28,17 +28,17 @@ def test_the_newest_are_kept_without_a_gap(pieces: list[tuple[int, int]]) -> Non
         window.add(rows(end, count))
         end += count
         first = max(start, end - WINDOW)
-        assert window.held() == rows(first, end - first)
+        assert window.contents() == rows(first, end - first)
 
 
 def test_what_does_not_follow_begins_anew() -> None:
     window = HiddenStateWindow()
     window.add(rows(0, 5))
     window.add(rows(3, 5))
-    assert window.held() == rows(3, 5)
+    assert window.contents() == rows(3, 5)
     window.add(rows(8, 2, width=4))
-    assert window.held() == rows(8, 2, width=4)
+    assert window.contents() == rows(8, 2, width=4)
     window.clear()
-    assert window.held() is None
+    assert window.contents() is None
     window.add(rows(100, 1))
-    assert window.held() == rows(100, 1)
+    assert window.contents() == rows(100, 1)

@@ -29,13 +29,13 @@ def session_after(*accepted: int, offered: int = 4) -> Session:
     stats.control.estimator.attach_verifier(CostCurve.line(40.0, 0.0))
     stats.control.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
     stats.control.decide(4.0, attached=True)
-    stats.attached(1, "ngram")
+    stats.record_drafter(1, "ngram")
     stats.drafter_kind = "ngram"
     for count in accepted:
-        stats.guessed(common.Guess(tokens=[7] * offered, source=1))
+        stats.record_guess(common.Guess(tokens=[7] * offered, source=1))
         verdict = _verdict(count, offered)
         stats.control.observe(verdict)
-        stats.judged(verdict, stats.control.plan)
+        stats.record_verdict(verdict, stats.control.plan)
     params = SimpleNamespace(seed=5)
     record = SimpleNamespace(session_id="s", tokens=[7] * 9, request=SimpleNamespace(prompt=(1,) * 6, params=params))
     return cast(Session, SimpleNamespace(stats=stats, record=record))

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest, pack_logprobs, unpack_logprobs
 from coordinator.sessions.session_manager import _append_tail
-from coordinator.sessions.stop_conditions import settle
+from coordinator.sessions.stop_conditions import finish_ended
 from coordinator.workers.target import Target
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import Conflict, InvalidRequest
@@ -75,7 +75,7 @@ async def test_what_has_ended_is_finished(
     target: Target, params: dict[str, Any], tokens: list[int], length: int, reason: FinishReason
 ) -> None:
     record = record_of(list(tokens), **params)
-    await settle(record, target)
+    await finish_ended(record, target)
     assert record.finish_reason is reason
     assert record.tokens == tokens[:length]
     assert len(record.kinds) == length
@@ -83,7 +83,7 @@ async def test_what_has_ended_is_finished(
 
 async def test_tokens_that_a_grammar_does_not_allow_are_refused(target: Target) -> None:
     with pytest.raises(InvalidRequest):
-        await settle(record_of(tokens_of("YES"), grammar=Grammar(regex="[a-z]+")), target)
+        await finish_ended(record_of(tokens_of("YES"), grammar=Grammar(regex="[a-z]+")), target)
 
 
 @pytest.mark.parametrize("mode", [Verification.GREEDY, Verification.COUPLED])

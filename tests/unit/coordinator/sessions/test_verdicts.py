@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
-from coordinator.sessions.verdicts import Asked, VerdictReader
+from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.protocol.errors import ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams
@@ -32,9 +32,9 @@ def reader(*, tokens: int = 0, features: bool = True, **params: Any) -> VerdictR
     given_params: dict[str, Any] = {"seed": 1, "max_tokens": 20, "stop_token_ids": (STOP,)} | params
     record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(**given_params)))
     record.tokens = [7] * tokens
-    asked = Asked(features=features)
-    asked.guess(common.Guess(position=record.position, tokens=[7] * GUESSED, source=1))
-    return VerdictReader(record, TARGET, asked, time.monotonic())
+    sent = SentMessages(hidden_states=features)
+    sent.add_guess(common.Guess(position=record.position, tokens=[7] * GUESSED, source=1))
+    return VerdictReader(record, TARGET, sent, time.monotonic())
 
 
 def verdict(**fields: Any) -> verify.Verdict:
@@ -178,7 +178,7 @@ def opened(**fields: Any) -> verify.Opened:
 
 
 def test_a_session_is_opened_where_it_is_and_with_the_target() -> None:
-    reader().opened(opened())
+    reader().check_opened(opened())
     for wrong in (
         opened(position=4),
         opened(model=common.ModelInfo(fingerprint="other", eos_token_ids=[EOS])),
@@ -187,7 +187,7 @@ def test_a_session_is_opened_where_it_is_and_with_the_target() -> None:
         verify.Opened(),
     ):
         with pytest.raises(ProtocolViolation):
-            reader().opened(wrong)
+            reader().check_opened(wrong)
 
 
 def test_one_refusal_per_message_and_no_long_ones() -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from coordinator.workers import liveness
-from coordinator.workers.liveness import SILENT_S, TICK_S, Debt, Silence
-from coordinator.workers.worker_pool import WorkerConnection
+from coordinator.workers.liveness import TICK_S, VerdictDeadline
+from coordinator.workers.worker_connection import SILENT_S, Silence, WorkerConnection
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
@@ -18,18 +18,18 @@ TIMEOUT_S = 10.0
 IDLE = WorkerLoad()
 
 
-def ticks_until_overdue(debt: Debt, load: WorkerLoad = IDLE, most: int = 10_000) -> float:
+def ticks_until_overdue(deadline: VerdictDeadline, load: WorkerLoad = IDLE, most: int = 10_000) -> float:
     """Seconds; infinity when it is given all that time."""
     for tick in range(most):
-        if debt.overdue_s(TICK_S, load, TIMEOUT_S):
+        if deadline.overdue_s(TICK_S, load, TIMEOUT_S):
             return tick * TICK_S
     return float("inf")
 
 
-def begun() -> Debt:
-    debt = Debt(100)
-    debt.paid()
-    return debt
+def begun() -> VerdictDeadline:
+    deadline = VerdictDeadline(100)
+    deadline.reset()
+    return deadline
 
 
 def test_a_verdict_is_due_within_the_limit() -> None:
@@ -37,28 +37,30 @@ def test_a_verdict_is_due_within_the_limit() -> None:
 
 
 def test_a_verdict_begins_the_time_anew() -> None:
-    debt = begun()
+    deadline = begun()
     for _ in range(100):
-        assert not debt.overdue_s(TIMEOUT_S / 2, IDLE, TIMEOUT_S)
-        debt.paid()
+        assert not deadline.overdue_s(TIMEOUT_S / 2, IDLE, TIMEOUT_S)
+        deadline.reset()
 
 
 def test_slow_steps_and_patience_are_given_their_time() -> None:
     assert ticks_until_overdue(begun(), WorkerLoad(step_ms=2_000.0)) == TIMEOUT_S + 40.0
     patient = begun()
-    patient.patience_s = 5.0
+    patient.wait_timeout_s = 5.0
     assert ticks_until_overdue(patient) == TIMEOUT_S + 5.0
 
 
 def test_a_prompt_is_given_its_time() -> None:
     quick = WorkerLoad(cost=CostCurve((1, 32), (10.0, 32.0)))
-    assert ticks_until_overdue(Debt(10_000), quick) == pytest.approx(2 * TIMEOUT_S + 200.0, abs=1)
-    assert ticks_until_overdue(Debt(10_000)) > ticks_until_overdue(Debt(10_000), quick), "where no cost is known"
+    assert ticks_until_overdue(VerdictDeadline(10_000), quick) == pytest.approx(2 * TIMEOUT_S + 200.0, abs=1)
+    assert ticks_until_overdue(VerdictDeadline(10_000)) > ticks_until_overdue(VerdictDeadline(10_000), quick), (
+        "where no cost is known"
+    )
 
 
 def test_waiting_for_room_is_no_debt_but_not_for_ever() -> None:
     full = WorkerLoad(waiting=1)
-    assert 600 < ticks_until_overdue(Debt(10), full) < 700
+    assert 600 < ticks_until_overdue(VerdictDeadline(10), full) < 700
     assert ticks_until_overdue(begun(), full) == TIMEOUT_S, "a session that decodes waits for nobody"
 
 
@@ -67,15 +69,15 @@ class Stream:
         self.why: OutriderError | None = None
         self.owes = 0.0
 
-    def hang_up(self, why: OutriderError) -> None:
-        self.why = why
+    def cancel(self, error: OutriderError) -> None:
+        self.why = error
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         return self.owes
 
 
 class Worker:
-    """As much of a link as is watched."""
+    """The part of a connection that is watched."""
 
     def __init__(self, role: Role) -> None:
         self.info = WorkerInfo("w", role, "host:1", ModelInfo("m", "f"))
@@ -87,12 +89,12 @@ class Worker:
     def sessions(self) -> int:
         return len(self.streams)
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         self.failures += 1
 
     def silent_for(self, seconds: float, *, spare: bool) -> OutriderError | None:
         for _ in range(int(seconds / TICK_S)):
-            liveness._look(cast(WorkerConnection, self), lambda _: spare, TIMEOUT_S)
+            liveness._check(cast(WorkerConnection, self), lambda _: spare, TIMEOUT_S)
         return next(iter(self.streams)).why
 
 
@@ -113,7 +115,7 @@ def test_a_word_in_time_is_enough() -> None:
     worker = Worker(Role.VERIFIER)
     for _ in range(20):
         assert worker.silent_for(SILENT_S - TICK_S, spare=True) is None
-        worker.silence.heard()
+        worker.silence.reset()
 
 
 def test_one_stream_that_is_owed_a_verdict_ends_alone() -> None:
@@ -121,7 +123,7 @@ def test_one_stream_that_is_owed_a_verdict_ends_alone() -> None:
     owed = Stream()
     owed.owes = 11.0
     worker.streams.add(owed)
-    liveness._look(cast(WorkerConnection, worker), lambda _: True, TIMEOUT_S)
+    liveness._check(cast(WorkerConnection, worker), lambda _: True, TIMEOUT_S)
     assert isinstance(owed.why, PeerLost)
     assert [stream.why for stream in worker.streams if stream is not owed] == [None]
     assert not worker.failures

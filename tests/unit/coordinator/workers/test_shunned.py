@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.workers.shunned import FIRST_S, FORGIVEN_AFTER, GROWTH, LONGEST_S, ShunnedWorkers
+from coordinator.workers.shunned import FACTOR, FIRST_S, FORGIVEN_AFTER, MAX_S, ShunnedWorkers
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 
 WORKER = WorkerInfo("w", Role.DRAFTER, "host:1", ModelInfo("m", "f"))
@@ -34,19 +34,19 @@ def shunned_for(shunning: ShunnedWorkers, clock: Clock) -> float:
     """Break the protocol now, and wait until it is over."""
     began = clock.now
     shunning.report(WORKER, "nonsense")
-    while shunning.shuns(WORKER):
+    while shunning.is_shunned(WORKER):
         clock.now += 1.0
     return clock.now - began
 
 
 def test_nobody_is_shunned_without_cause(shunning: ShunnedWorkers) -> None:
-    assert not shunning.shuns(WORKER)
+    assert not shunning.is_shunned(WORKER)
 
 
 def test_it_takes_longer_every_time_up_to_a_limit(shunning: ShunnedWorkers, clock: Clock) -> None:
     times = [shunned_for(shunning, clock) for _ in range(6)]
-    assert times[:3] == [FIRST_S, FIRST_S * GROWTH, FIRST_S * GROWTH**2]
-    assert times[-1] == LONGEST_S
+    assert times[:3] == [FIRST_S, FIRST_S * FACTOR, FIRST_S * FACTOR**2]
+    assert times[-1] == MAX_S
 
 
 def test_a_worker_that_behaves_for_long_starts_anew(shunning: ShunnedWorkers, clock: Clock) -> None:
@@ -62,15 +62,15 @@ def test_sessions_that_find_out_together_count_once_for_time_and_each_for_the_me
         shunning.report(WORKER, "nonsense")
     assert shunning.violations[Role.DRAFTER] == 9
     clock.now += FIRST_S
-    assert not shunning.shuns(WORKER)
+    assert not shunning.is_shunned(WORKER)
 
 
 def test_another_name_at_the_same_address_is_the_same_worker_and_a_role_is_its_own(shunning: ShunnedWorkers) -> None:
     shunning.report(WORKER, "nonsense")
-    assert shunning.shuns(replace(WORKER, worker_id="other"))
-    assert shunning.shuns(replace(WORKER, address="elsewhere:1"))
-    assert not shunning.shuns(replace(WORKER, worker_id="other", address="elsewhere:1"))
-    assert not shunning.shuns(replace(WORKER, role=Role.VERIFIER))
+    assert shunning.is_shunned(replace(WORKER, worker_id="other"))
+    assert shunning.is_shunned(replace(WORKER, address="elsewhere:1"))
+    assert not shunning.is_shunned(replace(WORKER, worker_id="other", address="elsewhere:1"))
+    assert not shunning.is_shunned(replace(WORKER, role=Role.VERIFIER))
 
 
 def test_it_is_said_once_each_time(shunning: ShunnedWorkers, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,25 +42,25 @@ class SlowStore:
 
 async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> None:
     store = SlowStore()
-    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    await roster.admit(DRAFTER)
-    looking = asyncio.create_task(roster.look())
+    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    await worker_pool.admit(DRAFTER)
+    looking = asyncio.create_task(worker_pool.synchronise())
     await store.asked.wait()
-    await roster.left(DRAFTER.worker_id)
+    await worker_pool.remove(DRAFTER.worker_id)
     store.answer.set()
     await looking
-    assert not roster.links()
+    assert not worker_pool.connections()
     store.records[DRAFTER.worker_id] = DRAFTER  # it reports to another coordinator now
-    await roster.look()
-    assert [link.info.worker_id for link in roster.links()] == [DRAFTER.worker_id]
-    await roster.close()
+    await worker_pool.synchronise()
+    assert [connection.info.worker_id for connection in worker_pool.connections()] == [DRAFTER.worker_id]
+    await worker_pool.close()
 
 
 class HeldStream:
     """Of a session that goes on."""
 
-    def hang_up(self, why: OutriderError) -> None:
-        pytest.fail(f"its worker lives: {why}")
+    def cancel(self, error: OutriderError) -> None:
+        pytest.fail(f"its worker lives: {error}")
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         return 0.0
@@ -70,46 +70,46 @@ async def test_a_worker_that_registers_again_has_the_connection_that_its_session
     """Its registration broke off, the streams of sessions did not: they are to hear that it drains."""
     store = SlowStore()
     store.answer.set()
-    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await roster.admit(DRAFTER)
+    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await worker_pool.admit(DRAFTER)
     stream = HeldStream()
     held.streams.add(stream)
-    await roster.left(DRAFTER.worker_id)
-    await roster.look()
-    assert not roster.links(), "no new session goes there"
-    again = await roster.admit(replace(DRAFTER, draining=True, capacity=9))
+    await worker_pool.remove(DRAFTER.worker_id)
+    await worker_pool.synchronise()
+    assert not worker_pool.connections(), "no new session goes there"
+    again = await worker_pool.admit(replace(DRAFTER, draining=True, capacity=9))
     assert again is held
     assert (held.info.draining, held.info.capacity) == (True, 9)
-    assert roster.links() == [held]
-    await roster.close()
+    assert worker_pool.connections() == [held]
+    await worker_pool.close()
 
 
 async def test_a_connection_without_sessions_is_closed_when_its_worker_has_left() -> None:
     store = SlowStore()
     store.answer.set()
-    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await roster.admit(DRAFTER)
+    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await worker_pool.admit(DRAFTER)
     stream = HeldStream()
     held.streams.add(stream)
-    await roster.left(DRAFTER.worker_id)
+    await worker_pool.remove(DRAFTER.worker_id)
     held.streams.discard(stream)
-    await roster.look()
-    again = await roster.admit(DRAFTER)
+    await worker_pool.synchronise()
+    again = await worker_pool.admit(DRAFTER)
     assert again is not held
     assert held._probing.done()
-    await roster.close()
+    await worker_pool.close()
     assert again._probing.done()
 
 
 async def test_another_worker_of_the_same_name_has_a_connection_of_its_own() -> None:
     store = SlowStore()
     store.answer.set()
-    roster = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await roster.admit(DRAFTER)
+    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
+    held = await worker_pool.admit(DRAFTER)
     held.streams.add(HeldStream())
-    await roster.left(DRAFTER.worker_id)
-    other = await roster.admit(replace(DRAFTER, address="127.0.0.1:2"))
+    await worker_pool.remove(DRAFTER.worker_id)
+    other = await worker_pool.admit(replace(DRAFTER, address="127.0.0.1:2"))
     assert other is not held
     assert held.info.address == "127.0.0.1:1"
-    await roster.close()
+    await worker_pool.close()
     assert held._probing.done()

@@ -29,7 +29,7 @@ def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | 
     """What a request with these steps is told."""
     stats = RequestStats((metrics or CoordinatorMetrics(Mode)).of("target"))
     for each, plan in steps:
-        stats.judged(each, plan)
+        stats.record_verdict(each, plan)
     return speculative_decoding(stats)
 
 

@@ -1,0 +1,66 @@
+"""Idempotency keys: a key stands for one session of its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import replace
+
+import structlog
+
+from coordinator.persistence.session_record import SessionRequest
+from coordinator.persistence.store import Store, StoreDown
+from outrider.protocol.errors import Conflict, InvalidRequest
+from outrider.security.tenants import tenant
+
+log = structlog.get_logger(__name__)
+
+MAX_KEY_CHARACTERS = 256
+_REMEMBERED_KEYS = 16_384
+_RESERVE_S = 0.25
+
+
+class IdempotencyKeys:
+    """Sessions by idempotency key, in Redis and, for a time without it, in memory."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._keys: OrderedDict[str, str] = OrderedDict()
+
+    async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
+        """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
+        digest = hashlib.sha256(_identity(request).encode()).hexdigest()[:16]
+        name = hashlib.sha256(tenant().idempotency_key(key).encode()).hexdigest()
+        value = f"{session_id} {digest}"
+        reserved = self._keys.get(name)
+        if reserved is None:
+            try:
+                async with asyncio.timeout(_RESERVE_S):
+                    reserved = await self._store.reserve(name, value)
+            except (StoreDown, TimeoutError) as error:
+                log.warning("idempotency holds on this coordinator only", error=str(error))
+        reserved = self._keys.setdefault(name, reserved or value)
+        while len(self._keys) > _REMEMBERED_KEYS:
+            self._keys.popitem(last=False)
+        known_id, _, known_digest = reserved.partition(" ")
+        if known_digest != digest:
+            raise Conflict(
+                "this idempotency_key was used for another request",
+                field="idempotency_key",
+                value=key,
+                limit="a new key",
+            )
+        return known_id
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidRequest if an idempotency key is too long."""
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise InvalidRequest.of("idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters")
+
+
+def _identity(request: SessionRequest) -> str:
+    """Return the content by which two requests are the same; a seed that the coordinator drew is not part of it."""
+    seed = None if request.drawn_seed else request.params.seed
+    return replace(request, params=replace(request.params, seed=seed)).to_json()

@@ -1,0 +1,199 @@
+"""Worker connection: one worker's channel, its streams, and its state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+import structlog
+
+from outrider.base.rpc_status import error_from_rpc
+from outrider.protocol import convert
+from outrider.protocol.errors import OutriderError, ProtocolViolation, Unauthenticated, Unavailable
+from outrider.protocol.fleet import Role, WorkerInfo, WorkerLoad
+from outrider.protocol.message_limits import MAX_DRAFTER_MESSAGE_BYTES
+from outrider.security.channels import Channels
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+SILENT_S = 2.0  # without a message or an answer to a probe: four probes
+PROBE_S = 1.0
+PROBE_BUSY_S = 0.5  # of a worker with sessions of this coordinator
+PROBE_TIMEOUT_S = 2.0
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 5.0
+FULL_S = 0.05
+_SMOOTHING = 0.3
+_CHANGE_SMOOTHING = 0.5  # of round trips that differ too much for noise
+_SLOWER = 1.4  # factors that count as such a change
+_FASTER = 1.25
+_TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's message for an oversized reply
+
+
+class Stream(Protocol):
+    """Stream to a worker, as far as liveness uses it."""
+
+    def cancel(self, error: OutriderError) -> None: ...
+
+    def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
+        """Advance by a tick; return for how long an answer is overdue, or 0."""
+        ...
+
+
+class Silence:
+    """Time since a worker's last message."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def reset(self) -> None:
+        self.seconds = 0.0
+
+    def __bool__(self) -> bool:
+        return self.seconds >= SILENT_S
+
+
+class WorkerConnection:
+    """Connection to one worker, probed for its load and its round trip."""
+
+    def __init__(self, info: WorkerInfo, access: Callable[[], Channels]) -> None:
+        """Open the channel; `access` is called before each use, because keys and certificates change."""
+        self.info = info
+        self.streams: set[Stream] = set()  # of this coordinator's sessions
+        self.silence = Silence()
+        self.round_trip_ms = 0.0
+        self.registrations = 0  # streams over which it reports to this coordinator
+        self.reported_at = time.monotonic()  # last report over such a stream
+        self._failures = 0
+        self._not_before = 0.0
+        self._access = access
+        self._opened_with = access()
+        self._channel = self._open()
+        self._old: list[tuple[grpc.aio.Channel, set[Stream]]] = []  # with the streams that may still use them
+        self._probing = asyncio.create_task(self._probe())
+
+    @property
+    def sessions(self) -> int:
+        return len(self.streams)
+
+    @property
+    def verifier(self) -> verifier_pb2_grpc.VerifierAsyncStub:
+        return verifier_pb2_grpc.VerifierStub(self._current())  # type: ignore[return-value]
+
+    @property
+    def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
+        return drafter_pb2_grpc.DrafterStub(self._current())  # type: ignore[return-value]
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Return the worker's attributes for a trace."""
+        return {
+            "server.address": self.info.address,
+            "outrider.worker": self.info.worker_id,
+            "outrider.kind": self.info.kind,
+        }
+
+    @property
+    def state(self) -> str:
+        """Return the state as a metric label."""
+        if self.info.draining:
+            return "draining"
+        return "usable" if self.usable() else "resting"
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.reported_at
+
+    def usable(self) -> bool:
+        return not self.info.draining and time.monotonic() >= self._not_before
+
+    def occupancy(self) -> float:
+        """Return the share of its capacity in use, by this coordinator's count or its report, whichever is higher."""
+        load = max(self.sessions, self.info.load.sessions) + self.info.load.waiting
+        return load / max(1, self.info.capacity)
+
+    def record_failure(self) -> None:
+        """Stop using the worker for a moment, doubled with each failure in a row."""
+        self._failures += 1
+        self._not_before = time.monotonic() + min(MAX_BACKOFF_S, BACKOFF_S * 2 ** (self._failures - 1))
+
+    def record_full(self) -> None:
+        """Stop using a worker without capacity for a short time: any ended session may free some."""
+        self._not_before = max(self._not_before, time.monotonic() + FULL_S)
+
+    def record_success(self) -> None:
+        self._failures = 0
+
+    async def close(self) -> None:
+        self._probing.cancel()
+        await asyncio.gather(self._probing, return_exceptions=True)
+        for channel in (self._channel, *(old for old, _ in self._old)):
+            await channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        # Drafters send small messages and are not trusted: gRPC drops larger ones before they are read.
+        drafter = self.info.role is Role.DRAFTER
+        return self._opened_with.aio_channel(self.info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
+
+    def _current(self) -> grpc.aio.Channel:
+        """Return a channel with the present key and certificate; open streams stay on their channel."""
+        if (access := self._access()) != self._opened_with:
+            self._old.append((self._channel, set(self.streams)))
+            self._opened_with = access
+            self._channel = self._open()
+        return self._channel
+
+    async def _close_old(self) -> None:
+        for entry in self._old[:]:
+            channel, carried = entry
+            if not carried & self.streams:
+                self._old.remove(entry)
+                await channel.close()
+
+    async def _probe(self) -> None:
+        while True:
+            await self._close_old()
+            stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
+            started = time.perf_counter()
+            try:
+                reply: common.ProbeReply | None = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                self._handle_failed_probe(error)
+                reply = None
+            if reply is not None:  # gRPC also returns None for bytes that it cannot decode
+                self.silence.reset()
+                self.round_trip_ms = _smooth(self.round_trip_ms, 1000 * (time.perf_counter() - started))
+                self.info = replace(self.info, load=convert.load_from_proto(reply.load), draining=reply.draining)
+            await asyncio.sleep(PROBE_BUSY_S if self.streams else PROBE_S)
+
+    def _handle_failed_probe(self, error: grpc.aio.AioRpcError) -> None:
+        log.debug("probe failed", worker=self.info.worker_id, status=error.code().name)
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            if self._failures == 0:
+                log.warning("worker rejected", reason=worker_error(self.info.address, error).message)
+            self.record_failure()  # it would reject sessions too
+
+
+def worker_error(address: str, error: grpc.RpcError) -> OutriderError:
+    """Return a failed call to a worker as an error for clients, who cannot mend a rejected fleet key."""
+    details = str(error.details() or "")
+    if details.startswith(_TOO_LARGE):
+        return ProtocolViolation(f"{address} sent too large a message: {details}")
+    meant = error_from_rpc(error)
+    if isinstance(meant, Unauthenticated):
+        return Unavailable(f"{address} does not accept this coordinator's fleet key; all services need the same one")
+    return meant
+
+
+def _smooth(known_ms: float, measured_ms: float) -> float:
+    """Return the smoothed round trip. A large change counts more: it is rarely noise."""
+    if known_ms == 0.0:
+        return measured_ms
+    noise = known_ms / _FASTER <= measured_ms <= known_ms * _SLOWER
+    return known_ms + (_SMOOTHING if noise else _CHANGE_SMOOTHING) * (measured_ms - known_ms)
