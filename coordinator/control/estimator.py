@@ -119,10 +119,10 @@ class PairEstimate:
         else:
             self.draft_ms = _smooth(self.draft_ms, taken)
 
-    def observe_verdict(self, proposed: int, accepted: int, *, due: bool, beside: int = 0) -> None:
+    def observe_verdict(self, proposed: int, accepted: int, *, due: bool, from_branches: int = 0) -> None:
         """Record a verdict.
 
-        `due`: guesses were expected. `beside`: number of tokens that were accepted from a branch.
+        `due`: guesses were expected. `from_branches`: number of tokens accepted from a branch.
         """
         if due:
             self.proposal_rate = _smooth(self.proposal_rate, 1.0 if proposed else 0.0)
@@ -130,7 +130,7 @@ class PairEstimate:
         for i in range(min(accepted + 1, proposed, len(self._trials))):
             # The verdict does not report which tokens came from a branch. The last ones are the likeliest:
             # what follows a branch is drafted last.
-            self._add_trial(i, hit=i < accepted - beside)
+            self._add_trial(i, hit=i < accepted - from_branches)
 
     def observe_late_guess(self, *, hit: bool) -> None:
         """Record a guess for a token that was committed before it arrived.
@@ -225,7 +225,7 @@ class Estimator:
         self._observe_step(verdict)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
         due = asked and (waited or verdict.offered > 0)
-        self.pair.observe_verdict(verdict.offered, verdict.accepted, due=due, beside=verdict.beside)
+        self.pair.observe_verdict(verdict.offered, verdict.accepted, due=due, from_branches=verdict.beside)
         if tree:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000

@@ -103,7 +103,7 @@ class Conditions:
     other_sessions: float = 0.0  # number of these sessions
     other_tokens_per_ms: float = 0.0  # tokens that they commit, per millisecond of a step
     tree_gain: float = 0.4  # share of failed first guesses for which another branch of the step holds the right token
-    ahead_gain: float = 0.4  # the same where the drafter goes on: anywhere in the tree
+    ahead_gain: float = 0.4  # the same where the drafter continues: anywhere in the tree
     nodes_per_level: float = 2.0  # guesses of a tree per guess of its longest path
     level_ms: float | None = None  # drafting time per level of a tree; None: as for a chain
     timeout_rate: float = 0.0  # share of the waits that timed out without a guess

@@ -15,7 +15,7 @@ from outrider.speculation.tree_shape import TreeShape
 from outrider.v1 import common_pb2 as common
 
 MAX_UNANSWERED = 192  # messages of guesses between two commits; conforming drafters send fewer
-# A commit can cost a drafter its whole tree, which it then drafts anew. Each commit allows that much.
+# A commit can cost a drafter its whole tree, which it then drafts again. Each commit allows that much.
 _TOKENS_PER_COMMIT = 2 * OPEN_NODES
 _BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
 _JITTER_US = 2_000  # two messages may arrive closer together than they were sent

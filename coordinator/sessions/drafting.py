@@ -21,6 +21,7 @@ from coordinator.control.throughput_model import PLAIN, SpeculationPlan
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.attached_drafter import AttachedDrafter
+from coordinator.sessions.drafter_chooser import DrafterChooser
 from coordinator.sessions.hidden_states import HiddenStateWindow
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.stats import RequestStats
@@ -28,19 +29,16 @@ from coordinator.sessions.streams import DrafterStream, VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
-from coordinator.workers.worker_pool import POLL_S, WorkerPool
+from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
 from outrider.protocol import convert
-from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, ProtocolViolation
-from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
+from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.speculation import Steering, Verdict
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 
 log = structlog.get_logger(__name__)
-
-DRAFTER_WAIT_S = 3600.0
-POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Drafting:
     def __init__(self, record: SessionRecord, target: Target, context: DraftingContext, stats: RequestStats) -> None:
         options = record.request.speculation
         self._record = record
-        self._options = options
+        self._chooser = DrafterChooser(context.worker_pool, options.drafter)
         self._target = target
         self._context = context
         self._stats = stats
@@ -79,8 +77,6 @@ class Drafting:
         self._verifier: VerifierStream | None = None
         self._attached: dict[int, AttachedDrafter] = {}  # by source
         self._sources = 0
-        self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
-        self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
         self._hidden_states_on = False
         self._passed_at = -1
 
@@ -93,8 +89,7 @@ class Drafting:
         """Return whether an attached drafter uses hidden states, or an available one would."""
         if any(drafter.wants_hidden_states for drafter in self._attached.values()):
             return True
-        place_left = len(self._models) < self._places
-        return place_left and self._context.worker_pool.choose(Role.DRAFTER, self._uses_hidden_states) is not None
+        return self._chooser.could_use_hidden_states(self._places)
 
     # Calls by the session.
 
@@ -136,26 +131,25 @@ class Drafting:
         """Detach the drafter whose guess the verifier refused."""
         drafter = self._attached.get(refusal.source)
         if drafter is not None:
-            self._excluded.add(drafter.connection.info.worker_id)
+            self._chooser.exclude(drafter.connection.info.worker_id)
             drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
 
     # Drafters.
 
     async def _keep_drafting(self, verifier: VerifierStream, place: int) -> None:
         """Attach one drafter after another to this place."""
-        poll_s = POLL_FURTHER_S if place else POLL_S
         while True:
-            connection = await self._context.worker_pool.wait_for(DRAFTER_WAIT_S, self._choose, poll_s=poll_s)
+            connection = await self._chooser.wait_for(place)
             if connection is None:
                 continue
-            model = connection.info.model.fingerprint
-            self._models.add(model)
             try:
-                await self._run_one_drafter(verifier, connection)
+                with self._chooser.in_use(connection):
+                    await self._run_one_drafter(verifier, connection)
             except OutriderError as error:
-                self._handle_loss(connection, error)
+                log.info("drafter lost", error=error.message)
+                self._chooser.record_loss(connection, error)
+                self._stats.record_drafter_loss(error)
             finally:
-                self._models.discard(model)
                 self._request_hidden_states()
                 self._steer()
 
@@ -177,15 +171,6 @@ class Drafting:
                     raise PeerLost(f"{connection.info.address} ended the stream before the session ended")
             finally:
                 self._leave(drafter)
-
-    def _handle_loss(self, connection: WorkerConnection, error: OutriderError) -> None:
-        log.info("drafter lost", error=error.message)
-        if isinstance(error, InvalidRequest | ProtocolViolation):
-            self._excluded.add(connection.info.worker_id)
-        if isinstance(error, ProtocolViolation):
-            self._context.worker_pool.shunned.report(connection.info, error.message)
-        self._stats.record_drafter_loss(error)
-        connection.record_failure()
 
     def _join(self, drafter: AttachedDrafter, wants_hidden_states: bool, history: PairHistory | None) -> None:
         drafter.connection.record_success()
@@ -286,7 +271,7 @@ class Drafting:
         log.debug("plan", plan=self._control.plan.label, considered=considered)
 
     def _forward_pass(self) -> None:
-        """Tell the verifier not to wait once every drafter that may guess has no guess."""
+        """End the verifier's wait with an empty guess once no drafter that may guess has one."""
         asked = [drafter.passed for drafter in self._joined if drafter.plan.gamma]
         passed = [guess for guess in asked if guess is not None]
         if not passed or len(passed) < len(asked):
@@ -305,26 +290,9 @@ class Drafting:
         if not wanted:
             self._window.clear()
 
-    # Choosing and opening.
-
     @property
     def _places(self) -> int:
         return self._context.drafters if self._control.wants_drafter else 0
-
-    def _choose(self) -> WorkerConnection | None:
-        return self._context.worker_pool.choose(Role.DRAFTER, self._fits)
-
-    def _fits(self, connection: WorkerConnection) -> bool:
-        """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
-        return (
-            self._options.drafter in ("", connection.info.kind)
-            and connection.info.worker_id not in self._excluded
-            and connection.info.model.fingerprint not in self._models
-            and (not self._models or connection.occupancy() < 1.0)
-        )
-
-    def _uses_hidden_states(self, connection: WorkerConnection) -> bool:
-        return connection.info.features and self._fits(connection)
 
     def _opening(self) -> draft.OpenDraft:
         request = self._record.request

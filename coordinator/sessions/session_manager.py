@@ -208,7 +208,7 @@ class SessionManager:
         return replace(request, cache_salt=tenant().salt(request.cache_salt))
 
     async def _find_by_key(self, record: SessionRecord, target: Target) -> Session:
-        """Return the session that an idempotency key stands for; start it anew only if it is stored nowhere."""
+        """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
         for _ in range(_FIND_ATTEMPTS):
             try:
                 return await self.take_over(record.session_id, 0, ())

@@ -55,7 +55,7 @@ class VerdictDeadline:
 async def watch(
     connections: Callable[[], Iterable[WorkerConnection]], spare: Callable[[WorkerConnection], bool], timeout_s: float
 ) -> None:
-    """Cancel streams of silent or overdue workers, for ever.
+    """Cancel streams of silent or overdue workers until cancelled.
 
     `spare` returns whether another worker could take a worker's sessions. Without one, a silent verifier gets the
     longer `timeout_s`.

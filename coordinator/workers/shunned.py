@@ -32,7 +32,7 @@ class ShunnedWorkers:
     """Shunned workers by id and by address, so that a new id at the same address does not help.
 
     After ten times the last shunning without a violation, a worker starts
-    anew.
+    without a record.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -147,7 +147,7 @@ class WorkerPool:
         return connection
 
     async def run(self) -> None:
-        """Synchronise with Redis, for ever."""
+        """Synchronise with Redis until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_ms / 1000)
             await self.synchronise()
@@ -167,7 +167,7 @@ class WorkerPool:
         await self._close_unused()
 
     async def watch(self) -> None:
-        """Take sessions from silent workers, for ever."""
+        """Take sessions from silent workers until cancelled."""
         await watch(
             lambda: [*self.connections(), *self._unregistered.values()], self._has_spare, self._verdict_timeout_s
         )

@@ -135,7 +135,7 @@ def test_a_place_that_was_never_tried_is_judged_by_its_neighbour() -> None:
 def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
     pair = PairEstimate(2)
     for _ in range(200):
-        pair.observe_verdict(2, 2, due=True, beside=1)
+        pair.observe_verdict(2, 2, due=True, from_branches=1)
     first, second = pair.acceptance
     assert first > 0.95
     assert second < 0.05
