@@ -89,7 +89,7 @@ class SessionManager:
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}
-        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # ended ones, for a time without Redis
+        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # retired ones, for a time without Redis
         self._keys = IdempotencyKeys(self._store)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False

@@ -1,10 +1,10 @@
 "use strict";
 
 const FLEET_MS = 2000;
-const POINTS = 160; // that a chart shows
-const FEWEST = 24; // that it is wide for
-const RECENT = 40; // tokens of which acceptance is the share
-const WINDOW_MS = 2000; // in which the speed of now is counted
+const POINTS = 160; // in a chart
+const FEWEST = 24; // minimum width of a chart, in points
+const RECENT = 40; // tokens of the acceptance chart
+const WINDOW_MS = 2000; // of the present speed
 const KINDS = ["accepted", "recovered", "bonus", "plain"];
 
 const find = (id) => document.getElementById(id);
@@ -26,7 +26,7 @@ const rows = (entries) => entries.map(([name, value, how = ""]) =>
 // --- charts ---------------------------------------------------------------------------------------------------------
 
 class Chart {
-  /** `most`: the top of the scale at least. `stepped`: a value holds until the next. */
+  /** `most`: minimum top of the scale. `stepped`: draw steps, not lines. */
   constructor(title, unit, digits, most, stepped = false) {
     Object.assign(this, { title, unit, digits, most, stepped });
     this.values = [];
@@ -109,7 +109,7 @@ const refusal = async (reply) => {
   try {
     message = (await reply.json()).error.message;
   } catch {
-    // no words came with it
+    // a reply without a message
   }
   if (reply.status === 401) message = `${message} An API key goes into the options.`;
   return new Refused(message, reply.status);
@@ -149,7 +149,7 @@ async function* events(body, signal) {
 class Answer {
   constructor(title, watched) {
     this.title = title;
-    this.watched = watched; // shown beside the conversation
+    this.watched = watched; // shown next to the conversation
     this.said = make("div", { className: "said writing" });
     this.speed = make("b");
     this.box = make("article", { className: "answer" },
@@ -279,12 +279,12 @@ const wishes = () => {
 };
 
 const ask = async (text) => {
-  const talk = history; // a new conversation does not hear of this one
+  const talk = history; // a new conversation must not receive this answer
   const system = find("system").value.trim();
   const messages = [
     ...(system ? [{ role: "system", content: system }] : []), ...talk, { role: "user", content: text },
   ];
-  const body = { ...wishes(), messages }; // one seed for both sides: their texts must be equal
+  const body = { ...wishes(), messages }; // one seed for both, so that their texts are equal
   const both = find("compare").checked;
   const guessed = new Answer(both ? "Speculated" : "", true);
   const plain = both ? new Answer("Plain", false) : null;
