@@ -19,7 +19,8 @@ from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
-from coordinator.sessions.session import Session, Token
+from coordinator.sessions.output import Token
+from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
@@ -193,7 +194,7 @@ async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateRe
             model=session.target.info.name,
         )
     )
-    async for position, tokens in session.follow(start):
+    async for position, tokens in session.output.follow(start):
         yield pb.GenerateReply(chunk=_chunk(position, tokens))
     if session.error is not None:
         yield pb.GenerateReply(error=convert.error_to_proto(session.error))
@@ -246,8 +247,8 @@ def _complete(session: Session) -> pb.Complete:
     record = session.record
     return pb.Complete(
         finish_reason=verify.FinishReason.ValueType(record.finish_reason),
-        text=session.rest.text,
-        stop=session.rest.stop,
+        text=session.output.rest.text,
+        stop=session.output.rest.stop,
         prompt_tokens=len(record.request.prompt),
         output_tokens=len(record.tokens),
         stats=convert.stats_to_proto(session.stats.values()),

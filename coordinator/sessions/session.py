@@ -9,8 +9,6 @@ prompt and committed tokens are sent to another one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import structlog
@@ -22,8 +20,9 @@ from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
-from coordinator.sessions.detokenizer import TextPiece, TextStream
+from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.drafting import Drafting, DraftingContext
+from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.seeds import verifier_params
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
@@ -45,26 +44,15 @@ from outrider.protocol.errors import (
     Unavailable,
 )
 from outrider.protocol.fleet import Role
-from outrider.protocol.speculation import FinishReason, TokenKind, TokenLogprobs, Verdict
+from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
-MAX_READ = 512  # tokens that a client gets at once
 _EXTRA_TOKENS = 64  # KV cache slots that a verifier needs besides prompt and output
 MAX_FRUITLESS = 5  # verifiers lost in a row without a verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One output token as clients receive it."""
-
-    token: int
-    kind: TokenKind
-    text: str
-    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +77,16 @@ class Session:
         self.stats = RequestStats(context.metrics.of(target.info.name))
         self.followers = 0
         self.error: OutriderError | None = None
-        self.ended = False
-        self.rest = TextPiece("")
         self.target = target
+        request = record.request
+        self.output = SessionOutput(TextStream(target.decode, request.prompt, request.params.stop))
         self._context = context
         self._entry = Entry(record, self._fenced, durable)
-        self._tokens: list[Token] = []
-        self._events: list[asyncio.Event] = []  # of clients that wait for output
         self._task: asyncio.Task[None] | None = None
-        request = record.request
-        self._text = TextStream(target.decode, request.prompt, request.params.stop)
         self._excluded: set[str] = set()  # verifiers that this session does not use again
         self._drafting = Drafting(record, target, context.drafting, self.stats)
         for index, (token, kind) in enumerate(zip(record.tokens, record.kinds, strict=True)):
-            if self._append(token, kind, record.logprobs_of(index)).stop:
+            if self.output.append(token, kind, record.logprobs_of(index)).stop:
                 break
         if record.finished:
             self._end()
@@ -112,35 +96,9 @@ class Session:
         """Return the present plan."""
         return self._drafting.plan
 
-    # Output for clients.
-
-    async def follow(self, start: int) -> AsyncIterator[tuple[int, list[Token]]]:
-        """Yield output tokens from position `start` on until the session ends."""
-        at = start
-        with self.notified() as changed:
-            while True:
-                changed.clear()
-                if new := self.read(at):
-                    yield at, new
-                    at += len(new)
-                elif self.ended:
-                    return
-                else:
-                    await changed.wait()
-
-    def read(self, at: int) -> list[Token]:
-        """Return at most MAX_READ output tokens from this position on. A slow client therefore needs no buffer."""
-        return self._tokens[at : at + MAX_READ]
-
-    @contextlib.contextmanager
-    def notified(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Yield an event that is set on new output and at the end of the session."""
-        changed = changed or asyncio.Event()
-        self._events.append(changed)
-        try:
-            yield changed
-        finally:
-            self._events.remove(changed)
+    @property
+    def ended(self) -> bool:
+        return self.output.ended
 
     def start(self) -> None:
         """Start generating; logs and trace of the calling task name the session from now on."""
@@ -257,14 +215,14 @@ class Session:
         for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
             logprobs = verdict.logprobs[i] if verdict.logprobs else None
             record.append(token, kind, logprobs)
-            piece = self._append(token, kind, logprobs)
+            piece = self.output.append(token, kind, logprobs)
             if piece.stop:
                 reason = FinishReason.STOP
                 break
         record.finish_reason = reason
         self._context.quotas.spend(tenant(), len(verdict.tokens))
         self._context.write_behind.mark_changed(self._entry)
-        self._notify()
+        self.output.notify()
         if not record.finished:
             self._drafting.commit(verdict)
 
@@ -321,26 +279,8 @@ class Session:
             },
         )
 
-    # Output.
-
-    def _append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> TextPiece:
-        piece = self._text.add(token)
-        self._tokens.append(Token(token, kind, piece.text, logprobs))
-        if piece.stop:
-            self.rest = TextPiece("", piece.stop)
-        return piece
-
     def _end(self) -> None:
-        if self.ended:
-            return
-        if self.record.finished and not self.rest.stop:
-            self.rest = self._text.end()
-        self.ended = True
-        self._notify()
-
-    def _notify(self) -> None:
-        for changed in self._events:
-            changed.set()
+        self.output.end(finished=self.record.finished)
 
     def _fenced(self) -> None:
         self.stop(fenced(self.record.session_id))

@@ -13,7 +13,8 @@ from typing import Any
 from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat, SpeculationWish
 from coordinator.api.preprocess import ClientRequest, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
-from coordinator.sessions.session import Session, Token
+from coordinator.sessions.output import Token
+from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
@@ -53,12 +54,12 @@ class HttpAnswer:
         changed = asyncio.Event()
         with contextlib.ExitStack() as stack:
             for session in self.sessions:
-                stack.enter_context(session.notified(changed))
+                stack.enter_context(session.output.notified(changed))
             while at:
                 changed.clear()
                 for choice in list(at):
                     session = self.sessions[choice]
-                    if tokens := session.read(at[choice]):
+                    if tokens := session.output.read(at[choice]):
                         at[choice] += len(tokens)
                         changed.set()
                         yield Progress(choice, tokens)

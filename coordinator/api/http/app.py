@@ -32,7 +32,7 @@ from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import ChatReplies, CompletionReplies, Json, Replies, ReplyHead, metrics, usage
 from coordinator.api.http.streams import EventStream
 from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
-from coordinator.sessions.session import Token
+from coordinator.sessions.output import Token
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target

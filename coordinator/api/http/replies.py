@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from coordinator.api.http.answer import HttpAnswer, Progress
 from coordinator.api.http.bodies import ChatBody, CompletionBody
-from coordinator.sessions.session import Session, Token
+from coordinator.sessions.output import Token
+from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason, TokenLogprobs
@@ -141,7 +142,7 @@ class ChatReplies:
     def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
         return {
             "index": number,
-            "message": {"role": "assistant", "content": _text(tokens) + session.rest.text, "refusal": None},
+            "message": {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None},
             "logprobs": self._logprobs(tokens),
             "finish_reason": _reason(session),
         }
@@ -151,7 +152,7 @@ class ChatReplies:
         if update.choice not in self._role_sent:
             self._role_sent.add(update.choice)
             parts.append(_delta(update.choice, {"role": "assistant", "content": "", "refusal": None}))
-        written = _text(update.tokens) if update.tokens else session.rest.text
+        written = _text(update.tokens) if update.tokens else session.output.rest.text
         logprobs = self._logprobs(update.tokens)
         if written or logprobs or (self._body.show and update.tokens):
             part = _delta(update.choice, {"content": written}, logprobs)
@@ -195,7 +196,7 @@ class CompletionReplies:
         self._written: Counter[int] = Counter()  # characters
 
     def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
-        text = self._echo(session) + _text(tokens) + session.rest.text
+        text = self._echo(session) + _text(tokens) + session.output.rest.text
         return self._choice(number, text, _reason(session), self._logprobs(tokens, 0))
 
     def parts(self, update: Progress, session: Session) -> list[Json]:
@@ -203,7 +204,7 @@ class CompletionReplies:
         if self._body.echo and update.choice not in self._echoed:
             self._echoed.add(update.choice)
             parts.append(self._choice(update.choice, self._echo(session), None))
-        text = _text(update.tokens) if update.tokens else session.rest.text
+        text = _text(update.tokens) if update.tokens else session.output.rest.text
         logprobs = self._logprobs(update.tokens, self._written[update.choice])
         self._written[update.choice] += len(text)
         reason = None if update.tokens else _reason(session)
