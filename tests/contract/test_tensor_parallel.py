@@ -190,7 +190,7 @@ async def test_a_killed_rank_is_the_end_of_the_verifier(launched: Launched) -> N
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.rest()
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "the model is no longer whole" in doomed.log()
+    assert "rank lost, shutting down" in doomed.log()
 
 
 def test_sigterm_leaves_no_process(launched: Launched) -> None:

@@ -24,7 +24,7 @@ REFUSED = {
     **dict.fromkeys(("cpmant", "gpt_neo", "inkling_text"), ""),
     **dict.fromkeys(("roberta", "xlm-roberta"), ""),
     "doge": "an attention mask of its own",
-    "llama4_text": "a row's place in the step",
+    "llama4_text": "a token's index in the step",
 }
 
 
