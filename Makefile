@@ -11,7 +11,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_pyt
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check format lint types imports stubs gpu prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -67,6 +67,9 @@ stubs: dev
 	@out=$$(mktemp -d) && trap 'rm -rf '$$out EXIT && $(call PROTOC,$$out) && \
 		diff -r --exclude=__init__.py --exclude=__pycache__ $$out/outrider/v1 outrider/v1 || \
 		{ echo "the stubs under outrider/v1 have drifted: run make proto"; exit 1; }
+
+shape: dev  ## Measures of the code's shape, each with its target; fails where one got worse.
+	@$(BIN)/python -m tests.shape $(if $(JSON),--json $(JSON))
 
 gpu: dev  ## Tests that need a CUDA device.
 	@$(BIN)/python -m pytest -m gpu tests/gpu

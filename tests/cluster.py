@@ -119,6 +119,11 @@ class Process:
         """Of its next lives."""
         self._command = ["sh", "-c", f'ulimit -n {most} && exec "$@"', "sh", *self._command]
 
+    def run_with(self, module: str, *arguments: str) -> None:
+        """Have another module run the service, in its next lives: it gets these arguments, then ours."""
+        python, dash_m, *command = self._command
+        self._command = [python, dash_m, module, *arguments, *command]
+
     def start(self) -> Self:
         assert not self.alive, f"{self.name} runs already"
         self._lives += 1
