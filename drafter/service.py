@@ -178,7 +178,7 @@ def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed
-        hidden_states = convert.features_from_proto(committed.features) if committed.HasField("features") else None
+        hidden_states = convert.hidden_states_from_proto(committed.features) if committed.HasField("features") else None
         session.commit(committed.position, tuple(committed.tokens), hidden_states)
     elif kind == "steer":
         session.steer(convert.steering_from_proto(request.steer))

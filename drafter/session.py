@@ -13,8 +13,8 @@ from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
-    MAX_FEATURE_ROWS,
     MAX_GAMMA,
+    MAX_HIDDEN_POSITIONS,
     NO_STEERING,
     Guess,
     HiddenStates,
@@ -181,7 +181,7 @@ class DraftSession:
     def _buffer(self, hidden_states: HiddenStates) -> None:
         """Keep hidden states for the next request; without requests, only the newest positions."""
         self._hidden_states.append(hidden_states)
-        while sum(len(kept.rows) // (2 * kept.width) for kept in self._hidden_states) > MAX_FEATURE_ROWS:
+        while sum(len(kept.rows) // (2 * kept.width) for kept in self._hidden_states) > MAX_HIDDEN_POSITIONS:
             self._hidden_states.pop(0)
 
     @property

@@ -155,12 +155,12 @@ class VerifySession:
         steering.check()
         if steering.gamma is not None:
             self.gamma = steering.gamma
-        if steering.patience_us is not None:
-            self.patience_s = steering.patience_us / 1e6
+        if steering.draft_wait_us is not None:
+            self.patience_s = steering.draft_wait_us / 1e6
         if steering.nodes is not None:
             self.nodes = steering.nodes
-        if steering.features is not None:
-            self.hidden.steer(steering.features)
+        if steering.hidden_states is not None:
+            self.hidden.steer(steering.hidden_states)
 
     def guess(self, guess: Guess) -> None:
         """Check and plant a guess. Raises InvalidRequest; the session goes on regardless."""
@@ -211,7 +211,7 @@ class VerifySession:
             self.history.append(verdict.tokens)
         self.idle_since = time.monotonic()
         self._started = True
-        self.outbox.put_nowait(replace(verdict, left=self.tree.depth))
+        self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
 
     def stalls(self) -> bool:
         """Whether too much is unread to go on. The stream says when that is over: see `relieved`."""

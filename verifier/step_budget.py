@@ -36,7 +36,7 @@ class Pace:
         """How many more may go with a step of `rows` that may take so much longer; beside nothing, that may take so
         long."""
         allowed_ms = (self._measured.at(rows) if rows else 0.0) + ms / self._plain
-        return max(0, self._measured.rows_within(allowed_ms, rows + most) - rows)
+        return max(0, self._measured.tokens_within(allowed_ms, rows + most) - rows)
 
     def took(self, rows: int, ms: float, *, prompts: bool) -> None:
         if not self._measured.rows:
@@ -52,4 +52,4 @@ class Pace:
         if not self._measured.rows:
             return most
         allowed_ms = stretch * self._plain * self._measured.at(rows) / max(self._prompts, self._plain)
-        return max(_FEWEST_PROMPT_ROWS, self._measured.rows_within(allowed_ms, rows + most) - rows)
+        return max(_FEWEST_PROMPT_ROWS, self._measured.tokens_within(allowed_ms, rows + most) - rows)

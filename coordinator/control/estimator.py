@@ -149,12 +149,12 @@ class PairEstimate:
         """Record what the branches of a checked tree contributed."""
         missed = verdict.last is TokenKind.RECOVERED
         hit_rate = self._ahead_hits if ahead else self._tree_hits
-        for _ in range(verdict.beside):
+        for _ in range(verdict.accepted_from_branch):
             hit_rate.add(hit=True)
         if missed:
-            hit_rate.add(hit=ahead and verdict.left > 0)
-        if verdict.offered:
-            self.nodes_per_level = _smooth(self.nodes_per_level, max(1.0, verdict.nodes / verdict.offered))
+            hit_rate.add(hit=ahead and verdict.remaining_depth > 0)
+        if verdict.proposed:
+            self.nodes_per_level = _smooth(self.nodes_per_level, max(1.0, verdict.nodes / verdict.proposed))
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -224,32 +224,34 @@ class Estimator:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
-        due = asked and (waited or verdict.offered > 0)
-        self.pair.observe_verdict(verdict.offered, verdict.accepted, due=due, from_branches=verdict.beside)
+        due = asked and (waited or verdict.proposed > 0)
+        self.pair.observe_verdict(
+            verdict.proposed, verdict.accepted, due=due, from_branches=verdict.accepted_from_branch
+        )
         if tree:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000
         if asked and waited and not plan.ahead:
-            drafting = verdict.offered * (self.pair.level_ms if tree else self.pair.draft_ms)
+            drafting = verdict.proposed * (self.pair.level_ms if tree else self.pair.draft_ms)
             network_ms = max(0.0, wait_ms - drafting)
             self._network_ms = network_ms if self._network_ms is None else _smooth(self._network_ms, network_ms)
         timed_out = waited and wait_ms >= TIMED_OUT * wait_timeout_ms
-        in_vain = timed_out and not verdict.offered
-        if in_vain or verdict.offered:
+        in_vain = timed_out and not verdict.proposed
+        if in_vain or verdict.proposed:
             self._timeout_rate = _smooth(self._timeout_rate, in_vain, WAIT_SMOOTHING)
         if waited:  # a conforming drafter with fewer guesses reports that, which ends the wait before its timeout
-            short = timed_out and verdict.offered < plan.gamma
+            short = timed_out and verdict.proposed < plan.gamma
             self.shortfall_rate = _smooth(self.shortfall_rate, short, WAIT_SMOOTHING)
         return in_vain
 
     def _observe_step(self, verdict: Verdict) -> None:
         timings = verdict.timings
-        if timings.rows > MAX_FITTED_TOKENS:
+        if timings.batch_tokens > MAX_FITTED_TOKENS:
             return
         step_ms = timings.step_us / 1000
-        self._cost.add(timings.rows, step_ms)
+        self._cost.add(timings.batch_tokens, step_ms)
         if self._published.rows:
-            slowdown = step_ms / self._published.at(timings.rows)
+            slowdown = step_ms / self._published.at(timings.batch_tokens)
             self._slowdown = slowdown if self._slowdown is None else _smooth(self._slowdown, slowdown)
         self._observe_others(verdict, step_ms)
 
@@ -259,7 +261,7 @@ class Estimator:
         weight = max(SMOOTHING, 1.0 / (1 + self._steps))
         timings = verdict.timings
         committed = max(0, timings.step_tokens - len(verdict.tokens))
-        self._other_tokens = _smooth(self._other_tokens, timings.rows - timings.session_rows, weight)
+        self._other_tokens = _smooth(self._other_tokens, timings.batch_tokens - timings.session_tokens, weight)
         self._other_sessions = _smooth(self._other_sessions, timings.sessions - 1, weight)
         per_ms = committed / step_ms if step_ms else 0.0
         self._other_tokens_per_ms = _smooth(self._other_tokens_per_ms, per_ms, weight)

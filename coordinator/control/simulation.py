@@ -146,23 +146,23 @@ class Simulation:
             timings=VerifyTimings(
                 wait_us=int(waited_ms * 1000),
                 step_us=int(step_ms * 1000),
-                rows=step_tokens,
-                session_rows=step_tokens,
+                batch_tokens=step_tokens,
+                session_tokens=step_tokens,
                 step_tokens=len(tokens),
             ),
             nodes=len(block.tokens),
-            left=self._tree.depth,
-            beside=sum(block.ranks[row - 1] > 0 for row in path),
+            remaining_depth=self._tree.depth,
+            accepted_from_branch=sum(block.ranks[row - 1] > 0 for row in path),
         )
 
     def _count(self, verdict: Verdict) -> None:
         result = self.result
         result.steps += 1
-        self.proposed.append((self.now, verdict.offered))
-        result.checked += verdict.offered > 0
+        self.proposed.append((self.now, verdict.proposed))
+        result.checked += verdict.proposed > 0
         if verdict.last is TokenKind.RECOVERED:
             result.missed += 1
-            result.missed_at_hand += verdict.left > 0
+            result.missed_at_hand += verdict.remaining_depth > 0
 
     def _steer(self) -> None:
         before = self.controller.plan

@@ -82,7 +82,7 @@ class SpeculationPlan:
     def for_verifier(self, wait_timeout_ms: float) -> Steering:
         return Steering(
             gamma=self.awaited if self.ahead else self.gamma,
-            patience_us=int(wait_timeout_ms * 1000),
+            draft_wait_us=int(wait_timeout_ms * 1000),
             nodes=self.budget,
         )
 

@@ -13,8 +13,8 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.protocol.speculation import (
     MAX_BRANCHES,
+    MAX_DRAFT_WAIT_US,
     MAX_GAMMA,
-    MAX_PATIENCE_US,
     FinishReason,
     TokenKind,
     TokenLogprobs,
@@ -39,7 +39,7 @@ class SpeculationOptions:
         """Raise InvalidRequest for values that no API accepts."""
         for name, value, low, high in (
             ("gamma", self.gamma, 0, MAX_GAMMA),
-            ("patience_us", self.patience_us, 0, MAX_PATIENCE_US),
+            ("patience_us", self.patience_us, 0, MAX_DRAFT_WAIT_US),
             ("branches", self.branches, 1, MAX_BRANCHES),
         ):
             if value is not None:

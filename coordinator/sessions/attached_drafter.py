@@ -112,7 +112,7 @@ class AttachedDrafter:
     def observe(self, tally: SourceTally | None, *, awaited: bool) -> None:
         """Record a verdict; `awaited`: the verifier waited and no drafter had a guess."""
         if tally is not None:
-            self.pair.observe_verdict(tally.offered, tally.accepted, due=self.plan.gamma > 0)
+            self.pair.observe_verdict(tally.proposed, tally.accepted, due=self.plan.gamma > 0)
         else:
             self.pair.observe_verdict(0, 0, due=self.plan.gamma > 0 and awaited)
 

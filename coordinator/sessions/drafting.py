@@ -110,7 +110,7 @@ class Drafting:
 
     def observe(self, verdict: Verdict) -> None:
         """Update the estimates by a verdict."""
-        awaited = self._control.wait_timeout_ms > 0 and not verdict.offered
+        awaited = self._control.wait_timeout_ms > 0 and not verdict.proposed
         tallies = {tally.source: tally for tally in verdict.sources}
         for drafter in self._joined:
             drafter.observe(tallies.get(drafter.source), awaited=awaited)
@@ -120,11 +120,11 @@ class Drafting:
 
     def commit(self, verdict: Verdict) -> None:
         """Send committed tokens to the drafters and choose the next plan."""
-        if verdict.features is not None and self._hidden_states_on:
-            self._window.add(verdict.features)
+        if verdict.hidden_states is not None and self._hidden_states_on:
+            self._window.add(verdict.hidden_states)
         now = time.monotonic()
         for drafter in self._attached.values():
-            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, verdict.features, now)
+            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, verdict.hidden_states, now)
         self._steer()
 
     def drop_refused(self, refusal: Refusal) -> None:
@@ -286,7 +286,7 @@ class Drafting:
         if self._verifier is None or wanted == self._hidden_states_on:
             return
         self._hidden_states_on = wanted
-        self._verifier.steer(Steering(features=wanted))
+        self._verifier.steer(Steering(hidden_states=wanted))
         if not wanted:
             self._window.clear()
 

@@ -112,13 +112,13 @@ class RequestStats:
             kind = self._kinds.get(tally.source, "")
             self._metrics.drafter(kind).accepted_guesses.inc(tally.accepted)
             self._accepted_by[kind] += tally.accepted
-        if verdict.offered:
+        if verdict.proposed:
             self._drafts += 1
             if verdict.last is TokenKind.RECOVERED:
                 self._missed += 1
-                self._missed_at_hand += verdict.left > 0
+                self._missed_at_hand += verdict.remaining_depth > 0
             self._committed_with_drafts += len(verdict.tokens)
-            _count_up_to(self._proposed, verdict.offered)
+            _count_up_to(self._proposed, verdict.proposed)
             _count_up_to(self._accepted, verdict.accepted)
 
     def finish(self, record: SessionRecord, error: OutriderError | None) -> None:

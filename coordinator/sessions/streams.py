@@ -167,8 +167,8 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     def steer(self, steering: Steering) -> None:
         steer = convert.steering_to_proto(steering)
         self._sent.add_steer(steer)
-        if steering.patience_us is not None:
-            self._deadline.wait_timeout_s = steering.patience_us / 1e6
+        if steering.draft_wait_us is not None:
+            self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
         self.send(verify.VerifyRequest(steer=steer))
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
@@ -197,7 +197,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> None:
         message = draft.Committed(position=position, tokens=tokens)
         if hidden_states is not None:
-            message.features.CopyFrom(convert.features_to_proto(hidden_states))
+            message.features.CopyFrom(convert.hidden_states_to_proto(hidden_states))
         self.send(draft.DraftRequest(committed=message))
 
     def steer(self, steering: Steering) -> None:

@@ -102,7 +102,7 @@ class VerdictReader:
         if proto.HasField("features"):
             _hold("verdict.features", "given", self._sent.hidden_states, "absent: none were asked for")
             try:
-                message_limits.check_features("verdict.features", proto.features)
+                message_limits.check_hidden_states("verdict.features", proto.features)
             except InvalidRequest as error:
                 raise ProtocolViolation(error.message) from error
         _size("verdict", proto.ByteSize() - len(proto.features.rows), MAX_REPLY_BYTES)
@@ -117,25 +117,25 @@ class VerdictReader:
 
     def _check_guesses(self, verdict: Verdict) -> None:
         accepted, tokens = verdict.accepted, len(verdict.tokens)
-        _range("verdict.accepted", accepted, min(tokens, verdict.offered))
+        _range("verdict.accepted", accepted, min(tokens, verdict.proposed))
         _hold("verdict.accepted", accepted, tokens - accepted <= 1, f"at least {tokens - 1} of {tokens} tokens")
         ahead = max(0, self._sent.guessed_to - verdict.position)
-        _range("verdict.offered", verdict.offered, min(MAX_GAMMA, ahead, verdict.nodes))
-        _range("verdict.nodes", verdict.nodes, MAX_NODES if verdict.offered else 0)
-        _range("verdict.left", verdict.left, min(MAX_GAMMA, max(0, ahead - tokens)))
+        _range("verdict.offered", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
+        _range("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
+        _range("verdict.left", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
         _range("verdict.skipped", verdict.skipped, accepted)
-        _range("verdict.beside", verdict.beside, accepted)
+        _range("verdict.beside", verdict.accepted_from_branch, accepted)
         seen = [tally.source for tally in verdict.sources]
         _hold("verdict.sources", seen, len(set(seen)) == len(seen), "each once")
         for tally in verdict.sources:
             _hold("verdict.sources.source", tally.source, 1 <= tally.source <= self._sent.sources, "one that guessed")
-            _range("verdict.sources.offered", tally.offered, verdict.offered)
+            _range("verdict.sources.offered", tally.proposed, verdict.proposed)
             _range("verdict.sources.accepted", tally.accepted, accepted)
         if tokens == accepted:
             ends = verdict.finish_reason is not FinishReason.NONE
             _hold("verdict.last", verdict.last.name, ends and verdict.last is TokenKind.NONE, "given, unless it ends")
         else:
-            allowed = _LAST[:2] if verdict.offered else _LAST[2:]
+            allowed = _LAST[:2] if verdict.proposed else _LAST[2:]
             _hold("verdict.last", verdict.last.name, verdict.last in allowed, [kind.name for kind in allowed])
 
     def _check_end(self, verdict: Verdict) -> None:
@@ -170,7 +170,7 @@ class VerdictReader:
 
     def _check_hidden_states(self, verdict: Verdict) -> None:
         """Check that hidden states reach exactly to the token before the last one."""
-        states = verdict.features
+        states = verdict.hidden_states
         if states is None:
             return
         end = states.position + len(states.rows) // (2 * states.width)
@@ -179,8 +179,8 @@ class VerdictReader:
 
     def _checked_timings(self, reported: VerifyTimings, now: float) -> VerifyTimings:
         """Return the reported times, together no longer than the time since the last verdict."""
-        _range("verdict.timings.rows", reported.rows, _MAX_STEP_TOKENS)
-        _range("verdict.timings.session_rows", reported.session_rows, reported.rows)
+        _range("verdict.timings.rows", reported.batch_tokens, _MAX_STEP_TOKENS)
+        _range("verdict.timings.session_rows", reported.session_tokens, reported.batch_tokens)
         _range("verdict.timings.sessions", reported.sessions, _MAX_STEP_TOKENS)
         _range("verdict.timings.step_tokens", reported.step_tokens, _MAX_STEP_TOKENS)
         _range("verdict.timings.cached_tokens", reported.cached_tokens, self._record.position)

@@ -271,11 +271,11 @@ class TargetMetrics:
         self.generation_tokens.inc(len(verdict.tokens))
         self.gamma.observe(gamma)
         self.plan_steps[way].inc()
-        if verdict.offered:
+        if verdict.proposed:
             self.drafts.inc()
-            self.draft_tokens.inc(verdict.offered)
+            self.draft_tokens.inc(verdict.proposed)
             self.accepted_tokens.inc(verdict.accepted)
-            self.offered_lengths[verdict.offered] += 1
+            self.offered_lengths[verdict.proposed] += 1
             self.accepted_lengths[verdict.accepted] += 1
 
     def finished(self, *, seconds: float, per_token_s: float | None, prompt: int, output: int, reason: str) -> None:

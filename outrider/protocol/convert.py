@@ -98,8 +98,8 @@ def steering_to_proto(steering: Steering) -> common.Steer:
     return common.Steer(
         gamma=steering.gamma,
         branches=steering.branches,
-        patience_us=steering.patience_us,
-        features=steering.features,
+        patience_us=steering.draft_wait_us,
+        features=steering.hidden_states,
         nodes=steering.nodes,
         eager=steering.eager,
     )
@@ -109,8 +109,8 @@ def steering_from_proto(proto: common.Steer) -> Steering:
     return Steering(
         gamma=proto.gamma if proto.HasField("gamma") else None,
         branches=proto.branches if proto.HasField("branches") else None,
-        patience_us=proto.patience_us if proto.HasField("patience_us") else None,
-        features=proto.features if proto.HasField("features") else None,
+        draft_wait_us=proto.patience_us if proto.HasField("patience_us") else None,
+        hidden_states=proto.features if proto.HasField("features") else None,
         nodes=proto.nodes if proto.HasField("nodes") else None,
         eager=proto.eager if proto.HasField("eager") else None,
     )
@@ -171,7 +171,7 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
         tokens=verdict.tokens,
         accepted=verdict.accepted,
         last=verifier.TokenKind.ValueType(verdict.last),
-        offered=verdict.offered,
+        offered=verdict.proposed,
         skipped=verdict.skipped,
         finish_reason=verifier.FinishReason.ValueType(verdict.finish_reason),
         timings=verifier.VerifyTimings(
@@ -179,19 +179,19 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
             forward_us=timings.forward_us,
             step_us=timings.step_us,
             sessions=timings.sessions,
-            rows=timings.rows,
-            session_rows=timings.session_rows,
+            rows=timings.batch_tokens,
+            session_rows=timings.session_tokens,
             cached_tokens=timings.cached_tokens,
             step_tokens=timings.step_tokens,
         ),
         logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
         sources=[tally_to_proto(tally) for tally in verdict.sources],
         nodes=verdict.nodes,
-        left=verdict.left,
-        beside=verdict.beside,
+        left=verdict.remaining_depth,
+        beside=verdict.accepted_from_branch,
     )
-    if verdict.features is not None:
-        proto.features.CopyFrom(features_to_proto(verdict.features))
+    if verdict.hidden_states is not None:
+        proto.features.CopyFrom(hidden_states_to_proto(verdict.hidden_states))
     return proto
 
 
@@ -202,7 +202,7 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
         tokens=tuple(proto.tokens),
         accepted=proto.accepted,
         last=TokenKind(proto.last),
-        offered=proto.offered,
+        proposed=proto.offered,
         skipped=proto.skipped,
         finish_reason=FinishReason(proto.finish_reason),
         timings=VerifyTimings(
@@ -210,22 +210,22 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
             forward_us=timings.forward_us,
             step_us=timings.step_us,
             sessions=timings.sessions,
-            rows=timings.rows,
-            session_rows=timings.session_rows,
+            batch_tokens=timings.rows,
+            session_tokens=timings.session_rows,
             cached_tokens=timings.cached_tokens,
             step_tokens=timings.step_tokens,
         ),
         logprobs=tuple(logprobs_from_proto(entry) for entry in proto.logprobs),
-        features=features_from_proto(proto.features) if proto.HasField("features") else None,
+        hidden_states=hidden_states_from_proto(proto.features) if proto.HasField("features") else None,
         sources=tuple(tally_from_proto(tally) for tally in proto.sources),
         nodes=proto.nodes,
-        left=proto.left,
-        beside=proto.beside,
+        remaining_depth=proto.left,
+        accepted_from_branch=proto.beside,
     )
 
 
 def tally_to_proto(tally: SourceTally) -> verifier.SourceTally:
-    return verifier.SourceTally(source=tally.source, offered=tally.offered, accepted=tally.accepted)
+    return verifier.SourceTally(source=tally.source, offered=tally.proposed, accepted=tally.accepted)
 
 
 def tally_from_proto(proto: verifier.SourceTally) -> SourceTally:
@@ -240,11 +240,11 @@ def logprobs_from_proto(proto: verifier.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(proto.logprob, tuple(proto.top_ids), tuple(proto.top_logprobs))
 
 
-def features_to_proto(features: HiddenStates) -> common.Features:
-    return common.Features(position=features.position, width=features.width, rows=features.rows)
+def hidden_states_to_proto(states: HiddenStates) -> common.Features:
+    return common.Features(position=states.position, width=states.width, rows=states.rows)
 
 
-def features_from_proto(proto: common.Features) -> HiddenStates:
+def hidden_states_from_proto(proto: common.Features) -> HiddenStates:
     return HiddenStates(proto.position, proto.width, proto.rows)
 
 

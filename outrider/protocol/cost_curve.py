@@ -17,20 +17,20 @@ class CostCurve:
     ms: tuple[float, ...] = ()
 
     @classmethod
-    def line(cls, first_ms: float, row_ms: float) -> CostCurve:
-        """So much for one row, so much for every further one."""
-        return cls((1, 2), (first_ms, first_ms + row_ms))
+    def line(cls, first_ms: float, token_ms: float) -> CostCurve:
+        """So much for one token, so much for every further one."""
+        return cls((1, 2), (first_ms, first_ms + token_ms))
 
-    def at(self, rows: float) -> float:
-        if len(self.rows) < 2 or rows <= self.rows[0]:
+    def at(self, tokens: float) -> float:
+        if len(self.rows) < 2 or tokens <= self.rows[0]:
             return self.ms[0]
-        after = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
+        after = min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)
         before = after - 1
         slope = (self.ms[after] - self.ms[before]) / (self.rows[after] - self.rows[before])
-        return self.ms[before] + slope * (rows - self.rows[before])
+        return self.ms[before] + slope * (tokens - self.rows[before])
 
-    def rows_within(self, ms: float, most: int) -> int:
-        """The most rows, up to `most`, that take no longer."""
+    def tokens_within(self, ms: float, most: int) -> int:
+        """The most tokens, up to `most`, that take no longer."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

@@ -53,5 +53,5 @@ class WorkerInfo:
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
     round_trip_ms: float = 0.0
-    features: bool = False  # a drafter that wants hidden states
+    features: bool = False  # a drafter that needs hidden states
     machine: str = ""  # equal on one machine

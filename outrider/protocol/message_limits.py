@@ -9,7 +9,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import MAX_CANDIDATES, MAX_FEATURE_ROWS, MAX_FEATURE_WIDTH, MAX_GAMMA
+from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA, MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
@@ -60,16 +60,16 @@ def _check_parents(guess: common.Guess) -> None:
             raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
 
 
-def check_features(name: str, features: common.Features) -> None:
+def check_hidden_states(name: str, features: common.Features) -> None:
     """Whole rows of float16, and not too many."""
-    if not 1 <= features.width <= MAX_FEATURE_WIDTH:
-        raise InvalidRequest.of(f"{name}.width", features.width, f"in [1, {MAX_FEATURE_WIDTH}]")
+    if not 1 <= features.width <= MAX_HIDDEN_WIDTH:
+        raise InvalidRequest.of(f"{name}.width", features.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
     rows, rest = divmod(len(features.rows), 2 * features.width)
     if rest:
         raise InvalidRequest.of(
             f"{name}.rows", f"{len(features.rows)} bytes", f"whole rows of {2 * features.width} bytes"
         )
-    check_count(f"{name}.rows", rows, "rows", MAX_FEATURE_ROWS)
+    check_count(f"{name}.rows", rows, "rows", MAX_HIDDEN_POSITIONS)
 
 
 def check_verify_request(request: verify.VerifyRequest) -> None:
@@ -82,5 +82,5 @@ def check_draft_request(request: draft.DraftRequest) -> None:
     committed = request.committed
     check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
     if committed.HasField("features"):
-        check_features("committed.features", committed.features)
+        check_hidden_states("committed.features", committed.features)
     check_bytes("message", request, MAX_SMALL_BYTES + len(committed.features.rows))

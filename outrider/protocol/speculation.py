@@ -19,11 +19,11 @@ MAX_NODES = 256  # guesses of a session that are open at the same time
 
 MAX_CANDIDATES = 64  # ids of a distribution that a guess was drawn from
 
-MAX_FEATURE_WIDTH = 131_072  # numbers of one position's hidden states
+MAX_HIDDEN_WIDTH = 131_072  # numbers of one position's hidden states
 
-MAX_FEATURE_ROWS = 512  # positions whose hidden states travel in one message
+MAX_HIDDEN_POSITIONS = 512  # positions whose hidden states travel in one message
 
-MAX_PATIENCE_US = 10_000_000
+MAX_DRAFT_WAIT_US = 10_000_000
 
 WHOLE = 65536  # the parts a Distribution is made of
 
@@ -51,8 +51,8 @@ class Steering:
 
     gamma: int | None = None
     branches: int | None = None
-    patience_us: int | None = None
-    features: bool | None = None
+    draft_wait_us: int | None = None
+    hidden_states: bool | None = None
     nodes: int | None = None
     eager: bool | None = None
 
@@ -60,7 +60,7 @@ class Steering:
         for name, value, high in (
             ("steer.gamma", self.gamma, MAX_GAMMA),
             ("steer.branches", self.branches, MAX_BRANCHES),
-            ("steer.patience_us", self.patience_us, MAX_PATIENCE_US),
+            ("steer.patience_us", self.draft_wait_us, MAX_DRAFT_WAIT_US),
             ("steer.nodes", self.nodes, MAX_NODES),
         ):
             if value is not None:
@@ -128,8 +128,8 @@ class VerifyTimings:
     forward_us: int = 0
     step_us: int = 0
     sessions: int = 1
-    rows: int = 1
-    session_rows: int = 1
+    batch_tokens: int = 1
+    session_tokens: int = 1
     cached_tokens: int = 0
     step_tokens: int = 0
 
@@ -139,7 +139,7 @@ class SourceTally:
     """How one of a session's drafters did in a step."""
 
     source: int
-    offered: int  # length of its longest path that was checked
+    proposed: int  # length of its longest path that was checked
     accepted: int  # accepted tokens that it had guessed
 
 
@@ -151,16 +151,16 @@ class Verdict:
     tokens: tuple[int, ...]
     accepted: int
     last: TokenKind
-    offered: int = 0
+    proposed: int = 0
     skipped: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     timings: VerifyTimings = VerifyTimings()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    features: HiddenStates | None = None
+    hidden_states: HiddenStates | None = None
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
-    left: int = 0  # longest guessed path that goes on from here
-    beside: int = 0  # accepted guesses that were not the first for their place
+    remaining_depth: int = 0  # longest guessed path that goes on from here
+    accepted_from_branch: int = 0  # accepted guesses that were not the first for their place
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:

@@ -20,7 +20,7 @@ from outrider.protocol.sampling_params import (
     MAX_STOP_STRINGS,
     MIN_REPETITION_PENALTY,
 )
-from outrider.protocol.speculation import MAX_BRANCHES, MAX_GAMMA, MAX_PATIENCE_US
+from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_GAMMA
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
@@ -101,7 +101,7 @@ class SpeculationWish(Body):
     gamma: int | None = Field(None, ge=0, le=MAX_GAMMA, description="Fixes γ; 0: plain decoding; absent: adaptive.")
     branches: int | None = Field(None, ge=1, le=MAX_BRANCHES, description="Guesses for the same position.")
     ahead: bool | None = Field(None, description="The drafter continues while its guesses are checked.")
-    patience_us: int | None = Field(None, ge=0, le=MAX_PATIENCE_US, description="Fixes the wait for guesses.")
+    patience_us: int | None = Field(None, ge=0, le=MAX_DRAFT_WAIT_US, description="Fixes the wait for guesses.")
     drafter: str | None = Field(None, max_length=LONGEST["drafter"], description="Only drafters of this kind.")
     verification: Literal["greedy", "coupled", "rejection", "block"] | None = None
     show: bool = Field(False, description="Each chunk lists which tokens were guessed, and the plan.")

@@ -50,16 +50,16 @@ def verdict(
         tokens=(0,) * (accepted + 1),
         accepted=accepted,
         last=missed if offered else TokenKind.PLAIN,
-        offered=offered,
+        proposed=offered,
         timings=VerifyTimings(
             wait_us=int(wait_ms * 1000),
             step_us=int(step_ms * 1000),
-            rows=1 + nodes if rows is None else rows,
-            session_rows=1 + nodes,
+            batch_tokens=1 + nodes if rows is None else rows,
+            session_tokens=1 + nodes,
         ),
         nodes=nodes,
-        left=left,
-        beside=beside,
+        remaining_depth=left,
+        accepted_from_branch=beside,
     )
 
 
@@ -389,7 +389,7 @@ def test_zeros_everywhere_do_not_raise() -> None:
     controller = Controller(GAMMA_MAX, estimator)
     estimator.pair.observe_draft(0, 0)
     for _ in range(60):
-        controller.observe(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(rows=0, session_rows=0)))
+        controller.observe(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(batch_tokens=0, session_tokens=0)))
         controller.decide(0.0, attached=True)
     assert 0 <= controller.plan.gamma <= GAMMA_MAX
 
@@ -463,7 +463,7 @@ def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
     for made in (controller(), controller(FixedChoices(gamma=5))):
         made.decide(3.0, attached=True)
         assert made.plan.gamma
-        assert made.decide(3.0, attached=False) == Steering(gamma=0, patience_us=0, nodes=0)
+        assert made.decide(3.0, attached=False) == Steering(gamma=0, draft_wait_us=0, nodes=0)
         assert made.plan == PLAIN
         assert made.decide(3.0, attached=False) is None, "said once"
         assert made.decide(3.0, attached=True) is not None, "and taken back at once when one comes"
@@ -478,8 +478,8 @@ def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
     steering = made.decide(3.0, attached=True)
     assert steering is not None
     assert steering.gamma == 5
-    assert steering.patience_us is not None
-    assert steering.patience_us >= 50_000
+    assert steering.draft_wait_us is not None
+    assert steering.draft_wait_us >= 50_000
     for _ in range(50):
         made.observe(verdict(0, 5))
         made.decide(3.0, attached=True)
@@ -488,7 +488,7 @@ def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
 
 def test_a_fixed_patience_is_kept() -> None:
     made = controller(FixedChoices(gamma=5, patience_us=1234))
-    assert made.decide(3.0, attached=True) == Steering(gamma=5, patience_us=1234, nodes=0)
+    assert made.decide(3.0, attached=True) == Steering(gamma=5, draft_wait_us=1234, nodes=0)
     free = controller(FixedChoices(patience_us=1234))
     free.decide(3.0, attached=True)
     assert free.plan.gamma
@@ -739,8 +739,8 @@ def beside(others: int, steps: int, controller: Controller) -> list[SpeculationP
         timings = VerifyTimings(
             step_us=int(1000 * step_ms),
             sessions=1 + others,
-            rows=1 + others,
-            session_rows=1,
+            batch_tokens=1 + others,
+            session_tokens=1,
             step_tokens=1 + others,
         )
         controller.observe(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))

@@ -463,12 +463,12 @@ def test_both_ends_take_what_a_plan_asks_of_them(conditions: Conditions, plan: S
 
 def test_the_verifier_waits_for_what_the_plan_wants() -> None:
     assert SpeculationPlan(5).for_verifier(3.5).gamma == 5
-    assert SpeculationPlan(5).for_verifier(3.5).patience_us == 3500
+    assert SpeculationPlan(5).for_verifier(3.5).draft_wait_us == 3500
     assert SpeculationPlan(5).for_verifier(3.5).nodes == 0, "it checks all there are"
     waits = SpeculationPlan(16, 3, ahead=True, budget=8, awaited=2).for_verifier(3.5)
     assert (waits.gamma, waits.nodes) == (2, 8)
     goes_on = SpeculationPlan(16, 3, ahead=True, budget=8).for_verifier(0.0)
-    assert (goes_on.gamma, goes_on.patience_us) == (0, 0)
+    assert (goes_on.gamma, goes_on.draft_wait_us) == (0, 0)
 
 
 # --- patience --------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def _verdict(accepted: int, offered: int) -> Verdict:
         tokens=(7,) * (accepted + 1),
         accepted=accepted,
         last=TokenKind.RECOVERED if accepted < offered else TokenKind.BONUS,
-        offered=offered,
+        proposed=offered,
         nodes=offered,
         sources=(SourceTally(1, offered, accepted),),
         timings=VerifyTimings(step_us=40_000, cached_tokens=3),

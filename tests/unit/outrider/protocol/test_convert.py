@@ -29,8 +29,8 @@ from outrider.protocol.sampling_params import (
 )
 from outrider.protocol.speculation import (
     MAX_BRANCHES,
+    MAX_DRAFT_WAIT_US,
     MAX_GAMMA,
-    MAX_PATIENCE_US,
     WHOLE,
     Distribution,
     FinishReason,
@@ -161,14 +161,14 @@ def test_the_mode_follows_the_temperature_unless_it_is_said() -> None:
         ({"gamma": MAX_GAMMA + 1}, "steer.gamma"),
         ({"branches": -1}, "steer.branches"),
         ({"branches": MAX_BRANCHES + 1}, "steer.branches"),
-        ({"patience_us": -1}, "steer.patience_us"),
-        ({"patience_us": MAX_PATIENCE_US + 1}, "steer.patience_us"),
+        ({"draft_wait_us": -1}, "steer.patience_us"),
+        ({"draft_wait_us": MAX_DRAFT_WAIT_US + 1}, "steer.patience_us"),
     ],
 )
 def test_bad_steering_names_its_field(change: dict[str, int], name: str) -> None:
     error = refused(Steering(**change))
     assert (error.field, error.value) == (name, str(next(iter(change.values()))))
-    Steering(MAX_GAMMA, MAX_BRANCHES, MAX_PATIENCE_US).check()
+    Steering(MAX_GAMMA, MAX_BRANCHES, MAX_DRAFT_WAIT_US).check()
     Steering().check()
 
 
@@ -252,8 +252,8 @@ steerings = st.builds(
     Steering,
     gamma=st.none() | uint32,
     branches=st.none() | uint32,
-    patience_us=st.none() | uint32,
-    features=st.none() | st.booleans(),
+    draft_wait_us=st.none() | uint32,
+    hidden_states=st.none() | st.booleans(),
 )
 
 
@@ -286,12 +286,12 @@ verdicts = st.builds(
     tokens=tokens,
     accepted=uint32,
     last=st.sampled_from(TokenKind),
-    offered=uint32,
+    proposed=uint32,
     skipped=uint32,
     finish_reason=st.sampled_from(FinishReason),
     timings=st.builds(VerifyTimings, *[uint32] * 6),
     logprobs=st.lists(logprob_entries, max_size=2).map(tuple),
-    features=st.none() | feature_blocks,
+    hidden_states=st.none() | feature_blocks,
     sources=st.lists(st.builds(SourceTally, uint32, uint32, uint32), max_size=3).map(tuple),
     nodes=uint32,
 )
@@ -336,7 +336,7 @@ MESSAGES = {
     ),
     "guess": (guesses, convert.guess_to_proto, convert.guess_from_proto, common.Guess),
     "logprobs": (logprob_entries, convert.logprobs_to_proto, convert.logprobs_from_proto, verifier.TokenLogprobs),
-    "features": (feature_blocks, convert.features_to_proto, convert.features_from_proto, common.Features),
+    "features": (feature_blocks, convert.hidden_states_to_proto, convert.hidden_states_from_proto, common.Features),
     "verdict": (verdicts, convert.verdict_to_proto, convert.verdict_from_proto, verifier.Verdict),
     "model": (models, convert.model_to_proto, convert.model_from_proto, common.ModelInfo),
     "load": (loads, convert.load_to_proto, convert.load_from_proto, common.WorkerLoad),

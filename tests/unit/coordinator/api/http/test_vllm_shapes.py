@@ -22,7 +22,7 @@ def verdict(accepted: int, offered: int, nodes: int = 0, beside: int = 0) -> Ver
     """`offered`: the longest path; `nodes`: all guesses of the tree."""
     last = TokenKind.BONUS if offered else TokenKind.PLAIN
     tokens = tuple(range(accepted + 1))
-    return Verdict(7, tokens, accepted, last, offered, nodes=nodes or offered, beside=beside)
+    return Verdict(7, tokens, accepted, last, offered, nodes=nodes or offered, accepted_from_branch=beside)
 
 
 def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | None = None) -> Json:
