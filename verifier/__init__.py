@@ -1,5 +1,5 @@
-"""The truth: holds the target model, checks guesses, commits tokens."""
+"""The verifier service: it holds the target model, verifies guesses in batched steps, and commits tokens."""
 
 from outrider.base.openmp import wait_briefly
 
-wait_briefly()  # here, since every other module of the service loads torch
+wait_briefly()  # before torch is loaded: OpenMP reads its settings once

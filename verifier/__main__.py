@@ -1,4 +1,4 @@
-"""`python -m verifier`: serve a target model."""
+"""`python -m verifier`: run the verifier service."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a step takes of whom, where a tenant with many sessions meets one with few.
+"""Fair shares of step time between tenants with few sessions and tenants with many.
 
-Every session in a step makes it a little longer. Among tenants with about as
-many sessions that is fair. A tenant with few keeps its speed instead: those
-with many get a small part of the verifier's time, as credit in milliseconds,
-and pay with it for what their tokens add to the steps. Where more tokens cost
-nothing more, they pay nothing.
+Every session in a step makes the step a little longer. Among tenants with
+similar numbers of sessions that is fair. A tenant with few sessions keeps its
+speed instead. Tenants with many get a small part of the verifier's time, as
+credit in milliseconds, and pay for the time that their tokens add to steps.
+Where more tokens take no more time, they pay nothing.
 """
 
 from __future__ import annotations
@@ -12,53 +12,55 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from verifier.step_budget import Pace
+from verifier.step_times import StepTimes
 
-FEW = 8  # a tenant has few sessions that has at most one in so many of its even share of the seats
-QUIET_S = 0.1  # who lets sessions wait for so long is not slowed by a short step in between
-_SHORT = 1.25  # times as long as the shortest
+FEW_DIVISOR = 8  # few sessions: at most this fraction of a tenant's even share of the seats
+QUIET_S = 0.1  # a tenant idle for this long is not delayed noticeably by one short step
+_SHORT_STEP = 1.25  # times the shortest step
 _MAX_CREDIT_MS = 100.0
 
 
 class FairShares:
-    def __init__(self, pace: Pace, seats: int, stretch: float) -> None:
-        """`stretch`: how many times as long others may make the steps of a tenant with few sessions."""
-        self._pace = pace
+    """Credit account of the tenants with many sessions."""
+
+    def __init__(self, times: StepTimes, seats: int, stretch: float) -> None:
+        """Initialise the account; steps of tenants with few sessions may take `stretch` times as long."""
+        self._times = times
         self._seats = seats
         self._stretch = stretch
         self._credit_ms = 0.0
-        self._at = 0.0
-        self._many: frozenset[str] = frozenset()
-        self._served = 0.0  # when a step last had sessions of a tenant with few
+        self._credited_at = 0.0
+        self._heavy: frozenset[str] = frozenset()
+        self._light_served_at = 0.0  # last step with sessions of tenants with few
 
-    def many(self, tenants: Iterable[str]) -> frozenset[str]:
-        """Return the tenants, of those of all sessions, that have many; none: there is nobody to keep them from."""
+    def heavy_tenants(self, tenants: Iterable[str]) -> frozenset[str]:
+        """Return the tenants with many sessions, given each session's tenant; none if no tenant has few."""
         counts = Counter(tenants)
-        few = max(1, self._seats // (FEW * max(1, len(counts))))
-        many = frozenset(tenant for tenant, count in counts.items() if count > few)
-        self._many = many if len(many) < len(counts) else frozenset()
-        return self._many
+        few = max(1, self._seats // (FEW_DIVISOR * max(1, len(counts))))
+        heavy = frozenset(tenant for tenant, count in counts.items() if count > few)
+        self._heavy = heavy if len(heavy) < len(counts) else frozenset()
+        return self._heavy
 
-    def unlimited(self, now: float) -> None:
-        """Nobody with few sessions is here."""
-        self._credit_ms, self._at, self._served = 0.0, now, now
+    def reset(self, now: float) -> None:
+        """Clear the credit while no tenant has few sessions."""
+        self._credit_ms, self._credited_at, self._light_served_at = 0.0, now, now
 
-    def room(self, now: float, rows: int, most: int) -> int:
-        """How many tokens of tenants with many sessions may join a step with `rows` of those with few."""
-        self._credit_ms = min(_MAX_CREDIT_MS, self._credit_ms + 1000 * (now - self._at) * (self._stretch - 1))
-        self._at = now
-        if rows:
-            self._served = now
-        if not self._pace.known:
-            return rows
+    def budget(self, now: float, tokens: int, max_tokens: int) -> int:
+        """Return how many tokens of heavy tenants may join a step with `tokens` of light ones."""
+        self._credit_ms = min(_MAX_CREDIT_MS, self._credit_ms + 1000 * (now - self._credited_at) * (self._stretch - 1))
+        self._credited_at = now
+        if tokens:
+            self._light_served_at = now
+        if not self._times.known:
+            return tokens
         allowed_ms = self._credit_ms
-        if not rows and now - self._served > QUIET_S:
-            allowed_ms = max(allowed_ms, _SHORT * self._pace.ms(1))
-        return self._pace.more_rows(rows, allowed_ms, most) if allowed_ms > 0 else 0
+        if not tokens and now - self._light_served_at > QUIET_S:
+            allowed_ms = max(allowed_ms, _SHORT_STEP * self._times.step_ms(1))
+        return self._times.extra_tokens(tokens, allowed_ms, max_tokens) if allowed_ms > 0 else 0
 
-    def took(self, work: Sequence[tuple[str, int]], ms: float) -> None:
-        """After a step with so many tokens of each of these tenants: who joined pays for what came on top."""
-        rows = sum(count for tenant, count in work if tenant not in self._many)
-        if self._many and any(tenant in self._many for tenant, _ in work):
-            alone_ms = self._pace.ms(rows) if rows and self._pace.known else 0.0
+    def charge(self, tokens_by_tenant: Sequence[tuple[str, int]], ms: float) -> None:
+        """Charge the heavy tenants in a step for the time that they added to it."""
+        light = sum(count for tenant, count in tokens_by_tenant if tenant not in self._heavy)
+        if self._heavy and any(tenant in self._heavy for tenant, _ in tokens_by_tenant):
+            alone_ms = self._times.step_ms(light) if light and self._times.known else 0.0
             self._credit_ms = max(-_MAX_CREDIT_MS, self._credit_ms - (ms - alone_ms))

@@ -1,4 +1,4 @@
-"""One session's hidden states on their way into its verdicts, for drafters that build on the target's."""
+"""Hidden states of one session that its verdicts carry to drafters trained on the target."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import torch
 
 from outrider.protocol.speculation import HiddenStates
 
-FEATURE_WINDOW = 256  # positions at the end of a prompt whose hidden states go with the first verdict
+PROMPT_WINDOW = 256  # positions at the end of a prompt whose hidden states the first verdict carries
 
 
 class HiddenStateBuffer:
-    """Rows of the prompt are kept until there is a verdict to carry them; they are always without a gap."""
+    """Hidden states of the prompt, without gaps, until the next verdict carries them."""
 
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
-        self._kept: list[torch.Tensor] = []  # of consecutive positions  # [rows, width] each
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._parts: list[torch.Tensor] = []  # of consecutive positions  # [tokens, width] each
 
-    def steer(self, wanted: bool) -> None:
-        self.wanted = wanted
-        if not wanted:
-            self._kept.clear()
+    def enable(self, enabled: bool) -> None:
+        self.enabled = enabled
+        if not enabled:
+            self._parts.clear()
 
-    def wanted_from(self, cached: int, rows: int, committed: int) -> int | None:
-        """First of the `rows` after the `cached` tokens whose hidden state is to be kept; None: of none."""
-        first = max(0, committed - FEATURE_WINDOW - cached)
-        return first if self.wanted and first < rows else None
+    def first_needed(self, cache_length: int, num_tokens: int, committed: int) -> int | None:
+        """Return the first of `num_tokens` after the cached ones whose hidden state is needed; None: of none."""
+        first = max(0, committed - PROMPT_WINDOW - cache_length)
+        return first if self.enabled and first < num_tokens else None
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Of a piece of the prompt: what comes next in the session follows it."""
-        if self.wanted:
-            self._kept.append(rows)
+    def add(self, states: torch.Tensor) -> None:
+        """Add the states of a prompt chunk; the next states follow them."""
+        if self.enabled:
+            self._parts.append(states)
 
-    def take(self, end: int, rows: torch.Tensor) -> HiddenStates | None:
-        """What goes with a verdict: `rows` end before position `end`, and what was kept comes before them."""
-        if not self.wanted:
+    def take(self, end: int, states: torch.Tensor) -> HiddenStates | None:
+        """Return the buffered states and `states`, which end before position `end`, for a verdict."""
+        if not self.enabled:
             return None
-        together = torch.cat([*self._kept, rows])
-        self._kept.clear()
-        return HiddenStates(end - len(together), together.shape[-1], together.numpy().tobytes())
+        joined = torch.cat([*self._parts, states])
+        self._parts.clear()
+        return HiddenStates(end - len(joined), joined.shape[-1], joined.numpy().tobytes())
 
 
-def as_sent(rows: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """The chosen rows as they go over the wire: float16, out of the engine's memory, which the next step uses again."""
-    return rows[torch.tensor(chosen, dtype=torch.long, device=rows.device)].to(torch.float16).cpu()
+def to_wire_format(states: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """Copy the selected states as float16 to the CPU: the next step overwrites the engine's memory."""
+    return states[torch.tensor(indices, dtype=torch.long, device=states.device)].to(torch.float16).cpu()

@@ -1,4 +1,4 @@
-"""The verifier's edge: streams in, verdicts out."""
+"""gRPC service of the verifier: guesses in, verdicts out."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
-from verifier.scheduler import Scheduler, SchedulerLimits
-from verifier.session import Ended, Refused, VerifyOpening, VerifySession
+from verifier.admission import SchedulerLimits
+from verifier.loop import VerificationLoop
+from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
 from verifier.settings import VerifierSettings
 
 log = structlog.get_logger(__name__)
 
-HANG_UP_S = 30.0  # a busy peer may be seconds behind in reading
+PEER_CLOSE_TIMEOUT_S = 30.0  # a busy peer may be seconds late in reading its replies
 _FILE_CHUNK = 1024 * 1024
 
 
@@ -61,7 +62,7 @@ class VerifierService(rpc.VerifierServicer):
         self._metrics = VerifierMetrics(engine.info.name)
         self.credentials = Credentials(settings)
         self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
-        self._scheduler = Scheduler(
+        self._loop = VerificationLoop(
             engine,
             SchedulerLimits(
                 max_sessions=settings.max_sessions,
@@ -78,7 +79,7 @@ class VerifierService(rpc.VerifierServicer):
         self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = GrammarCompiler(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
-        self._enlistment = RegistrationClient(
+        self._registration = RegistrationClient(
             self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,59 +91,59 @@ class VerifierService(rpc.VerifierServicer):
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
         self._metrics_server.open()
-        self._tasks = [vital(self._scheduler.run(), "scheduler"), vital(self._enlistment.run(), "enlistment")]
+        self._tasks = [vital(self._loop.run(), "verification"), vital(self._registration.run(), "registration")]
 
     def drain(self) -> None:
         self._draining = True
-        self._scheduler.drain()
-        self._enlistment.tell()
+        self._loop.drain()
+        self._registration.tell()
 
     def busy(self) -> bool:
-        return self._scheduler.busy
+        return self._loop.busy
 
     def ready(self) -> bool:
-        return True  # the model ran a step before this service was made
+        return True  # the model is loaded and warm before this service is created
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._scheduler.stop()
+        self._loop.stop()
         self._metrics_server.close()
         await self._tracing.close()
 
     async def Verify(
         self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyReply]:
-        origin = take_up(context.invocation_metadata() or ())
+        request_context = take_up(context.invocation_metadata() or ())
         with self._metrics.refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
-            session = self._scheduler.open(opening, await self._guide(opening))
+            session = self._loop.open(opening, await self._guide(opening))
         try:
-            with StreamSpan(self._tracing, "verify", origin, session.id) as account:
+            with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
                 yield pb.VerifyReply(
                     opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._engine.info))
                 )
-                async with background(self._take(session, requests)) as taking:
-                    while not isinstance(news := await session.outbox.get(), Ended):
-                        if session.relieved():
-                            self._scheduler.wake()
-                        if isinstance(news, Refused):
-                            yield pb.VerifyReply(refused=convert.error_to_proto(news.error), source=news.source)
+                async with background(self._receive(session, requests)) as receiving:
+                    while not isinstance(reply := await session.outbox.get(), Ended):
+                        if session.resume_after_read():
+                            self._loop.wake()
+                        if isinstance(reply, Rejection):
+                            yield pb.VerifyReply(refused=convert.error_to_proto(reply.error), source=reply.source)
                         else:
-                            account.add(len(news.tokens), news.timings.step_us, news.timings.cached_tokens)
-                            yield pb.VerifyReply(verdict=convert.verdict_to_proto(news))
-                    if news.error is not None:
-                        # No wait here. A peer learns of an error by the status alone, so it would not hang up before.
-                        # Verdicts that gRPC drops unread cost time and no token: the session is opened again with the
-                        # tokens that were read, and goes on from them.
-                        raise news.error
-                    # The peer hangs up: were we first, a guess that it sends meanwhile would fail, and gRPC would take
-                    # that for the end of the stream and drop the verdicts that it has not read yet.
-                    await asyncio.wait(taking, timeout=HANG_UP_S)
+                            span.add(len(reply.tokens), reply.timings.step_us, reply.timings.cached_tokens)
+                            yield pb.VerifyReply(verdict=convert.verdict_to_proto(reply))
+                    if reply.error is not None:
+                        # Do not wait here: a peer learns of an error from the status, so it would not close first.
+                        # Verdicts that gRPC drops unread cost time, no tokens: the session is opened again with the
+                        # tokens that were read.
+                        raise reply.error
+                    # Wait for the peer to close first: otherwise a guess that it sends meanwhile would fail, and gRPC
+                    # would end its stream and drop the verdicts that it has not read yet.
+                    await asyncio.wait(receiving, timeout=PEER_CLOSE_TIMEOUT_S)
         finally:
-            self._scheduler.close(session)
+            self._loop.close(session)
 
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -160,36 +161,36 @@ class VerifierService(rpc.VerifierServicer):
     async def Probe(
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ProbeReply:
-        return common.ProbeReply(load=convert.load_to_proto(self._scheduler.load()), draining=self._draining)
+        return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
 
     async def _guide(self, opening: VerifyOpening) -> GrammarMatcher | None:
-        """Through its grammar, from where its output is."""
+        """Return the grammar state at the end of the session's output."""
         if opening.params.grammar is None:
             return None
         opening.check(self._engine.info)
         return await self._grammars.compile_async(opening.params, opening.tokens[opening.prompt_length :])
 
-    async def _take(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
-        """Guesses and steers, for as long as the stream brings them."""
+    async def _receive(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
+        """Apply guesses and steering messages until the stream ends; reject the invalid ones."""
         try:
             async for request in requests:
                 message_limits.check_verify_request(request)
                 try:
                     _apply(session, request)
                 except InvalidRequest as error:
-                    log.info("refused", error=error.message)
+                    log.info("guess rejected", error=error.message)
                     self._metrics.guesses_refused.inc()
-                    session.refuse(error, request.guess.source)
-                self._scheduler.wake()
+                    session.reject(error, request.guess.source)
+                self._loop.wake()
         except OutriderError as error:
-            self._scheduler.close(session, error)
+            self._loop.close(session, error)
         else:
-            self._scheduler.close(session)
+            self._loop.close(session)
 
     def _tokenizer(self) -> str:
         path = self._tokenizer_files.get("tokenizer.json")
         if path is None:
-            raise OSError("there is no tokenizer.json")
+            raise OSError("no tokenizer.json")
         return path.read_text(encoding="utf-8")
 
     def _describe(self) -> WorkerInfo:
@@ -200,7 +201,7 @@ class VerifierService(rpc.VerifierServicer):
             model=self._engine.info,
             kind="target",
             capacity=self._settings.max_sessions,
-            load=self._scheduler.load(),
+            load=self._loop.load(),
             draining=self._draining,
             machine=self._identity.machine,
         )
@@ -227,7 +228,7 @@ def _opening(request: pb.VerifyRequest) -> VerifyOpening:
 def _apply(session: VerifySession, request: pb.VerifyRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "guess":
-        session.guess(convert.guess_from_proto(request.guess))
+        session.add_guess(convert.guess_from_proto(request.guess))
     elif kind == "steer":
         session.steer(convert.steering_from_proto(request.steer))
     else:

@@ -1,4 +1,4 @@
-"""One session at the verifier: what is committed, what was guessed, how it is to be drawn."""
+"""One session at the verifier: committed tokens, guess tree, sampling state and replies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from outrider.speculation.sampling import History
 from outrider.speculation.tree import Block, GuessTree
 from verifier.hidden_states import HiddenStateBuffer
 
-MAX_BACKLOG = 64
-MAX_UNREAD = 1024  # replies of all kinds
-_MASKS_S = 0.02  # what the masks of a step may take: the others wait for them
+MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
+MAX_UNREAD_REPLIES = 1024  # beyond that, a further rejection ends the session
+_MAX_MASK_S = 0.02  # time for the grammar masks of a step: the other sessions wait for them
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOpening:
-    """What a stream's first message says."""
+    """Content of a stream's first message."""
 
     session_id: str
     epoch: int
@@ -50,7 +50,7 @@ class VerifyOpening:
     tenant: str = ""
 
     def check(self, model: ModelInfo) -> None:
-        """Nothing that comes from outside is believed."""
+        """Raise InvalidRequest for the first invalid field."""
         check_opening(
             self.session_id,
             self.tokens,
@@ -79,8 +79,8 @@ class VerifyOpening:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A guess or steer was not taken; the session goes on."""
+class Rejection:
+    """Reply to an invalid guess or steering message; the session continues."""
 
     error: OutriderError
     source: int = 0  # of the guess
@@ -88,13 +88,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last thing in an outbox."""
+    """Last item of an outbox."""
 
     error: OutriderError | None
 
 
 class VerifySession:
-    """Owned by the scheduler; the stream sends what is in `outbox`."""
+    """Session state, owned by the loop. The stream sends the items of `outbox`."""
 
     def __init__(
         self, opening: VerifyOpening, model: ModelInfo, device: torch.device, guide: GrammarMatcher | None = None
@@ -103,9 +103,9 @@ class VerifySession:
         self.epoch = opening.epoch
         self.params = opening.params
         self.prompt_length = opening.prompt_length
-        self.hidden = HiddenStateBuffer(opening.features)
+        self.hidden_states = HiddenStateBuffer(opening.features)
         self.committed = list(opening.tokens)
-        self.outbox: asyncio.Queue[Verdict | Refused | Ended] = asyncio.Queue()
+        self.outbox: asyncio.Queue[Verdict | Rejection | Ended] = asyncio.Queue()
         self.tree = GuessTree(
             self.committed,
             single=self.params.mode.needs_draft_probs,
@@ -117,35 +117,35 @@ class VerifySession:
         self.history = (
             History(self.committed, self.prompt_length, model.vocab_size, device) if self.params.penalised else None
         )
-        self.guide = guide  # through the grammar, where there is one; the engine's thread has it during a step
+        self.guide = guide  # grammar state, if any; the engine's thread uses it during a step
         self.cache_salt = opening.cache_salt
         self.tenant = opening.tenant
-        self.cached = 0
-        self.found = 0  # tokens that were in the cache before
-        self.begun = False
+        self.cache_length = 0  # committed tokens in the KV cache
+        self.num_cached_tokens = 0  # tokens found in the prefix index, until a verdict reports them
+        self.prefix_matched = False
         self.opened_at = time.monotonic()
-        self.gamma = 0  # a guessed path of this length is worth waiting for
-        self.nodes = 0  # guesses to check per step; 0: no limit of the session's own
-        self.patience_s = 0.0
-        self.idle_since = self.opened_at
+        self.gamma = 0  # a step waits for a guessed path of this length
+        self.max_guesses = 0  # guesses to verify per step; 0: no limit for this session
+        self.draft_wait_s = 0.0
+        self.waiting_since = self.opened_at
         self.closed = False
-        self.stalled = False  # the peer does not read: no steps until it does
+        self.stalled = False  # no steps until the peer reads its replies
         self._vocab_size = model.vocab_size
         self._stops = set(self.params.stop_token_ids)
         if guide is not None or not self.params.ignore_eos:
             self._stops.update(model.eos_token_ids)
-        self._started = False
+        self._has_committed = False
         self.steer(opening.steering)
 
     @property
     def key(self) -> str:
-        """Name of the cache in the engine: streams of different epochs never share one."""
+        """Return the session's name in the engine: streams of different epochs never share a cache."""
         return f"{self.id}@{self.epoch}@{id(self)}"
 
     @property
-    def uncached(self) -> int:
-        """Committed tokens that are not in the cache: one while it decodes."""
-        return len(self.committed) - self.cached
+    def num_uncached(self) -> int:
+        """Return the committed tokens that are not cached: one while the session decodes."""
+        return len(self.committed) - self.cache_length
 
     @property
     def remaining(self) -> int:
@@ -156,14 +156,14 @@ class VerifySession:
         if steering.gamma is not None:
             self.gamma = steering.gamma
         if steering.draft_wait_us is not None:
-            self.patience_s = steering.draft_wait_us / 1e6
+            self.draft_wait_s = steering.draft_wait_us / 1e6
         if steering.nodes is not None:
-            self.nodes = steering.nodes
+            self.max_guesses = steering.nodes
         if steering.hidden_states is not None:
-            self.hidden.steer(steering.hidden_states)
+            self.hidden_states.enable(steering.hidden_states)
 
-    def guess(self, guess: Guess) -> None:
-        """Check and plant a guess. Raises InvalidRequest; the session goes on regardless."""
+    def add_guess(self, guess: Guess) -> None:
+        """Check a guess and add it to the tree; raise InvalidRequest if it is invalid."""
         if len(guess.tokens) > MAX_GAMMA:
             raise InvalidRequest.of("guess.tokens", f"{len(guess.tokens)} tokens", f"at most {MAX_GAMMA} tokens")
         check_tokens("guess.tokens", guess.tokens, self._vocab_size)
@@ -181,24 +181,29 @@ class VerifySession:
                 raise InvalidRequest.of(f"guess.tokens[{index}]", token, f"among the ids of {name}")
         self.tree.add(guess)
 
-    def due(self, now: float) -> float:
-        """When the next step may run: now if there is something to check or nothing to wait for."""
+    def ready_at(self, now: float) -> float:
+        """Return when the next step may run: now, or when the draft wait timeout ends."""
         wanted = min(self.gamma, self.remaining - 1)
-        nothing_to_wait_for = not self._started or self.tree.passed_at >= len(self.committed)
-        if nothing_to_wait_for or self.patience_s == 0.0 or self.tree.has_depth(wanted):
+        nothing_to_wait_for = not self._has_committed or self.tree.passed_at >= len(self.committed)
+        if nothing_to_wait_for or self.draft_wait_s == 0.0 or self.tree.has_depth(wanted):
             return now
-        return self.idle_since + self.patience_s
+        return self.waiting_since + self.draft_wait_s
 
-    def block(self, max_rows: int) -> Block:
+    def block(self, max_guesses: int) -> Block:
         if self.guide is not None:
-            max_rows = min(max_rows, self.guide.affordable_masks(_MASKS_S))
-        return self.tree.block(min(max_rows, self.nodes or max_rows), self.remaining - 1)
+            max_guesses = min(max_guesses, self.guide.affordable_masks(_MAX_MASK_S))
+        return self.tree.block(min(max_guesses, self.max_guesses or max_guesses), self.remaining - 1)
 
-    def cut(self, tokens: Sequence[int], complete: int | None = None) -> tuple[list[int], FinishReason]:
-        """What of these may be committed: nothing after a stop, nothing past max_tokens, nothing after as many as are
-        `complete` by the grammar."""
+    def truncate_output(
+        self, tokens: Sequence[int], complete_after: int | None = None
+    ) -> tuple[list[int], FinishReason]:
+        """Return the tokens to commit, with the reason if they end the output.
+
+        The output ends with a stop token, at max_tokens, or after the first
+        `complete_after` tokens, which complete the grammar.
+        """
         for index, token in enumerate(tokens):
-            if token in self._stops or index + 1 == complete:
+            if token in self._stops or index + 1 == complete_after:
                 return list(tokens[: index + 1]), FinishReason.STOP
         if len(tokens) >= self.remaining:
             return list(tokens[: self.remaining]), FinishReason.LENGTH
@@ -209,27 +214,27 @@ class VerifySession:
         self.tree.commit(verdict.tokens)
         if self.history is not None:
             self.history.append(verdict.tokens)
-        self.idle_since = time.monotonic()
-        self._started = True
+        self.waiting_since = time.monotonic()
+        self._has_committed = True
         self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
 
-    def stalls(self) -> bool:
-        """Whether too much is unread to go on. The stream says when that is over: see `relieved`."""
-        self.stalled = self.stalled or self.outbox.qsize() > MAX_BACKLOG
+    def check_backlog(self) -> bool:
+        """Return whether the session is stalled by unread replies; `resume_after_read` ends that."""
+        self.stalled = self.stalled or self.outbox.qsize() > MAX_UNREAD_VERDICTS
         return self.stalled
 
-    def relieved(self) -> bool:
-        """After the stream took something: whether a stalled session may go on from now."""
-        if not self.stalled or self.outbox.qsize() > MAX_BACKLOG // 2:
+    def resume_after_read(self) -> bool:
+        """Return whether a stalled session can continue, after its stream has read a reply."""
+        if not self.stalled or self.outbox.qsize() > MAX_UNREAD_VERDICTS // 2:
             return False
         self.stalled = False
         return True
 
-    def refuse(self, error: OutriderError, source: int) -> None:
-        """Raises InvalidRequest where refusals pile up unread: that would grow without end."""
-        if self.outbox.qsize() > MAX_UNREAD:
-            raise InvalidRequest.of("refusals", f"{self.outbox.qsize()} unread", f"at most {MAX_UNREAD}")
-        self.outbox.put_nowait(Refused(error, source))
+    def reject(self, error: OutriderError, source: int) -> None:
+        """Send a rejection; raise InvalidRequest if too many replies are unread, since memory must stay bounded."""
+        if self.outbox.qsize() > MAX_UNREAD_REPLIES:
+            raise InvalidRequest.of("refusals", f"{self.outbox.qsize()} unread", f"at most {MAX_UNREAD_REPLIES}")
+        self.outbox.put_nowait(Rejection(error, source))
 
     def end(self, error: OutriderError | None = None) -> None:
         self.closed = True
@@ -237,5 +242,5 @@ class VerifySession:
 
 
 def last_kind(kind: TokenKind, accepted: int, committed: int) -> TokenKind:
-    """Kind of the token after the accepted ones, when a stop has not cut it off."""
+    """Return the kind of the token after the accepted ones; NONE if the output ended before it."""
     return kind if committed > accepted else TokenKind.NONE

@@ -1,4 +1,4 @@
-"""From a session's logits to a verdict: draw or accept, by the request's verification mode."""
+"""Verification of one session's guesses: from the target's logits to accepted tokens and the target's own."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from outrider.speculation.tree import Block
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
+    """Outcome of verification with its tokens and their log-probabilities."""
+
     outcome: Outcome
     tokens: tuple[int, ...]  # the accepted ones and the target's own
     logprobs: tuple[TokenLogprobs, ...]
 
 
-def judge(
+def verify(
     logits: torch.Tensor,
     block: Block,
     position: int,
     params: SamplingParams,
     history: History | None,
     chance: RandomSource,
-    likeliest: Sequence[int] = (),
+    argmax: Sequence[int] = (),
     allowed: Masks | None = None,
 ) -> VerifyResult:
-    """`logits` answers row 0, the token at position − 1, and each guess of the block.  # [1 + guesses, vocab]
+    """Verify the guesses of `block` by the request's verification mode.
 
-    `likeliest` is the argmax of each row, where somebody has it already; `allowed` what a grammar lets follow each.
+    Row 0 of `logits` is the target's prediction at `position`; row i + 1 is
+    the one after guess i.  # [1 + guesses, vocab]
+    `argmax` is the argmax of each row, if it is known already; `allowed` are
+    the tokens that the grammar allows at each row.
     """
-    if likeliest and params.logprobs is None and plainly_greedy(params):
-        outcome = acceptance.walk(block.tokens, block.parents, likeliest)
+    if argmax and params.logprobs is None and is_plain_argmax(params):
+        outcome = acceptance.walk(block.tokens, block.parents, argmax)
         return VerifyResult(outcome, _tokens(block, outcome), ())
     paths = block.paths
     adjusted = sampling.adjust(logits, params, history, paths)
@@ -49,23 +54,24 @@ def judge(
         adjusted = sampling.restrict(adjusted, allowed)
     outcome = _outcome(adjusted, block, paths, position, params, chance)
     tokens = _tokens(block, outcome)
-    found: Sequence[TokenLogprobs] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     if params.logprobs is not None:
         rows = torch.tensor([0, *outcome.path], device=logits.device)
-        found = sampling.logprobs(logits[rows], tokens, params.logprobs)
-    return VerifyResult(outcome, tokens, tuple(found))
+        logprobs = sampling.logprobs(logits[rows], tokens, params.logprobs)
+    return VerifyResult(outcome, tokens, tuple(logprobs))
 
 
-def plainly_greedy(params: SamplingParams) -> bool:
+def is_plain_argmax(params: SamplingParams) -> bool:
+    """Return whether the target's token is the argmax of the unchanged logits."""
     return params.greedy and not params.penalised and not params.logit_bias and params.grammar is None
 
 
-def likeliest_of_all(done: StepResult, params: Sequence[SamplingParams]) -> list[list[int]]:
-    """The argmax of every row of a step at once, per Rows; empty when no session of it draws that way."""
-    if not any(plainly_greedy(each) for each in params):
-        return [[] for _ in done.logits]
-    rows = iter(done.all_logits.argmax(dim=-1).tolist())
-    return [list(islice(rows, len(part))) for part in done.logits]
+def argmax_per_session(computed: StepResult, params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Return the argmax of every row of a step, per session, in one operation; empty if no session needs it."""
+    if not any(is_plain_argmax(each) for each in params):
+        return [[] for _ in computed.logits]
+    tokens = iter(computed.all_logits.argmax(dim=-1).tolist())
+    return [list(islice(tokens, len(part))) for part in computed.logits]
 
 
 def _tokens(block: Block, outcome: Outcome) -> tuple[int, ...]:

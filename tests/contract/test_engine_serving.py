@@ -21,7 +21,7 @@ from tests.conftest import Models
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
-from verifier.step_budget import Pace
+from verifier.step_times import StepTimes
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -90,22 +90,22 @@ async def test_a_long_prompt_comes_in_pieces_while_others_decode(loaded: LoadedM
 
 
 def test_prompts_take_what_the_step_can_be_stretched_by() -> None:
-    pace = Pace(CostCurve((1, 10, 20), (10.0, 11.0, 31.0)))
-    assert pace.prompt_rows(1, 1.8, 512) == 12  # 18 ms: ten rows for 11 ms, then 2 ms each
-    assert pace.prompt_rows(1, 1000.0, 512) == 512
+    times = StepTimes(CostCurve((1, 10, 20), (10.0, 11.0, 31.0)))
+    assert times.prompt_tokens(1, 1.8, 512) == 12  # 18 ms: ten rows for 11 ms, then 2 ms each
+    assert times.prompt_tokens(1, 1000.0, 512) == 512
     for _ in range(100):
-        pace.took(100, 4 * (31.0 + 80 * 2), prompts=True)  # rows of a prompt turn out four times as dear
-    assert pace.prompt_rows(1, 1.8, 512) == 8
-    assert pace.prompt_rows(10, 8.0, 512) == 7 + 1
-    assert Pace(CostCurve()).prompt_rows(4, 1.8, 512) == 512
+        times.record(100, 4 * (31.0 + 80 * 2), has_prompts=True)  # rows of a prompt turn out four times as dear
+    assert times.prompt_tokens(1, 1.8, 512) == 8
+    assert times.prompt_tokens(10, 8.0, 512) == 7 + 1
+    assert StepTimes(CostCurve()).prompt_tokens(4, 1.8, 512) == 512
 
 
 def test_the_published_curve_follows_the_steps() -> None:
-    pace = Pace(CostCurve((1, 9), (10.0, 14.0)))
+    times = StepTimes(CostCurve((1, 9), (10.0, 14.0)))
     for _ in range(100):
-        pace.took(5, 24.0, prompts=False)
-        pace.took(500, 9_000.0, prompts=True)
-    assert pace.curve().at(1) == pytest.approx(20.0, rel=0.01)
+        times.record(5, 24.0, has_prompts=False)
+        times.record(500, 9_000.0, has_prompts=True)
+    assert times.curve().at(1) == pytest.approx(20.0, rel=0.01)
 
 
 def test_a_senseless_curve_counts_as_none() -> None:

@@ -283,7 +283,7 @@ async def test_a_huge_epoch_does_not_lock_an_id(
     async with verifying(verifier) as soon:
         await soon.send_open(PROMPT, session_id="locked", epoch=1)
         assert (await failure(soon.call))[2].code == "fenced"
-    monkeypatch.setattr("verifier.scheduler.EPOCH_KEPT_S", 0.0)  # later
+    monkeypatch.setattr("verifier.admission.EPOCH_KEPT_S", 0.0)  # later
     async with verifying(verifier) as later:
         await later.open(PROMPT, session_id="locked", epoch=1, max_tokens=8)
         await later.rest()

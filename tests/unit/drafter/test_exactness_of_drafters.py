@@ -45,8 +45,8 @@ from tests.unit.outrider.speculation.test_exactness import (
     noted,
     target_joint,
 )
-from verifier import verify as judging
-from verifier.verify import judge
+from verifier import verify as verification
+from verifier.verify import verify
 
 SPOKEN = Vocabulary(("a", "b", "c"))
 PROMPT = (0, 1, 2) * 3  # a copy goes on with 0, 1, 2
@@ -220,7 +220,7 @@ def checked(
         path = tuple(committed[len(setting.prompt) :])
         rows = [pair.target(path + tuple(block.paths[row])) for row in range(len(block.tokens) + 1)]
         logits = torch.tensor(rows, dtype=torch.float64).log()
-        return judge(logits, block, len(committed), setting.params, None, chance).tokens
+        return verify(logits, block, len(committed), setting.params, None, chance).tokens
 
     return step
 
@@ -402,7 +402,7 @@ class Crowd:
 
         def step(committed: Sequence[int], block: Block) -> Sequence[int]:
             self.clock.now += COST_S * 10 * (seed % 4)  # the slower the target, the more a good guess is worth
-            judgement = judge(LOGITS[[committed[-1], *block.tokens]], block, len(committed), params, None, chance)
+            judgement = verify(LOGITS[[committed[-1], *block.tokens]], block, len(committed), params, None, chance)
             held = [block.nodes[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
             self.accepted_late += sum(node.skipped for node in held)
@@ -494,7 +494,7 @@ class TestChiSquareSees:
         def planted(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
             return shared_draw(logits, params, [positions[0]] * len(positions))
 
-        monkeypatch.setattr(judging, "shared_draw", planted)
+        monkeypatch.setattr(verification, "shared_draw", planted)
         assert blend(Verification.COUPLED, NEAR, branches=3).p(FEW) < SURELY
 
     def test_a_walk_that_takes_the_first_of_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,5 +504,5 @@ class TestChiSquareSees:
             ]
             return acceptance.walk(tokens, parents, firsts)
 
-        monkeypatch.setattr(judging, "acceptance", SimpleNamespace(walk=planted))
+        monkeypatch.setattr(verification, "acceptance", SimpleNamespace(walk=planted))
         assert blend(Verification.COUPLED, LOW, branches=3).p(FEW) < SURELY

@@ -43,7 +43,7 @@ from tests.unit.outrider.speculation.test_exactness import (
     every_way,
 )
 from verifier.session import VerifyOpening, VerifySession
-from verifier.verify import judge
+from verifier.verify import verify
 
 LETTERS = "abc"
 END = 3
@@ -135,8 +135,8 @@ class Both:
         assert session.guide is not None
         allowed = session.guide.allowed(block.paths, VOCAB)
         position = len(session.committed)
-        judged = judge(answers, block, position, self.params, None, chance, allowed=allowed)
-        tokens, reason = session.cut(judged.tokens, session.guide.advance(judged.tokens))
+        judged = verify(answers, block, position, self.params, None, chance, allowed=allowed)
+        tokens, reason = session.truncate_output(judged.tokens, session.guide.advance(judged.tokens))
         accepted = min(len(judged.outcome.path), len(tokens))
         self.accepted += accepted
         session.commit(Verdict(position, tuple(tokens), accepted, TokenKind.PLAIN, finish_reason=reason))

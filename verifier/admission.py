@@ -1,0 +1,152 @@
+"""Admission of sessions: epochs, the waiting queue, and reservation of KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outrider.engine import Engine
+from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
+from outrider.observability.metrics import VerifierMetrics
+from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded
+from outrider.speculation.grammar import GrammarMatcher
+from verifier.session import VerifyOpening, VerifySession
+
+_REMEMBERED_EPOCHS = 16_384
+EPOCH_KEPT_S = 600.0  # after its stream was opened; longer than a coordinator takes to notice that it lost a session
+_RETRY_AFTER_MS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits on sessions, cache and steps."""
+
+    max_sessions: int
+    max_waiting: int
+    kv_tokens: int
+    prefill_rows: int  # prompt tokens per step, all sessions together
+    prefill_stretch: float  # how many times as long they may make a step while other sessions decode
+    guess_rows: int  # guesses verified per session and step
+    tenant_stretch: float = 1.05  # how many times as long heavy tenants may make the steps of tenants with few sessions
+
+
+class Admission:
+    """Running and waiting sessions. A running session has reserved all KV cache that it can come to need."""
+
+    def __init__(self, engine: Engine, limits: SchedulerLimits, metrics: VerifierMetrics) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._metrics = metrics
+        self._epochs = _EpochMemory()
+        self._waiting: deque[VerifySession] = deque()
+        self._closed: list[VerifySession] = []
+        self.running: dict[str, VerifySession] = {}
+        self.reserved_tokens = 0
+        metrics.shows(metrics.sessions, lambda: len(self.running))
+        metrics.shows(metrics.waiting, lambda: len(self._waiting))
+        metrics.shows(metrics.cache_usage, lambda: self.reserved_tokens / limits.kv_tokens)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def sessions(self) -> Iterator[VerifySession]:
+        """Iterate over a snapshot of the running and waiting sessions."""
+        return iter([*self.running.values(), *self._waiting])
+
+    def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
+        """Admit a session or queue it; raise if its epoch is old, it can never fit, or the queue is full."""
+        current = self._find(opening.session_id)
+        known = self._epochs.latest(opening.session_id, is_open=current is not None)
+        if opening.epoch < known:
+            raise Fenced(
+                f"session {opening.session_id} is at epoch {known}",
+                field="open.epoch",
+                value=opening.epoch,
+                limit=f"at least {known}",
+            )
+        session = VerifySession(opening, self._engine.info, self._engine.device, guide)
+        self._check_size(session)
+        self._epochs.record(opening.session_id, opening.epoch)
+        if current is not None:
+            self.close(current, Fenced(f"session {current.id} was taken over by epoch {opening.epoch}"))
+        if len(self._waiting) >= self._limits.max_waiting and not self._fits(session):
+            raise Overloaded(
+                f"{len(self.running)} sessions run and {len(self._waiting)} wait",
+                field="sessions",
+                value=len(self.running) + len(self._waiting),
+                limit=self._limits.max_sessions + self._limits.max_waiting,
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._waiting.append(session)
+        self.admit_waiting()
+        return session
+
+    def close(self, session: VerifySession, error: OutriderError | None = None) -> None:
+        """End a session; idempotent."""
+        if session.closed:
+            return
+        session.end(error)
+        if self.running.get(session.id) is session:
+            del self.running[session.id]
+            self.reserved_tokens -= self._tokens_to_reserve(session)
+            self._closed.append(session)
+        else:
+            self._waiting.remove(session)
+
+    def admit_waiting(self) -> None:
+        """Move sessions from the queue to the running ones while they fit, in order."""
+        while self._waiting and self._fits(self._waiting[0]):
+            session = self._waiting.popleft()
+            self._metrics.queued.observe(time.monotonic() - session.opened_at)
+            self.running[session.id] = session
+            self.reserved_tokens += self._tokens_to_reserve(session)
+
+    def free_closed(self) -> None:
+        """Free the KV cache of closed sessions. Not during a step: the engine may be computing them."""
+        for session in self._closed:
+            self._engine.free(session.key)
+        self._closed.clear()
+
+    def _check_size(self, session: VerifySession) -> None:
+        if self._tokens_to_reserve(session) > self._limits.kv_tokens:
+            raise InvalidRequest.of(
+                "params.max_tokens",
+                session.params.max_tokens,
+                f"at most {max(0, self._limits.kv_tokens - session.prompt_length - self._limits.guess_rows)}: "
+                f"this verifier's cache holds {self._limits.kv_tokens} tokens",
+            )
+
+    def _fits(self, session: VerifySession) -> bool:
+        return (
+            len(self.running) < self._limits.max_sessions
+            and self.reserved_tokens + self._tokens_to_reserve(session) <= self._limits.kv_tokens
+        )
+
+    def _tokens_to_reserve(self, session: VerifySession) -> int:
+        """Return the KV cache, in whole blocks, that a session can come to need: no step finds the cache full."""
+        tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
+        return blocks_for(tokens) * BLOCK_TOKENS
+
+    def _find(self, session_id: str) -> VerifySession | None:
+        return next((session for session in self.sessions() if session.id == session_id), None)
+
+
+class _EpochMemory:
+    """Highest epochs of recently opened sessions. They expire: a forged high epoch must not block an id for ever."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[str, tuple[int, float]] = OrderedDict()
+
+    def latest(self, session_id: str, *, is_open: bool) -> int:
+        """Return the latest epoch of a session; −1 if it is unknown or has expired."""
+        epoch, opened_at = self._epochs.get(session_id, (-1, 0.0))
+        return epoch if is_open or time.monotonic() - opened_at < EPOCH_KEPT_S else -1
+
+    def record(self, session_id: str, epoch: int) -> None:
+        self._epochs[session_id] = epoch, time.monotonic()
+        self._epochs.move_to_end(session_id)
+        while len(self._epochs) > _REMEMBERED_EPOCHS:
+            self._epochs.popitem(last=False)

@@ -1,0 +1,152 @@
+"""Batching: which sessions a step computes, and which of their tokens.
+
+A step takes every session that is ready: those with guesses to verify, those
+whose draft wait timeout has passed, and chunks of prompts. Tenants with many
+sessions join as far as their credit allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine import SessionTokens
+from outrider.speculation.tree import Block
+from verifier.admission import SchedulerLimits
+from verifier.fair_shares import FairShares
+from verifier.hidden_states import to_wire_format
+from verifier.session import VerifySession
+from verifier.step_times import StepTimes
+
+_CREDIT_POLL_S = 0.01  # interval at which heavy tenants without credit are scheduled again
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSession:
+    """Tokens of one session in a step."""
+
+    session: VerifySession
+    pending: tuple[int, ...]  # committed tokens that are not cached yet
+    block: Block  # guesses to verify
+    verifies: bool  # False: a prompt chunk, without logits
+    hidden_from: int | None  # first token whose hidden state is needed; None: of none
+
+    @classmethod
+    def of(cls, session: VerifySession, pending: Sequence[int], block: Block, *, verifies: bool) -> ScheduledSession:
+        first = session.hidden_states.first_needed(session.cache_length, len(pending), len(session.committed))
+        return cls(session, tuple(pending), block, verifies, first)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.pending) + len(self.block.tokens)
+
+    def engine_tokens(self) -> SessionTokens:
+        key, last = self.session.key, len(self.pending) - 1
+        if not self.verifies:
+            return SessionTokens(key, self.pending, logits_from=len(self.pending), hidden_from=self.hidden_from)
+        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.parents))
+        return SessionTokens(
+            key,
+            self.pending + self.block.tokens,
+            # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
+            parents if parents != tuple(range(-1, len(parents) - 1)) else (),
+            logits_from=last,
+            hidden_from=self.hidden_from,
+        )
+
+    def kept_hidden_states(self, states: torch.Tensor, path: Sequence[int]) -> torch.Tensor | None:
+        """Return the hidden states of committed tokens and of the accepted `path`."""
+        if self.hidden_from is None:
+            return None
+        committed = len(self.pending) - self.hidden_from
+        return to_wire_format(states, [*range(committed), *(committed - 1 + row for row in path)])
+
+
+class Batching:
+    """Composition of steps."""
+
+    def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
+        self._limits = limits
+        self._times = times
+        self._shares = FairShares(times, limits.max_sessions, limits.tenant_stretch)
+
+    def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
+        """Return the next step's batch; if it is empty, the seconds to wait at most (None: until woken)."""
+        heavy = self._shares.heavy_tenants(session.tenant for session in sessions)
+        batch: list[ScheduledSession] = []
+        prompts: list[VerifySession] = []
+        joining: list[VerifySession] = []  # ready sessions of heavy tenants
+        num_decoding = 0
+        next_step_at: float | None = None
+        for session in sessions:
+            if session.check_backlog():
+                continue  # its peer does not read the verdicts that it has
+            is_prefill = session.num_uncached > 1
+            ready_at = now if is_prefill else session.ready_at(now)
+            if ready_at > now:
+                next_step_at = ready_at if next_step_at is None else min(ready_at, next_step_at)
+            elif session.tenant in heavy:
+                joining.append(session)
+            elif is_prefill:
+                prompts.append(session)
+            else:
+                batch.append(self._decode(session, self._limits.guess_rows))
+            num_decoding += not is_prefill and session.tenant not in heavy
+        batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
+        if heavy:
+            batch += self._join(joining, _num_tokens(batch), now)
+            if joining and not batch:
+                poll_at = now + _CREDIT_POLL_S
+                next_step_at = poll_at if next_step_at is None else min(next_step_at, poll_at)
+        else:
+            self._shares.reset(now)
+        return batch, None if next_step_at is None else max(0.0, next_step_at - now)
+
+    def record(self, batch: Sequence[ScheduledSession], step_ms: float) -> None:
+        """Record a step's time."""
+        has_prompts = any(len(item.pending) > 1 for item in batch)
+        self._times.record(_num_tokens(batch), step_ms, has_prompts=has_prompts)
+        self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
+
+    def _decode(self, session: VerifySession, max_guesses: int) -> ScheduledSession:
+        """Schedule the last committed token with up to `max_guesses` guesses."""
+        pending = session.committed[session.cache_length :]
+        return ScheduledSession.of(session, pending, session.block(max_guesses), verifies=True)
+
+    def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
+        """Schedule sessions of heavy tenants within their budget, longest waiting first."""
+        budget = self._shares.budget(now, num_tokens, self._limits.max_sessions + self._limits.prefill_rows)
+        batch: list[ScheduledSession] = []
+        for session in sorted(sessions, key=lambda session: session.waiting_since):
+            if budget < 1:
+                break
+            if session.num_uncached > 1:
+                batch += self._prompt_chunks([session], 0, 0, budget)
+            else:
+                batch.append(self._decode(session, min(self._limits.guess_rows, budget - 1)))
+            budget -= batch[-1].num_tokens
+        return batch
+
+    def _prompt_chunks(
+        self, sessions: Sequence[VerifySession], num_tokens: int, num_decoding: int, budget: int | None = None
+    ) -> list[ScheduledSession]:
+        """Schedule prompt tokens, oldest session first, as far as the decoding sessions tolerate the longer step."""
+        budget = min(self._limits.prefill_rows, budget or self._limits.prefill_rows)
+        if num_decoding:
+            tokens = max(num_tokens, num_decoding)
+            budget = self._times.prompt_tokens(tokens, self._limits.prefill_stretch, budget)
+        chunks: list[ScheduledSession] = []
+        for session in sessions:
+            chunk = session.committed[session.cache_length : session.cache_length + budget]
+            if not chunk:
+                break
+            budget -= len(chunk)
+            is_last = session.cache_length + len(chunk) == len(session.committed)
+            chunks.append(ScheduledSession.of(session, chunk, Block(), verifies=is_last))
+        return chunks
+
+
+def _num_tokens(batch: Sequence[ScheduledSession]) -> int:
+    return sum(item.num_tokens for item in batch)

@@ -1,0 +1,213 @@
+"""The verification loop: schedule, run, commit.
+
+The loop runs on the event loop, the engine in one thread. Guess trees change
+on the event loop only, also during a step, since guesses arrive at any time.
+The engine's thread does not read the trees. It reads the step's immutable
+`ScheduledSession` objects and the parts of a session that change only between
+steps: committed tokens, cache length, sampling history, and the draft
+probabilities of the block's nodes. It advances a session's grammar itself;
+the event loop does not use the grammar during a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from outrider.engine import Engine
+from outrider.observability.metrics import VerifierMetrics
+from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.fleet import WorkerLoad
+from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
+from outrider.speculation.grammar import GrammarMatcher
+from verifier.admission import Admission, SchedulerLimits
+from verifier.batching import Batching, ScheduledSession
+from verifier.session import VerifyOpening, VerifySession, last_kind
+from verifier.step import SessionResult, StepExecutor, VerifyStep
+from verifier.step_times import StepTimes
+
+log = structlog.get_logger(__name__)
+
+_SMOOTHING = 0.1
+
+
+class VerificationLoop:
+    """Verification of all sessions in shared steps."""
+
+    def __init__(
+        self, engine: Engine, limits: SchedulerLimits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._metrics = metrics
+        self._times = StepTimes(cost)
+        self._admission = Admission(engine, limits, metrics)
+        self._batching = Batching(limits, self._times)
+        self._executor = StepExecutor(engine)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._wake = asyncio.Event()
+        self._step_ms = 0.0
+        self._draining = False
+        metrics.shows(metrics.cache_idle, lambda: engine.evictable_tokens / limits.kv_tokens)
+
+    # Called by the streams.
+
+    def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
+        """Admit a session or queue it; `guide` is the state of its grammar.
+
+        Raise if the opening is invalid or there is no room.
+        """
+        if self._draining:
+            raise Unavailable("this verifier is shutting down")
+        opening.check(self._engine.info)
+        try:
+            return self._admission.open(opening, guide)
+        finally:
+            self._wake.set()  # an older epoch of the session may have been closed even if this one is refused
+
+    def wake(self) -> None:
+        """Schedule again after a guess, a steering message, or a read of a stalled stream."""
+        self._wake.set()
+
+    def close(self, session: VerifySession, error: OutriderError | None = None) -> None:
+        """End a session; idempotent."""
+        self._admission.close(session, error)
+        self._wake.set()
+
+    def drain(self) -> None:
+        self._draining = True
+
+    @property
+    def busy(self) -> bool:
+        return any(True for _ in self._admission.sessions())
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(
+            sessions=len(self._admission.running),
+            waiting=self._admission.num_waiting,
+            kv_tokens_used=self._admission.reserved_tokens,
+            kv_tokens_total=self._limits.kv_tokens,
+            step_ms=self._step_ms,
+            cost=self._times.curve(),
+            kv_tokens_idle=self._engine.evictable_tokens,
+        )
+
+    # The loop.
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            self._admission.free_closed()
+            self._admission.admit_waiting()
+            self._match_prefixes()
+            batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
+            if not batch:
+                await self._wait(wait_s)
+                continue
+            started = time.monotonic()
+            try:
+                step = await loop.run_in_executor(self._thread, self._executor.run, batch)
+            except Exception as error:  # a failing step must not end sessions that are not in it
+                log.exception("verification step failed", session_ids=[item.session.id for item in batch])
+                for item in batch:
+                    self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
+                continue
+            self._record(batch, step)
+            self._commit(batch, step, started)
+
+    def stop(self) -> None:
+        for session in self._admission.sessions():
+            self.close(session, Unavailable("this verifier is shutting down"))
+        self._thread.shutdown(wait=True)
+        self._executor.close()
+        self._admission.free_closed()
+
+    def _match_prefixes(self) -> None:
+        """Start new sessions from the cached blocks of their prompts."""
+        for session in self._admission.running.values():
+            if not session.prefix_matched:
+                session.prefix_matched = True
+                length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
+                session.cache_length = session.num_cached_tokens = length
+                self._metrics.began(tokens=len(session.committed), found=length)
+
+    async def _wait(self, seconds: float | None) -> None:
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _record(self, batch: Sequence[ScheduledSession], step: VerifyStep) -> None:
+        rows = sum(item.num_tokens for item in batch)
+        self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
+        self._metrics.stepped(sessions=len(batch), rows=rows, forward_us=step.forward_us, step_us=step.step_us)
+        self._batching.record(batch, step.step_us / 1000)
+
+    def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
+        rows = sum(item.num_tokens for item in batch)
+        for item, result in zip(batch, step.results, strict=True):
+            session = item.session
+            if session.closed:
+                continue
+            if result.error is not None:
+                self.close(session, result.error)
+                continue
+            session.cache_length += len(item.pending)
+            if result.verified is None:
+                session.waiting_since = time.monotonic()
+                if result.hidden_states is not None:
+                    session.hidden_states.add(result.hidden_states)
+                continue
+            session.cache_length += len(result.verified.outcome.path)
+            timings = VerifyTimings(
+                wait_us=max(0, int((started - session.waiting_since) * 1e6)),
+                forward_us=step.forward_us,
+                step_us=step.step_us,
+                sessions=len(batch),
+                batch_tokens=rows,
+                session_tokens=item.num_tokens,
+                cached_tokens=session.num_cached_tokens,
+                step_tokens=step.num_committed,
+            )
+            session.num_cached_tokens = 0  # the first verdict carries it
+            verdict = _verdict(item, result, timings)
+            session.commit(verdict)
+            if verdict.finish_reason is not FinishReason.NONE:
+                self.close(session)
+
+
+def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimings) -> Verdict:
+    assert result.verified is not None
+    session, block, outcome = item.session, item.block, result.verified.outcome
+    position = len(session.committed)
+    tokens, reason = session.truncate_output(result.verified.tokens, result.complete_after)
+    accepted = min(len(outcome.path), len(tokens))
+    path = outcome.path[:accepted]
+    hidden_states = None
+    if result.hidden_states is not None:
+        cut = len(result.verified.tokens) - len(tokens)
+        kept = result.hidden_states[: len(result.hidden_states) - cut]
+        hidden_states = session.hidden_states.take(position - 1 + len(tokens), kept)
+    return Verdict(
+        position=position,
+        tokens=tuple(tokens),
+        accepted=accepted,
+        last=last_kind(outcome.kind, accepted, len(tokens)),
+        proposed=block.depth,
+        skipped=sum(block.nodes[row - 1].skipped for row in path),
+        finish_reason=reason,
+        timings=timings,
+        logprobs=result.verified.logprobs[: len(tokens)],
+        hidden_states=hidden_states,
+        sources=block.tallies(path),
+        nodes=len(block.tokens),
+        accepted_from_branch=sum(block.ranks[row - 1] > 0 for row in path),
+    )

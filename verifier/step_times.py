@@ -1,0 +1,59 @@
+"""Predicted step times, and the number of prompt tokens that a step can carry without delaying other sessions."""
+
+from __future__ import annotations
+
+from outrider.protocol.cost_curve import CostCurve
+
+_SMOOTHING = 0.1
+_PROMPT_SMOOTHING = 0.3
+_MIN_PROMPT_TOKENS = 8  # per step, so that every prefill makes progress
+
+
+class StepTimes:
+    """Cost curve measured at start, with its present ratio to the times of real steps.
+
+    Steps with prompt tokens have a ratio of their own: their attention reads
+    more of the cache, and ever more as the prompt grows.
+    """
+
+    def __init__(self, measured: CostCurve) -> None:
+        self._measured = measured
+        self._decode_ratio = 1.0
+        self._prefill_ratio = 1.0
+
+    def curve(self) -> CostCurve:
+        return self._measured.scaled(self._decode_ratio)
+
+    @property
+    def known(self) -> bool:
+        return bool(self._measured.rows)
+
+    def step_ms(self, tokens: int) -> float:
+        """Return the predicted time of a step."""
+        return self._decode_ratio * self._measured.at(tokens)
+
+    def extra_tokens(self, tokens: int, extra_ms: float, max_tokens: int) -> int:
+        """Return how many tokens can join a step of `tokens` that may take `extra_ms` longer.
+
+        With `tokens` 0, `extra_ms` limits the whole step.
+        """
+        allowed_ms = (self._measured.at(tokens) if tokens else 0.0) + extra_ms / self._decode_ratio
+        return max(0, self._measured.tokens_within(allowed_ms, tokens + max_tokens) - tokens)
+
+    def record(self, tokens: int, ms: float, *, has_prompts: bool) -> None:
+        """Update the ratio of measured to predicted time after a step."""
+        if not self._measured.rows:
+            return
+        ratio = ms / self._measured.at(tokens)
+        if has_prompts:
+            self._prefill_ratio += _PROMPT_SMOOTHING * (ratio - self._prefill_ratio)
+        else:
+            self._decode_ratio += _SMOOTHING * (ratio - self._decode_ratio)
+
+    def prompt_tokens(self, tokens: int, stretch: float, max_tokens: int) -> int:
+        """Return how many prompt tokens can join a step of `tokens` that may take `stretch` times as long."""
+        if not self._measured.rows:
+            return max_tokens
+        ratio = max(self._prefill_ratio, self._decode_ratio)
+        allowed_ms = stretch * self._decode_ratio * self._measured.at(tokens) / ratio
+        return max(_MIN_PROMPT_TOKENS, self._measured.tokens_within(allowed_ms, tokens + max_tokens) - tokens)
