@@ -66,14 +66,14 @@ class OutriderServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams chunks, then complete or error.
+        """Streams Started, Chunk messages, then Complete or Error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with a session whose stream broke, here or on another coordinator.
+        """Continues a session whose stream was interrupted, on this or another coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,7 +294,7 @@ class RegistryServicer(object):
     """
 
     def Register(self, request_iterator, context):
-        """A worker holds this stream open for as long as it serves.
+        """A worker keeps this stream open while it serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,8 +56,8 @@ class DrafterServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Draft(self, request_iterator, context):
-        """One stream per session. First message Open, then Committed and Steer; the
-        drafter pushes guesses. Half-closing ends the session.
+        """One stream per session. The first message is OpenDraft, then Committed and
+        Steer follow; the drafter sends guesses. Half-closing ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,9 +61,9 @@ class VerifierServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Verify(self, request_iterator, context):
-        """One stream per session. First message Open, then Guess and Steer at any
-        time; the verifier pushes verdicts until the output ends. Half-closing ends
-        the session; so does cancelling.
+        """One stream per session. The first message is OpenVerify, then Guess and
+        Steer follow at any time; the verifier sends verdicts until the output ends.
+        Half-closing or cancelling ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +76,7 @@ class VerifierServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """The target's tokenizer, file by file, so that nobody else needs the model.
+        """The target's tokenizer, file by file, for services without the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
