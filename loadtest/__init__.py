@@ -1,8 +1,8 @@
-"""Load on Outrider as its clients make it.
+"""Load test of a running Outrider, with the requests of real clients.
 
-`python -m loadtest` runs it bounded, `locustfile` is what locust runs. In the
-order in which a run needs them: `workload` says what is asked, `shapes` how
-many ask when, `asking` how over gRPC and HTTP, `attempt` what becomes of a
-request, `record` adds requests up, `summary` makes figures of them, `page`
-shows them.
+`python -m loadtest` runs it with a time limit; `locustfile` is the entry
+point for locust. Modules in the order of a run: `workload` defines the cases,
+`shapes` the number of users over time, `load_clients` send requests over gRPC
+and HTTP, `attempt` measures one request, `record` merges the measurements,
+`summary` computes the results, `page` renders the report.
 """

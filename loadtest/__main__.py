@@ -1,7 +1,7 @@
-"""`python -m loadtest`: a bounded run of locust, its report in a folder, its figures in a table.
+"""`python -m loadtest`: a run of locust with a time limit, a report in a directory and a table of the results.
 
-Ends with 1 when a request failed, a text differed, nothing completed or the
-throughput did not come back after a peak.
+The exit code is 1 if a request failed, a text differed, no request completed
+or the throughput did not recover after a peak.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loadtest.settings import (
     Load,
     LoadTarget,
 )
-from loadtest.shapes import SHAPES, longest_s
+from loadtest.shapes import SHAPES, max_duration_s
 from loadtest.shapes import parts as parts_of
 from loadtest.summary import Percentiles, Summary
 from outrider.client.sync import DEFAULT_ENDPOINT
@@ -41,68 +41,78 @@ from outrider.protocol.errors import InvalidRequest, StartupError
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 RESULTS = Path(__file__).with_name("results")
-FETCH_S = 600.0  # for the answers, before the run proper
-SPARE_S = 30.0  # for locust to start and to write its reports
+REFERENCE_S = 600.0  # for the reference outputs, before the load
+SPARE_S = 30.0  # for locust's start and its reports
 LOG_LINES_SHOWN = 20
 
 console = Console()
 
 
 def _option(flag: str, text: str, **more: Any) -> Any:
-    """A flag and its twin, the one that locust knows too."""
+    """Return an option with the environment name that locust's command line uses as well."""
     return typer.Option(flag, envvar="OUTRIDER_" + flag[2:].upper().replace("-", "_"), help=text, **more)
 
 
 def main(
-    users: Annotated[int, typer.Option(min=1, help="Users at once; each sends one request after the other.")] = (
+    users: Annotated[int, typer.Option(min=1, help="Concurrent users; each sends its requests in sequence.")] = (
         DEFAULT_USERS
     ),
     spawn_rate: Annotated[float, typer.Option(min=0.01, help="Users added per second.")] = DEFAULT_SPAWN_RATE,
-    seconds: Annotated[int, typer.Option(min=1, help="How long, once the answers are known.")] = DEFAULT_SECONDS,
-    shape: Annotated[str, _option("--shape", f"How users come and go: {', '.join(SHAPES)}.")] = SHAPES[0],
+    seconds: Annotated[
+        int, typer.Option(min=1, help="Duration of the load, after the reference outputs are ready.")
+    ] = DEFAULT_SECONDS,
+    shape: Annotated[str, _option("--shape", f"Number of users over time: {', '.join(SHAPES)}.")] = SHAPES[0],
     times: Annotated[
-        float, _option("--times", "The peak: times the users (spike), or times what the fleet takes (overload).")
+        float, _option("--times", "Peak as a multiple of the users (spike) or of the fleet's capacity (overload).")
     ] = DEFAULT_TIMES,
     endpoint: Annotated[
-        str, _option("--endpoint", "host:port of the coordinator for gRPC, or several with commas.")
+        str, _option("--endpoint", "host:port of the coordinator for gRPC, or several, separated by commas.")
     ] = DEFAULT_ENDPOINT,
     http_endpoint: Annotated[
-        str, _option("--http-endpoint", "host:port of the coordinator for HTTP, or several with commas.")
+        str, _option("--http-endpoint", "host:port of the coordinator for HTTP, or several, separated by commas.")
     ] = DEFAULT_HTTP_ENDPOINT,
-    grpc_share: Annotated[float, _option("--grpc-share", "Parts of the users over gRPC.", min=0)] = 1.0,
-    http_share: Annotated[float, _option("--http-share", "Parts of the users over HTTP.", min=0)] = 1.0,
-    api_key: Annotated[str, _option("--api-key", "Key that the coordinator asks for, or @FILE.")] = "",
+    grpc_share: Annotated[float, _option("--grpc-share", "Relative number of users over gRPC.", min=0)] = 1.0,
+    http_share: Annotated[float, _option("--http-share", "Relative number of users over HTTP.", min=0)] = 1.0,
+    api_key: Annotated[str, _option("--api-key", "API key, or @FILE.")] = "",
     tls_ca: Annotated[
-        str, _option("--tls-ca", "PEM file: who signed the coordinator's certificate; system: a public authority.")
+        str,
+        _option("--tls-ca", "PEM file: authority that signed the coordinator's certificate; system: the public ones."),
     ] = "",
     tls_cert: Annotated[
-        str, _option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")
+        str, _option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")
     ] = "",
-    tls_key: Annotated[str, _option("--tls-key", "PEM file: the key to --tls-cert.")] = "",
-    max_tokens: Annotated[int, _option("--max-tokens", "Tokens per request, at most.", min=1)] = DEFAULT_MAX_TOKENS,
-    kinds: Annotated[str, _option("--kinds", "Kinds of prompts, e.g. chat:3,code; empty: all alike.")] = "",
-    gamma: Annotated[int | None, _option("--gamma", "Fix γ under load; absent: adaptive.", min=0, max=64)] = None,
-    timeout_s: Annotated[float, _option("--timeout-s", "Deadline of one request, seconds.", min=0.1)] = (
+    tls_key: Annotated[str, _option("--tls-key", "PEM file: private key of --tls-cert.")] = "",
+    max_tokens: Annotated[int, _option("--max-tokens", "Maximum tokens per request.", min=1)] = DEFAULT_MAX_TOKENS,
+    kinds: Annotated[
+        str, _option("--kinds", "Kinds of prompts with weights, e.g. chat:3,code; empty: all kinds equally.")
+    ] = "",
+    gamma: Annotated[int | None, _option("--gamma", "Fixed γ under load; absent: adaptive.", min=0, max=64)] = None,
+    timeout_s: Annotated[float, _option("--timeout-s", "Deadline of a request, seconds.", min=0.1)] = (
         DEFAULT_TIMEOUT_S
     ),
-    max_users: Annotated[int, _option("--max-users", "Never more users at once, whatever the shape.", min=1)] = (
-        DEFAULT_MAX_USERS
-    ),
+    max_users: Annotated[int, _option("--max-users", "Limit on the users of any shape.", min=1)] = (DEFAULT_MAX_USERS),
     capacity: Annotated[
-        int, _option("--capacity", "Sessions the fleet takes at once, for overload; 0: as it says itself.", min=0)
+        int,
+        _option("--capacity", "Sessions that the fleet runs at once, for overload; 0: as the fleet reports.", min=0),
     ] = 0,
-    allow_remote: Annotated[bool, _option("--allow-remote", "Permit endpoints on other machines.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Folder for the reports; default: loadtest/results/TIME.")] = None,
-    html: Annotated[Path | None, typer.Option(help="The report here, and not in the folder.")] = None,
-    json: Annotated[Path | None, typer.Option(help="The figures here, and not in the folder.")] = None,
+    allow_remote: Annotated[bool, _option("--allow-remote", "Allow endpoints on other machines.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Directory for the reports; default: loadtest/results/TIME.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Path of the HTML report; default: in the report directory.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Path of the JSON summary; default: in the report directory.")
+    ] = None,
 ) -> None:
-    """Put load on a running Outrider, over gRPC and HTTP, and check every text."""
+    """Generate load on a running Outrider over gRPC and HTTP, and compare every text with its reference."""
     load = Load(shape, users, spawn_rate, seconds, times, grpc_share, http_share, kinds, max_tokens, gamma)
     try:
         load.check()
         where = LoadTarget.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
         ClientCredentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        longest = longest_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
+        longest = max_duration_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
         check_installed()
     except (InvalidRequest, StartupError) as error:
         raise typer.BadParameter(error.message) from error
@@ -119,10 +129,10 @@ def main(
         "--client-key",
         tls_key,
     ]
-    summary = run(line, folder, figures, api_key, FETCH_S + longest + SPARE_S)
+    summary = run(line, folder, figures, api_key, REFERENCE_S + longest + SPARE_S)
     if summary is None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")
-        console.print(_end_of(folder / "locust.log"), markup=False, highlight=False)
+        console.print(_tail(folder / "locust.log"), markup=False, highlight=False)
         raise typer.Exit(1)
     draw(summary, html or folder / "report.html")
     console.print(table(summary))
@@ -138,7 +148,7 @@ def check_installed() -> None:
 
 
 def _options(load: Load, where: LoadTarget, allow_remote: bool) -> list[str]:
-    """As locust takes them; the key goes another way, since everybody on a machine may read a command line."""
+    """Return locust's options, without the API key: every user of a machine can read command lines."""
     given = {
         "--users": load.users,
         "--spawn-rate": f"{load.spawn_rate:g}",
@@ -162,7 +172,7 @@ def _options(load: Load, where: LoadTarget, allow_remote: bool) -> list[str]:
 
 
 def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: float) -> Summary | None:
-    """Locust in a process of its own (it patches the standard library); None when it left no figures."""
+    """Run locust in a subprocess, since it patches the standard library; return None if it wrote no summary."""
     figures.parent.mkdir(parents=True, exist_ok=True)
     figures.unlink(missing_ok=True)
     line = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
@@ -180,14 +190,14 @@ def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: 
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            console.print(f"locust has not ended after {limit_s:g} s: killed")
+            console.print(f"locust did not end within {limit_s:g} s: killed")
         finally:
             _end(process)
     return Summary.load_from(figures) if figures.exists() else None
 
 
 def draw(summary: Summary, file: Path) -> None:
-    from loadtest.page import write  # here: drawing takes a second to import, and a refused command need not wait
+    from loadtest.page import write  # imported here: it takes a second, which an invalid command need not wait for
 
     file.parent.mkdir(parents=True, exist_ok=True)
     write(summary, file)
@@ -212,7 +222,7 @@ def table(summary: Summary) -> Table:
     if len(summary.parts) > 1:
         rows |= {f"tokens/s, {part.name} ({part.users} users)": f"{part.tokens_per_s:.1f}" for part in summary.parts}
     if summary.recovery is not None:
-        rows["recovery: last part over first"] = f"{summary.recovery:.0%}"
+        rows["recovery: last part / first part"] = f"{summary.recovery:.0%}"
     for name, value in rows.items():
         shown.add_row(name, value)
     return shown
@@ -223,7 +233,7 @@ def _pair(times: Percentiles) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
-    """Also on the way out of an interrupt: nothing is left running."""
+    """Terminate the subprocess, also after an interrupt."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -235,11 +245,11 @@ def _end(process: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
         process.wait()
 
 
-def _end_of(log: Path) -> str:
+def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local variable may be a key
 app.command()(main)
 
 if __name__ == "__main__":

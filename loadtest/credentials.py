@@ -1,4 +1,4 @@
-"""What this process shows and whom it trusts: read once from its own flags, never sent to another process."""
+"""Client credentials and trusted authorities: read from flags by each process, never sent to another one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from outrider.security.tls import SYSTEM, Tls
 
 @dataclass(frozen=True, slots=True)
 class ClientCredentials:
+    """API key and TLS settings of the load test's clients."""
+
     api_key: str = field(default="", repr=False)
-    tls: Tls | None = None  # None: in plain text
-    context: ssl.SSLContext | None = None  # the same for HTTP
+    tls: Tls | None = None  # None: without TLS
+    context: ssl.SSLContext | None = None  # the same settings, for HTTP
 
     @classmethod
     def load(cls, *, api_key: str = "", tls_ca: str = "", tls_cert: str = "", tls_key: str = "") -> Self:
-        """Raises StartupError for what can never work."""
+        """Load the credentials; raise StartupError if they are invalid."""
         key = ApiKeys.parse(api_key, "api_key").first
         tls = Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca)
         if tls is None:

@@ -1,6 +1,6 @@
-"""The report of one run as one HTML file that needs nothing else.
+"""Report of a run as a self-contained HTML file.
 
-By hand: `python -m loadtest.page < summary.json > report.html`.
+From the shell: `python -m loadtest.page < summary.json > report.html`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from loadtest.plots import Picture, pictures
+from loadtest.plots import Plot, plots
 from loadtest.summary import Counts, Percentiles, Summary
 
 _STYLE = """
@@ -52,14 +52,14 @@ dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.
 dl.facts dd { margin: 0; overflow-wrap: anywhere; }
 footer { margin-top: 2.5rem; font-size: .9rem; }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded from anywhere
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no external resources
 _NOTES = """
-First token: from sending a request to its first output. Inter-token: the time between two arrivals of output, per token
-that came with the second; over HTTP, where a client is not told how many tokens came at once, the answer's tokens are
-shared out by characters. Whole answer: of requests that ended well. Percentiles are exact to 1 %. Tokens per second
-counts tokens of right answers, when they came; of a part, while all of its users were there. Shed: refused for want of
-room before anything came, and tried again when the server said; no failure, and not in any time above. Compared: texts
-held against the answer that the fleet gave without load.
+First token: from sending a request to its first output. Inter-token: time between two arrivals of output, per token of
+the second. HTTP responses do not contain the number of tokens per arrival: the output's tokens are distributed by
+characters. Whole answer: time of successful requests. Percentiles are exact to 1 %. Tokens per second counts the tokens
+of correct outputs on arrival; for a part, while all of its users were running. Shed: refused for lack of capacity
+before any output, and retried after the time that the server stated; neither a failure nor part of any time above.
+Compared: texts compared with the reference that the fleet generated without load.
 """
 _TIMES = ("First token", "Inter-token", "Whole answer")
 
@@ -72,7 +72,7 @@ def page(summary: Summary) -> str:
         f'<p class="soft">{escape(summary.target)} · {escape(summary.began)} · Outrider {escape(summary.version)}</p>',
         f'<p class="verdict {"bad" if verdict else "good"}">{_sentence(summary)}</p></header>',
         _tiles(summary),
-        _curves(pictures(summary)),
+        _curves(plots(summary)),
         _parts(summary),
         _sorts(summary),
         _errors(summary),
@@ -101,10 +101,10 @@ def ms(value: float | None) -> str:
 def _sentence(summary: Summary) -> str:
     if summary.verdict:
         return f"<b>✗ Failed.</b> {escape(summary.verdict)}"
-    came_back = "" if summary.recovery is None else f" Throughput at the end: {summary.recovery:.0%} of the first."
+    recovery = "" if summary.recovery is None else f" Throughput at the end: {summary.recovery:.0%} of the start."
     return (
-        f"<b>✓ Passed.</b> {summary.all.compared:,} texts were the ones that the fleet gives without load; no request "
-        f"failed.{came_back}"
+        f"<b>✓ Passed.</b> {summary.all.compared:,} texts equal the reference generated without load; no request "
+        f"failed.{recovery}"
     )
 
 
@@ -125,16 +125,14 @@ def _tiles(summary: Summary) -> str:
     return f'<dl class="tiles">{made}</dl>'
 
 
-def _curves(drawn: Iterable[Picture]) -> str:
+def _curves(drawn: Iterable[Plot]) -> str:
     figures = []
-    for picture in drawn:
+    for plot in drawn:
         keys = "".join(
-            f'<span class="key" style="--of: var(--{colour})">{name}</span>' for name, colour in picture.legend.items()
+            f'<span class="key" style="--of: var(--{colour})">{name}</span>' for name, colour in plot.legend.items()
         )
-        svg = picture.svg.replace("<svg", f'<svg role="img" aria-label="{escape(picture.title)} over time"', 1)
-        figures.append(
-            f"<figure><figcaption><b>{escape(picture.title)}</b><span>{keys}</span></figcaption>{svg}</figure>"
-        )
+        svg = plot.svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)} over time"', 1)
+        figures.append(f"<figure><figcaption><b>{escape(plot.title)}</b><span>{keys}</span></figcaption>{svg}</figure>")
     return f'<h2>Over time</h2><div class="curves">{"".join(figures)}</div>'
 
 
@@ -173,9 +171,7 @@ def _sorts(summary: Summary) -> str:
         sums.add(len(rows))
         both = summary.all
         rows.append(["both", "all", f"{both.compared:,}", f"{both.tokens:,}", *_counted(both), *_times(both)])
-    return "<h2>By protocol and kind of prompts</h2>" + _table(
-        ["Protocol", "Prompts", "Compared", "Tokens"], rows, sums
-    )
+    return "<h2>By protocol and kind of prompt</h2>" + _table(["Protocol", "Prompts", "Compared", "Tokens"], rows, sums)
 
 
 def _errors(summary: Summary) -> str:
@@ -185,7 +181,7 @@ def _errors(summary: Summary) -> str:
         f'<tr><td>{escape(error)}</td><td class="n-bad">{count:,}</td></tr>'
         for error, count in sorted(summary.errors.items(), key=lambda item: -item[1])
     )
-    return f'<h2>Failures</h2><div class="wide"><table><tr><th>What</th><th>Times</th></tr>{rows}</table></div>'
+    return f'<h2>Failures</h2><div class="wide"><table><tr><th>Failure</th><th>Count</th></tr>{rows}</table></div>'
 
 
 def _facts(summary: Summary) -> str:
@@ -209,7 +205,7 @@ def _times(counts: Counts) -> list[str]:
 
 
 def _table(first: Sequence[str], rows: Sequence[Sequence[str]], sums: Iterable[int] = ()) -> str:
-    """Columns of its own, then what every table has."""
+    """Return a table with its own columns first, then the counts and times of every table."""
     names = [*first, "Requests", "Failed", "Shed"]
     sums = set(sums)
     groups = "".join(f'<th class="group" colspan="3">{name}</th>' for name in _TIMES)

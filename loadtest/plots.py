@@ -1,4 +1,4 @@
-"""The curves of a run, as SVG that takes its colours from the page around it."""
+"""Plots of a run as SVG; the colours come from the CSS of the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from loadtest.summary import Percentiles, Summary
 
-# Matplotlib draws with these, the page knows them as variables: so that one drawing suits light and dark.
+# Placeholder colours for matplotlib; the SVG gets CSS variables, so that one plot fits the light and dark modes.
 _COLOURS = {
     "#010101": "ink",
     "#020202": "soft",
@@ -29,7 +29,7 @@ _COLOURS = {
     "#090909": "bad",
 }
 _BY_NAME = {name: colour for colour, name in _COLOURS.items()}
-_SIZE = (5.2, 2.3)  # inches; small, so that text stays readable where the page is narrow
+_SIZE = (5.2, 2.3)  # inches; small, so that text stays readable on narrow pages
 _SETTINGS: Any = {
     "svg.fonttype": "none",
     "font.size": 9.0,
@@ -45,9 +45,9 @@ _MINUTES_FROM_S = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Plot:
     title: str
-    legend: dict[str, str]  # what each colour means
+    legend: dict[str, str]  # by curve: its colour
     svg: str
 
 
@@ -58,17 +58,17 @@ class _Curve:
     values: Sequence[float | None]
 
 
-def pictures(summary: Summary) -> list[Picture]:
+def plots(summary: Summary) -> list[Plot]:
     series = summary.series
     drawn = [
-        _picture(summary, "Tokens per second", [_Curve("tokens/s", "one", series.tokens_per_s)], filled=True),
-        _picture(summary, "Users", [_Curve("users", "one", series.users)], filled=True),
-        _picture(summary, "First token, milliseconds", _percentiles(series.first_token_ms)),
-        _picture(summary, "Inter-token, milliseconds", _percentiles(series.inter_token_ms)),
+        _plot(summary, "Tokens per second", [_Curve("tokens/s", "one", series.tokens_per_s)], filled=True),
+        _plot(summary, "Users", [_Curve("users", "one", series.users)], filled=True),
+        _plot(summary, "First token, milliseconds", _percentiles(series.first_token_ms)),
+        _plot(summary, "Inter-token, milliseconds", _percentiles(series.inter_token_ms)),
     ]
     if summary.all.shed or summary.all.failures:
         trouble = [_Curve("shed", "warn", series.shed_per_s), _Curve("failed", "bad", series.failures_per_s)]
-        drawn.append(_picture(summary, "Shed and failed per second", trouble))
+        drawn.append(_plot(summary, "Shed and failed per second", trouble))
     return drawn
 
 
@@ -80,30 +80,30 @@ def _percentiles(values: Sequence[Percentiles]) -> list[_Curve]:
     ]
 
 
-def _picture(summary: Summary, title: str, curves: Sequence[_Curve], *, filled: bool = False) -> Picture:
+def _plot(summary: Summary, title: str, curves: Sequence[_Curve], *, filled: bool = False) -> Plot:
     unit = 60 if summary.series.at_s and summary.series.at_s[-1] >= _MINUTES_FROM_S else 1
     at = [(since + summary.series.step_s / 2) / unit for since in summary.series.at_s]
     with matplotlib.rc_context(_SETTINGS | {"svg.hashsalt": title}):
-        # A figure of its own, without pyplot: no display is looked for.
+        # Without pyplot, matplotlib needs no display.
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
         _bands(axes, summary, unit)
         for curve in curves:
             values = [math.nan if value is None else value for value in curve.values]
-            # A percentile that is that of few is often that of fewer too: the upper one shows behind the lower.
+            # With few requests, p99 often equals p95: the wider curve stays visible behind it.
             width = 3.0 if curve.name == "p99" else 1.5
             axes.plot(at, values, color=_BY_NAME[curve.colour], linewidth=width, marker=".", markersize=2 * width)
             if filled:
                 axes.fill_between(at, values, color=_BY_NAME[curve.colour], alpha=0.18, linewidth=0)
-        _plainly(axes, "minutes" if unit > 1 else "seconds")
+        _style_axes(axes, "minutes" if unit > 1 else "seconds")
         axes.set_xlim(0, (at[-1] if at else 0) + summary.series.step_s / 2 / unit)
         svg = _svg(figure)
     legend = {curve.name: curve.colour for curve in curves} if len(curves) > 1 else {}
-    return Picture(title, legend, svg)
+    return Plot(title, legend, svg)
 
 
 def _bands(axes: Axes, summary: Summary, unit: int) -> None:
-    """Which part of the run it was; in between, users come and go."""
+    """Draw the parts of the run; between them, the number of users changes."""
     for number, part in enumerate(summary.parts):
         began, ended = part.began_s / unit, (part.began_s + part.seconds) / unit
         if number % 2 == 0:
@@ -120,7 +120,7 @@ def _bands(axes: Axes, summary: Summary, unit: int) -> None:
             )
 
 
-def _plainly(axes: Axes, x: str) -> None:
+def _style_axes(axes: Axes, x: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x)
     axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -131,7 +131,7 @@ def _plainly(axes: Axes, x: str) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """The element alone, as wide as its place is."""
+    """Return the SVG element alone, without a fixed size."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()

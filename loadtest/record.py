@@ -1,7 +1,7 @@
-"""What happened in every slice of a run: counted where the users are, merged by the process that leads.
+"""Counts and times of a run per time slice, recorded by every process and merged by the leading one.
 
-A distributed run has users in many processes, so counts are kept, and times
-as counts of narrow steps: both add up.
+A distributed run has users in many processes, so times are stored as
+histograms, which can be merged like counts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from loadtest.attempt import Attempt
 
 _STEP = math.log(1.02)
-_LEAST_MS = 0.01
-LEAST_SLICE_S = 0.25
-_SLICES = 1000  # of a long run
+_MIN_MS = 0.01
+MIN_SLICE_S = 0.25
+_MAX_SLICES = 1000
 
 
-class Spread:
-    """Times of one sort in steps of 2 %: percentiles are exact to 1 %, however many there are."""
+class Histogram:
+    """Histogram of times with bins of 2 %: percentiles are exact to 1 %, in bounded memory."""
 
     __slots__ = ("_counts",)
 
@@ -29,13 +29,13 @@ class Spread:
         self._counts = Counter(counts or {})
 
     def add(self, ms: float, count: int = 1) -> None:
-        self._counts[round(math.log(max(ms, _LEAST_MS)) / _STEP)] += count
+        self._counts[round(math.log(max(ms, _MIN_MS)) / _STEP)] += count
 
-    def merge(self, other: Spread) -> None:
+    def merge(self, other: Histogram) -> None:
         self._counts.update(other._counts)
 
     def percentile(self, share: float) -> float | None:
-        """The nearest rank; None without any."""
+        """Return the percentile by nearest rank; None for an empty histogram."""
         left = math.ceil(share * self._counts.total())
         for step, count in sorted(self._counts.items()):
             left -= count
@@ -49,16 +49,16 @@ class Spread:
 
 @dataclass(slots=True)
 class RequestTally:
-    """Of some slice of time or of many. Tokens are those of right answers, when they came."""
+    """Counts of one or more time slices. Tokens are those of correct outputs, counted on arrival."""
 
-    requests: int = 0  # that ended, well or not
-    shed: int = 0  # refusals, besides
+    requests: int = 0  # completed or failed
+    shed: int = 0  # not in `requests`
     compared: int = 0
     tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    first_token: Spread = field(default_factory=Spread)
-    inter_token: Spread = field(default_factory=Spread)
-    total: Spread = field(default_factory=Spread)
+    first_token: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+    total: Histogram = field(default_factory=Histogram)
 
     @property
     def failures(self) -> int:
@@ -81,42 +81,42 @@ class RequestTally:
     @classmethod
     def unpacked(cls, data: list[Any]) -> RequestTally:
         requests, shed, compared, tokens, errors, *spreads = data
-        return cls(requests, shed, compared, tokens, Counter(errors), *map(Spread, spreads))
+        return cls(requests, shed, compared, tokens, Counter(errors), *map(Histogram, spreads))
 
 
-def whole(tallies: Iterable[RequestTally]) -> RequestTally:
-    found = RequestTally()
+def merge_all(tallies: Iterable[RequestTally]) -> RequestTally:
+    merged = RequestTally()
     for tally in tallies:
-        found.merge(tally)
-    return found
+        merged.merge(tally)
+    return merged
 
 
-class Sort(NamedTuple):
-    """What requests are told apart by."""
+class RequestGroup(NamedTuple):
+    """Protocol and kind of prompt, by which requests are grouped."""
 
     protocol: str
     kind: str
 
 
 class Recorder:
-    """`slice_s`: how long a slice is; all processes of a run have the same."""
+    """Counts by time slice and group. All processes of a run have the same slice duration."""
 
-    def __init__(self, slice_s: float = LEAST_SLICE_S) -> None:
+    def __init__(self, slice_s: float = MIN_SLICE_S) -> None:
         self.slice_s = slice_s
-        self._tallies: dict[tuple[int, Sort], RequestTally] = {}
+        self._tallies: dict[tuple[int, RequestGroup], RequestTally] = {}
         self._users: dict[int, int] = {}
 
     @classmethod
     def of(cls, seconds: float) -> Recorder:
-        """For a run of this length: the longest takes no more memory than another."""
-        return cls(max(LEAST_SLICE_S, seconds / _SLICES))
+        """Return a recorder for a run of this duration; longer runs have longer slices, not more memory."""
+        return cls(max(MIN_SLICE_S, seconds / _MAX_SLICES))
 
     def add(self, attempt: Attempt) -> None:
-        """Once it has ended."""
-        sort = Sort(attempt.protocol, attempt.case.prompt.kind)
+        """Record a request that has ended."""
+        group = RequestGroup(attempt.protocol, attempt.case.prompt.kind)
 
         def at(ms: float) -> RequestTally:
-            return self._tallies.setdefault((self._slice(attempt.begun_at + ms / 1000), sort), RequestTally())
+            return self._tallies.setdefault((self._slice(attempt.begun_at + ms / 1000), group), RequestTally())
 
         end = at(attempt.total_ms)
         if attempt.shed:
@@ -135,7 +135,7 @@ class Recorder:
         for arrival in attempt.arrivals:
             at(arrival.at_ms).tokens += arrival.tokens
 
-    def see(self, now: float, users: int) -> None:
+    def record_users(self, now: float, users: int) -> None:
         self._users[self._slice(now)] = users
 
     def clear(self) -> None:
@@ -143,24 +143,24 @@ class Recorder:
         self._users.clear()
 
     @property
-    def tallies(self) -> Iterator[tuple[int, Sort, RequestTally]]:
-        for (number, sort), tally in self._tallies.items():
-            yield number, sort, tally
+    def tallies(self) -> Iterator[tuple[int, RequestGroup, RequestTally]]:
+        for (number, group), tally in self._tallies.items():
+            yield number, group, tally
 
     @property
     def users(self) -> dict[int, int]:
-        """As last seen in each slice in which somebody looked."""
+        """Return the last recorded number of users, per slice with a record."""
         return self._users
 
-    def take(self) -> list[list[Any]]:
-        """What has come since this was last asked, to be sent to whoever merges it."""
-        taken = [[number, *sort, tally.packed()] for number, sort, tally in self.tallies]
+    def drain(self) -> list[list[Any]]:
+        """Return the counts since the last call, for the leading process to merge."""
+        taken = [[number, *group, tally.packed()] for number, group, tally in self.tallies]
         self._tallies.clear()
         return taken
 
     def merge(self, taken: list[list[Any]]) -> None:
         for number, protocol, kind, packed in taken:
-            found = self._tallies.setdefault((number, Sort(protocol, kind)), RequestTally())
+            found = self._tallies.setdefault((number, RequestGroup(protocol, kind)), RequestTally())
             found.merge(RequestTally.unpacked(packed))
 
     def _slice(self, when: float) -> int:

@@ -1,7 +1,7 @@
-"""What a run is made of: where load may go, said when the program starts, and what the load is, said for each run.
+"""Settings of a run: the target, fixed when the program starts, and the load, which may change per run.
 
-The two are apart because locust's web page may be shown to others: what is
-typed there must never send load elsewhere, or more of it than was agreed.
+They are separate because others may have access to locust's web page. Its
+fields must never change the target or exceed the limits set at start.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ DEFAULT_TIMES = 3.0
 DEFAULT_MAX_TOKENS = 48
 DEFAULT_MAX_USERS = 1000
 DEFAULT_TIMEOUT_S = 120.0
-LONGEST_S = 24 * 3600
-MOST_TIMES = 20.0
+MAX_SECONDS = 24 * 3600
+MAX_TIMES = 20.0
 MAX_GAMMA = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Addresses, and the bounds of every run."""
+    """Addresses, and the limits of every run."""
 
     grpc: tuple[str, ...]
     http: tuple[str, ...]
     timeout_s: float
     max_users: int
-    capacity: int  # sessions the fleet takes at once; 0: ask it
+    capacity: int  # sessions that the fleet runs at once; 0: as the fleet reports
 
     @classmethod
     def at(
@@ -49,8 +49,8 @@ class LoadTarget:
         *,
         allow_remote: bool,
     ) -> Self:
-        """Raises when an endpoint is another machine's and nobody has allowed that."""
-        _between("timeout_s", timeout_s, 0.1, LONGEST_S)
+        """Validate the settings; raise for an endpoint on another machine without `allow_remote`."""
+        _between("timeout_s", timeout_s, 0.1, MAX_SECONDS)
         _between("max_users", max_users, 1, math.inf)
         _between("capacity", capacity, 0, math.inf)
         grpc, http = (tuple(allowed(given, allow_remote=allow_remote)) for given in (endpoint, http_endpoint))
@@ -58,7 +58,7 @@ class LoadTarget:
 
     @classmethod
     def of(cls, options: Any) -> Self:
-        """From locust's options."""
+        """Build the settings from locust's options."""
         return cls.at(
             options.endpoint,
             options.http_endpoint,
@@ -78,7 +78,7 @@ class LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run."""
+    """Load of one run."""
 
     shape: str
     users: int
@@ -93,7 +93,7 @@ class Load:
 
     @classmethod
     def of(cls, options: Any) -> Self:
-        """From locust's options, which the web page may have changed. Raises what is wrong with them."""
+        """Build the load from locust's options, which the web page may change; raise if they are invalid."""
         load = cls(
             shape=options.shape,
             users=options.num_users or DEFAULT_USERS,
@@ -114,8 +114,8 @@ class Load:
             raise InvalidRequest.of("shape", self.shape, f"of {', '.join(SHAPES)}")
         _between("users", self.users, 1, math.inf)
         _between("spawn_rate", self.spawn_rate, 0.01, 1000)
-        _between("seconds", self.seconds, 1, LONGEST_S)
-        _between("times", self.times, 1, MOST_TIMES)
+        _between("seconds", self.seconds, 1, MAX_SECONDS)
+        _between("times", self.times, 1, MAX_TIMES)
         _between("grpc_share", self.grpc_share, 0, 1000)
         _between("http_share", self.http_share, 0, 1000)
         if not self.grpc_share and not self.http_share:
@@ -128,7 +128,7 @@ class Load:
 
 
 def _gamma(given: str) -> int | None:
-    """The web page knows text only; empty: adaptive."""
+    """Parse γ: the web page sends text; empty means adaptive."""
     if not given.strip():
         return None
     if not given.strip().isdecimal() or int(given) > MAX_GAMMA:
@@ -136,6 +136,8 @@ def _gamma(given: str) -> int | None:
     return int(given)
 
 
-def _between(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise InvalidRequest.of(name, value, f"{least:g} to {most:g}" if most < math.inf else f"at least {least:g}")
+def _between(name: str, value: float, minimum: float, maximum: float) -> None:
+    if not minimum <= value <= maximum:
+        raise InvalidRequest.of(
+            name, value, f"{minimum:g} to {maximum:g}" if maximum < math.inf else f"at least {minimum:g}"
+        )

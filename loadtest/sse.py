@@ -1,4 +1,4 @@
-"""Server-sent events, read as they come."""
+"""Incremental reader of server-sent events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 def events(lines: Iterable[bytes]) -> Iterator[str]:
-    """The data of each event. Comments and other fields are skipped; an event that was cut off is none."""
+    """Yield the data of each event; skip comments, other fields, and an incomplete last event."""
     data: list[str] = []
     for line in lines:
         text = line.decode().rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""The figures of one run: made from its record, saved as JSON, shown by `python -m loadtest` and its page."""
+"""Summary of a run: computed from its record, saved as JSON, shown by `python -m loadtest` and its report."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from loadtest.asking import PROTOCOLS
 from loadtest.attempt import TEXT_DIFFERS
+from loadtest.load_clients import PROTOCOLS
 from loadtest.prompts import KINDS
-from loadtest.record import Recorder, RequestTally, Sort, Spread, whole
+from loadtest.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
 from loadtest.shapes import ShapeSpan
 
 NO_REQUESTS = "no request completed"
-RECOVERED = 0.5  # of the throughput before a peak; wide, since small machines are noisy
-_MOST_STEPS = 150  # that a picture can show
-_LEAST_STEP_S = 1.0
+RECOVERED = 0.5  # required fraction of the throughput before a peak; low, since small machines are noisy
+_MAX_STEPS = 150  # of a plot
+_MIN_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What was asked for."""
+    """Target and load of a run."""
 
     began: float
     target: str
@@ -39,14 +39,14 @@ class Figures(BaseModel):
 
 
 class Percentiles(Figures):
-    """Milliseconds; None where nothing was measured."""
+    """Percentiles in milliseconds; None without measurements."""
 
     p50: float | None = None
     p95: float | None = None
     p99: float | None = None
 
     @classmethod
-    def of(cls, spread: Spread) -> Percentiles:
+    def of(cls, spread: Histogram) -> Percentiles:
         return cls(p50=spread.percentile(0.5), p95=spread.percentile(0.95), p99=spread.percentile(0.99))
 
 
@@ -76,24 +76,24 @@ class Counts(Figures):
 
 
 class SortFigures(Counts):
-    """Of one protocol, and of one kind of prompts or of all (empty)."""
+    """Counts of one protocol, and of one kind of prompt or of all (empty)."""
 
     protocol: str
     kind: str
 
 
 class PartFigures(Counts):
-    """While all users of a part were there."""
+    """Counts of a part, while all of its users were running."""
 
     name: str
     users: int
-    began_s: float  # since the run began
+    began_s: float  # since the start of the run
     seconds: float
     tokens_per_s: float
 
 
 class Series(Figures):
-    """Over time, in steps of so many seconds."""
+    """Measurements over time, in steps of `step_s` seconds."""
 
     step_s: float
     at_s: list[float]
@@ -111,9 +111,9 @@ class Summary(Figures):
     target: str
     endpoints: list[str]
     load: dict[str, Any]
-    seconds: float  # measured: those in which all users of a part were there
-    tokens_per_s: float  # in them
-    recovery: float | None  # throughput of the last part over the first's, where both have the same users
+    seconds: float  # measured: all users of a part were running
+    tokens_per_s: float  # in these seconds
+    recovery: float | None  # throughput of the last part / first part, if both have the same number of users
     errors: dict[str, int]
     all: Counts
     sorts: list[SortFigures]
@@ -126,13 +126,13 @@ class Summary(Figures):
 
     @property
     def verdict(self) -> str:
-        """Why this run does not pass; empty when it does."""
+        """Return why the run failed; empty if it passed."""
         if self.errors:
             return ", ".join(f"{count} × {error}" for error, count in sorted(self.errors.items()))
         if not self.all.compared:
             return NO_REQUESTS
         if self.recovery is not None and self.recovery < RECOVERED:
-            return f"only {self.recovery:.0%} of the throughput came back"
+            return f"throughput recovered to {self.recovery:.0%} only"
         return ""
 
     def to_json(self) -> str:
@@ -147,7 +147,7 @@ class Summary(Figures):
 
 
 def summarise(recorder: Recorder, spans: Sequence[ShapeSpan], run: LoadRun) -> Summary:
-    all_of_it = whole(tally for _, _, tally in recorder.tallies)
+    total = merge_all(tally for _, _, tally in recorder.tallies)
     parts = [_part(recorder, span, run.began) for span in spans]
     seconds = sum(part.seconds for part in parts)
     return Summary(
@@ -159,8 +159,8 @@ def summarise(recorder: Recorder, spans: Sequence[ShapeSpan], run: LoadRun) -> S
         seconds=seconds,
         tokens_per_s=sum(part.tokens_per_s * part.seconds for part in parts) / seconds if seconds else 0.0,
         recovery=_recovery(parts),
-        errors=dict(all_of_it.errors),
-        all=Counts.of(all_of_it),
+        errors=dict(total.errors),
+        all=Counts.of(total),
         sorts=_sorts(recorder),
         parts=parts,
         series=_series(recorder, spans, run.began),
@@ -168,20 +168,22 @@ def summarise(recorder: Recorder, spans: Sequence[ShapeSpan], run: LoadRun) -> S
 
 
 def _sorts(recorder: Recorder) -> list[SortFigures]:
-    by_sort: dict[Sort, list[RequestTally]] = {}
-    for _, sort, tally in recorder.tallies:
-        by_sort.setdefault(sort, []).append(tally)
+    by_group: dict[RequestGroup, list[RequestTally]] = {}
+    for _, group, tally in recorder.tallies:
+        by_group.setdefault(group, []).append(tally)
     found: list[SortFigures] = []
     for protocol in PROTOCOLS:
-        kinds = {kind: whole(by_sort[sort]) for kind in KINDS if (sort := Sort(protocol, kind)) in by_sort}
+        kinds = {
+            kind: merge_all(by_group[group]) for kind in KINDS if (group := RequestGroup(protocol, kind)) in by_group
+        }
         found += [SortFigures.of(tally, protocol=protocol, kind=kind) for kind, tally in kinds.items()]
         if kinds:
-            found.append(SortFigures.of(whole(kinds.values()), protocol=protocol, kind=""))
+            found.append(SortFigures.of(merge_all(kinds.values()), protocol=protocol, kind=""))
     return found
 
 
 def _part(recorder: Recorder, span: ShapeSpan, start: float) -> PartFigures:
-    """Tokens of a slice count as far as it lies in the part, all else where it lies there wholly."""
+    """Return a part's figures; tokens of partial slices count in proportion, other counts only in whole slices."""
     within = RequestTally()
     tokens = 0.0
     for number, _, tally in recorder.tallies:
@@ -210,7 +212,7 @@ def _series(recorder: Recorder, spans: Sequence[ShapeSpan], start: float) -> Ser
     first = math.floor(start / recorder.slice_s)
     ends = [math.ceil(span.ended / recorder.slice_s) - 1 for span in spans]
     last = max([first, *ends, *recorder.users, *(number for number, _, _ in recorder.tallies)])
-    wide = max(math.ceil(_LEAST_STEP_S / recorder.slice_s), math.ceil((last + 1 - first) / _MOST_STEPS))
+    wide = max(math.ceil(_MIN_STEP_S / recorder.slice_s), math.ceil((last + 1 - first) / _MAX_STEPS))
     at = range(first, last + 1, wide)
     steps: dict[int, RequestTally] = {since: RequestTally() for since in at}
     for number, _, tally in recorder.tallies:
@@ -230,7 +232,7 @@ def _series(recorder: Recorder, spans: Sequence[ShapeSpan], start: float) -> Ser
 
 
 def _users(recorder: Recorder, at: range) -> list[int]:
-    """As last seen in each step: a leader that was busy has not looked in every one."""
+    """Return the last known number of users per step; a busy leading process may skip slices."""
     found, last = [], 0
     for since in at:
         seen = [recorder.users[number] for number in range(since, since + at.step) if number in recorder.users]

@@ -1,8 +1,8 @@
-"""What is asked and what the answer must be.
+"""Cases of the load test, and the comparison of outputs.
 
-A case is a prompt with parameters that leave one right answer: greedy, or
-coupled with a seed. The answer is asked for while nothing else runs; under
-load `difference` compares. Knows neither locust nor a protocol.
+A case is a prompt with parameters that determine the output: greedy, or
+coupled with a seed. Reference outputs are generated without load; `difference`
+compares outputs under load with them. Independent of locust and of protocols.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 
 _SHOWN = 60
-_MOST_WEIGHT = 1000.0
+_MAX_WEIGHT = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """Prompt with its sampling parameters."""
+
     prompt: LoadPrompt
     params: SamplingParams
-    weight: float = 1.0  # how often it is asked, beside the others
+    weight: float = 1.0  # relative frequency
 
     @property
     def name(self) -> str:
@@ -33,8 +35,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Output:
+    """Generated text and tokens."""
+
     text: str
-    token_ids: tuple[int, ...] | None  # None: this protocol tells only how many there are
+    token_ids: tuple[int, ...] | None  # None: the protocol sends only their number
     num_tokens: int
 
     @classmethod
@@ -43,9 +47,10 @@ class Output:
 
 
 def cases(kinds: str, max_tokens: int) -> list[Case]:
-    """One per prompt of the kinds in a comma-separated list (empty: all), greedy and coupled in turns.
+    """Return one case per prompt of the given kinds, alternately greedy and coupled.
 
-    `chat:3,code` asks three chats for every prompt of code.
+    `kinds` is a comma-separated list with optional weights; empty means all.
+    `chat:3,code` means three chat requests per code request.
     """
     wanted = _weights(kinds)
     sizes = {kind: sum(prompt.kind == kind for prompt in PROMPTS) for kind in wanted}
@@ -61,15 +66,15 @@ def pick(asked: Sequence[Case]) -> Case:
 
 
 def difference(expected: Output, got: Output) -> str:
-    """Where two outputs part, for people; empty when they do not."""
+    """Return a message that describes the first difference; empty if the outputs are equal."""
     if expected.text != got.text:
         at = _first_difference(expected.text, got.text)
         return f"from character {at} on {got.text[at : at + _SHOWN]!r} instead of {expected.text[at : at + _SHOWN]!r}"
     if expected.token_ids is not None and got.token_ids is not None and expected.token_ids != got.token_ids:
         at = _first_difference(expected.token_ids, got.token_ids)
-        return f"the same text from other tokens, from token {at} on"
+        return f"same text, different tokens from token {at} on"
     if expected.num_tokens != got.num_tokens:
-        return f"the same text from {got.num_tokens} tokens instead of {expected.num_tokens}"
+        return f"same text from {got.num_tokens} tokens instead of {expected.num_tokens}"
     return ""
 
 
@@ -89,8 +94,8 @@ def _weight(kind: str, given: str) -> float:
         weight = float(given)
     except ValueError:
         weight = math.nan
-    if not 0 < weight <= _MOST_WEIGHT:
-        raise InvalidRequest.of("kinds", f"{kind}:{given}", f"a weight above 0, at most {_MOST_WEIGHT:g}")
+    if not 0 < weight <= _MAX_WEIGHT:
+        raise InvalidRequest.of("kinds", f"{kind}:{given}", f"a weight above 0, at most {_MAX_WEIGHT:g}")
     return weight
 
 

@@ -62,10 +62,10 @@ def test_a_spike_over_both_protocols_changes_no_text(cluster: Cluster, tmp_path:
     assert summary.recovery is not None
     sorts = {(sort.protocol, sort.kind): sort for sort in summary.sorts}
     for protocol in ("grpc", "http"):
-        whole = sorts[protocol, ""]
-        assert whole.compared == whole.requests > 0
-        assert None not in (whole.first_token_ms.p99, whole.inter_token_ms.p99, whole.total_ms.p99)
-        assert 0 < whole.tokens <= 16 * whole.requests
+        merge_all = sorts[protocol, ""]
+        assert merge_all.compared == merge_all.requests > 0
+        assert None not in (merge_all.first_token_ms.p99, merge_all.inter_token_ms.p99, merge_all.total_ms.p99)
+        assert 0 < merge_all.tokens <= 16 * merge_all.requests
     report = (tmp_path / "report.html").read_text()
     assert "✓ Passed." in report
     assert ">both<" in report

@@ -124,7 +124,7 @@ class Both:
         while not self.drafter.outbox.empty():
             guess = self.drafter.outbox.get_nowait()
             assert guess is not None
-            self.verifier.guess(guess)
+            self.verifier.add_guess(guess)
 
     def step(self, chance: RandomSource) -> bool:
         """One forward pass; whether the output has ended."""

@@ -14,10 +14,10 @@ import msgpack
 import pytest
 
 from loadtest.__main__ import table
-from loadtest.asking import ReplyPiece
 from loadtest.attempt import TEXT_DIFFERS, Attempt
+from loadtest.load_clients import ReplyPiece
 from loadtest.page import ms, page
-from loadtest.record import Recorder, RequestTally, Sort, Spread, whole
+from loadtest.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
 from loadtest.shapes import ShapePart, ShapeSpan
 from loadtest.summary import NO_REQUESTS, LoadRun, Summary, summarise
 from loadtest.workload import Output, cases
@@ -41,7 +41,7 @@ def ended(
             raise error
 
     attempt = Attempt(protocol, case)
-    attempt.judge(streamed(), EXPECTED)
+    attempt.run(streamed(), EXPECTED)
     return attempt
 
 
@@ -139,17 +139,17 @@ def test_an_answer_without_text_has_no_first_token() -> None:
 def test_percentiles_are_exact_to_a_hundredth() -> None:
     rng = random.Random(5)
     times = sorted(rng.lognormvariate(4, 2) for _ in range(5001))
-    spread, halves = Spread(), (Spread(), Spread())
+    spread, halves = Histogram(), (Histogram(), Histogram())
     for i, value in enumerate(times):
         spread.add(value)
         halves[i % 2].add(value)
-    merged = Spread(msgpack.loads(msgpack.dumps(halves[0].packed()), strict_map_key=False))
+    merged = Histogram(msgpack.loads(msgpack.dumps(halves[0].packed()), strict_map_key=False))
     merged.merge(halves[1])
     for share in (0.01, 0.5, 0.95, 0.99, 1.0):
         exact = times[max(0, -int(-share * len(times) // 1) - 1)]
         assert spread.percentile(share) == pytest.approx(exact, rel=0.0101)
         assert merged.percentile(share) == spread.percentile(share)
-    assert Spread().percentile(0.5) is None
+    assert Histogram().percentile(0.5) is None
     spread.add(0.0)  # no logarithm of nothing
 
 
@@ -202,7 +202,7 @@ def recorded(those: list[Attempt]) -> Recorder:
         recorder.add(attempt)
     for span in SPANS:
         for second in range(int(span.began), int(span.ended)):
-            recorder.see(second, span.part.users)
+            recorder.record_users(second, span.part.users)
     return recorder
 
 
@@ -248,7 +248,7 @@ def test_workers_records_add_up_to_the_same_summary() -> None:
 
 
 def test_a_tally_survives_the_way() -> None:
-    tally = whole(tally for *_, tally in recorded(attempts()).tallies)
+    tally = merge_all(tally for *_, tally in recorded(attempts()).tallies)
     tally.errors["expired"] += 2
     assert (
         RequestTally.unpacked(msgpack.loads(msgpack.dumps(tally.packed()), strict_map_key=False)).packed()
@@ -276,7 +276,7 @@ def test_a_fleet_that_does_not_come_back_fails() -> None:
     slow = [attempt for attempt in attempts() if attempt.begun_at < START + 8 or attempt.begun_at % 1 == 0]
     found = summary(recorded(slow))
     assert found.recovery == pytest.approx(1 / 3, rel=0.1)
-    assert found.verdict == "only 33% of the throughput came back"
+    assert found.verdict == "throughput recovered to 33% only"
 
 
 def test_a_slice_counts_for_a_part_as_far_as_it_lies_in_it() -> None:
@@ -296,7 +296,7 @@ def test_a_long_run_takes_no_more_room_than_another(seconds: int) -> None:
     recorder = Recorder.of(seconds)
     for number in range(2000):
         recorder.add(at(seconds * number / 2000, "grpc", CHAT))
-        recorder.see(START + seconds * number / 2000, 5)
+        recorder.record_users(START + seconds * number / 2000, 5)
     assert len(list(recorder.tallies)) < 1010
     series = summary(recorder, spans=[]).series
     assert len(series.at_s) <= 150
@@ -375,7 +375,7 @@ def test_times_are_shown_with_a_fitting_unit(value: float | None, shown: str) ->
 
 def test_sorts_are_told_apart() -> None:
     assert {sort for _, sort, _ in recorded(attempts()).tallies} == {
-        Sort("grpc", "chat"),
-        Sort("http", "code"),
-        Sort("http", "chat"),
+        RequestGroup("grpc", "chat"),
+        RequestGroup("http", "code"),
+        RequestGroup("http", "chat"),
     }

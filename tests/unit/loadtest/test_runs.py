@@ -96,9 +96,9 @@ def test_kinds_are_asked_by_their_weights() -> None:
         (Output.of("one two", (1, 2)), ""),
         (Output.of("one too", (1, 3)), "from character 5 on 'oo' instead of 'wo'"),
         (Output.of("one", (1,)), "from character 3 on '' instead of ' two'"),
-        (Output.of("one two", (1, 2, 2)), "the same text from other tokens, from token 2 on"),
+        (Output.of("one two", (1, 2, 2)), "same text, different tokens from token 2 on"),
         (Output("one two", None, 2), ""),  # of a protocol that does not tell tokens
-        (Output("one two", None, 3), "the same text from 3 tokens instead of 2"),
+        (Output("one two", None, 3), "same text from 3 tokens instead of 2"),
         (Output("one too", None, 2), "from character 5 on 'oo' instead of 'wo'"),
     ],
 )

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.shapes import FASTEST, SHAPES, Course, ShapePart, longest_s, parts
+from loadtest.shapes import MAX_SPAWN_RATE, SHAPES, ShapePart, ShapeSchedule, max_duration_s, parts
 from outrider.protocol.errors import InvalidRequest
 
 
@@ -40,12 +40,12 @@ def test_a_peak_has_a_bound() -> None:
         parts("overload", 10, 100, 3, 16, 47)
 
 
-def follow(course: Course, *, lag_s: float, leaves: bool = True, tick_s: float = 0.5) -> tuple[float, int]:
+def follow(schedule: ShapeSchedule, *, lag_s: float, leaves: bool = True, tick_s: float = 0.5) -> tuple[float, int]:
     """When it was over, and the most users there were; users come and go at its rate, `lag_s` late."""
     now, users, most = 0.0, 0, 0
     wanted: list[tuple[float, int, float]] = []
-    while (said := course.tick(now, users)) is not None:
-        assert 0 < said[1] <= FASTEST
+    while (said := schedule.tick(now, users)) is not None:
+        assert 0 < said[1] <= MAX_SPAWN_RATE
         wanted.append((now, *said))
         _, target, rate = next((w for w in reversed(wanted) if w[0] <= now - lag_s), (0.0, users, 1.0))
         step = max(1, int(rate * tick_s))
@@ -57,9 +57,9 @@ def follow(course: Course, *, lag_s: float, leaves: bool = True, tick_s: float =
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_measures_every_part_with_all_its_users(shape: str) -> None:
-    course = Course(made(shape), spawn_rate=4, patience_s=30)
-    now, most = follow(course, lag_s=1.0)
-    spans = course.spans()
+    schedule = ShapeSchedule(made(shape), spawn_rate=4, grace_s=30)
+    now, most = follow(schedule, lag_s=1.0)
+    spans = schedule.spans()
     assert [span.part for span in spans] == made(shape)
     assert most == max(part.users for part in made(shape))
     for span in spans:
@@ -70,7 +70,7 @@ def test_a_run_measures_every_part_with_all_its_users(shape: str) -> None:
             assert later.began == earlier.ended
         else:
             assert later.began > earlier.ended, "nothing is measured while users come and go"
-    assert now < longest_s(made(shape), 4, 30)
+    assert now < max_duration_s(made(shape), 4, 30)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,25 +79,25 @@ def test_a_run_ends_though_its_users_do_not_leave(shape: str) -> None:
     for _ in range(20):
         users, times = rng.randint(1, 40), rng.uniform(1, 5)
         given = made(shape, users, rng.uniform(1, 60), times, rng.randint(0, 64))
-        rate, patience_s = rng.uniform(0.5, 50), rng.uniform(0.5, 20)
-        now, _ = follow(Course(given, rate, patience_s), lag_s=rng.uniform(0, 5), leaves=False)
-        assert now <= longest_s(given, rate, patience_s)
+        rate, grace_s = rng.uniform(0.5, 50), rng.uniform(0.5, 20)
+        now, _ = follow(ShapeSchedule(given, rate, grace_s), lag_s=rng.uniform(0, 5), leaves=False)
+        assert now <= max_duration_s(given, rate, grace_s)
 
 
 def test_a_run_that_was_stopped_has_what_it_had() -> None:
-    course = Course([ShapePart("before", 2, 10), ShapePart("peak", 6, 10)], spawn_rate=2, patience_s=5)
-    assert course.spans() == []
-    course.tick(0, 0)
-    course.tick(1, 2)
-    course.tick(4, 2)
-    assert [(span.part.name, span.began, span.ended) for span in course.spans()] == [("before", 1, 4)]
-    course.tick(11, 2)
-    course.tick(12, 3)
-    assert [span.part.name for span in course.spans()] == ["before"]
+    schedule = ShapeSchedule([ShapePart("before", 2, 10), ShapePart("peak", 6, 10)], spawn_rate=2, grace_s=5)
+    assert schedule.spans() == []
+    schedule.tick(0, 0)
+    schedule.tick(1, 2)
+    schedule.tick(4, 2)
+    assert [(span.part.name, span.began, span.ended) for span in schedule.spans()] == [("before", 1, 4)]
+    schedule.tick(11, 2)
+    schedule.tick(12, 3)
+    assert [span.part.name for span in schedule.spans()] == ["before"]
 
 
 def test_users_surge_between_parts() -> None:
-    course = Course([ShapePart("before", 10, 5), ShapePart("peak", 110, 5)], spawn_rate=2, patience_s=5)
-    assert course.tick(0, 0) == (10, 2)
-    course.tick(5, 10)
-    assert course.tick(10, 10) == (110, 50)
+    schedule = ShapeSchedule([ShapePart("before", 10, 5), ShapePart("peak", 110, 5)], spawn_rate=2, grace_s=5)
+    assert schedule.tick(0, 0) == (10, 2)
+    schedule.tick(5, 10)
+    assert schedule.tick(10, 10) == (110, 50)

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from loadtest.asking import DONE, HttpRefusal, OverHttp, ReplyPiece, answer, named, refusal
 from loadtest.credentials import ClientCredentials
+from loadtest.load_clients import (
+    DONE,
+    HttpLoadClient,
+    HttpStatusError,
+    ReplyPiece,
+    error_name,
+    status_error,
+    stream_pieces,
+)
 from loadtest.sse import events
 from loadtest.workload import Case, cases
 from outrider.protocol.errors import (
@@ -73,7 +81,7 @@ USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 3}})
     ids=["chat", "text"],
 )
 def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
-    assert list(answer(iter([*chunks, USAGE, DONE]))) == [
+    assert list(stream_pieces(iter([*chunks, USAGE, DONE]))) == [
         ReplyPiece("one ", None),
         ReplyPiece("two", None),
         ReplyPiece("", None, 3),
@@ -86,7 +94,7 @@ def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
         ([text_chunk("one")], PeerLost, r"without \[DONE\]"),
         ([text_chunk("one"), USAGE, DONE], PeerLost, "without a finish_reason"),
         ([text_chunk("one", "stop"), DONE], PeerLost, "without a usage"),
-        ([text_chunk("one", "stop"), USAGE, DONE, "more"], OutriderError, "goes on after"),
+        ([text_chunk("one", "stop"), USAGE, DONE, "more"], OutriderError, "unexpected event after"),
         (["{"], OutriderError, "no JSON"),
         (["[1]"], OutriderError, "no chunk"),
         (['{"error": {"message": "full", "code": "rate_limit_exceeded"}}'], Overloaded, "full"),
@@ -97,7 +105,7 @@ def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
 )
 def test_an_answer_that_is_not_whole_raises(stream: list[str], kind: type[OutriderError], says: str) -> None:
     with pytest.raises(kind, match=says) as caught:
-        list(answer(iter(stream)))
+        list(stream_pieces(iter(stream)))
     assert type(caught.value) is kind
 
 
@@ -111,24 +119,24 @@ def test_an_answer_that_is_not_whole_raises(stream: list[str], kind: type[Outrid
         (400, "invalid_request", InvalidRequest, "invalid_request"),
         (404, "not_found", NotFound, "not_found"),
         (401, "invalid_api_key", Unauthenticated, "unauthenticated"),
-        (403, "not here", HttpRefusal, "http 403"),
-        (500, "who knows", HttpRefusal, "http 500"),
+        (403, "not here", HttpStatusError, "http 403"),
+        (500, "who knows", HttpStatusError, "http 500"),
     ],
 )
 def test_a_status_means_what_it_means_over_grpc(status: int, code: str, kind: type[OutriderError], name: str) -> None:
     body = json.dumps({"error": {"message": "why", "type": "t", "param": None, "code": code}}).encode()
-    error = refusal(status, body, {"Retry-After": "3"})
+    error = status_error(status, body, {"Retry-After": "3"})
     assert type(error) is kind
-    assert named(error) == name
+    assert error_name(error) == name
     assert "why" in error.message
-    assert error.retry_after_ms == (None if kind is HttpRefusal else 3000)
+    assert error.retry_after_ms == (None if kind is HttpStatusError else 3000)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "x"}', b"\xff"])
 def test_a_refusal_need_not_be_in_openais_shape(body: bytes) -> None:
-    assert type(refusal(429, body, {"Retry-After": "soon"})) is Overloaded
-    assert refusal(429, body, {"Retry-After": "soon"}).retry_after_ms is None
-    assert named(refusal(418, body, {})) == "http 418"
+    assert type(status_error(429, body, {"Retry-After": "soon"})) is Overloaded
+    assert status_error(429, body, {"Retry-After": "soon"}).retry_after_ms is None
+    assert error_name(status_error(418, body, {})) == "http 418"
 
 
 # Over a real socket.
@@ -192,7 +200,7 @@ class Serving:
         self.server = Server(reply)
         self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
         host, port = self.server.server_address[:2]
-        self.asker = OverHttp(f"{host}:{port}", **({"timeout_s": SOON_S} | more))
+        self.asker = HttpLoadClient(f"{host}:{port}", **({"timeout_s": SOON_S} | more))
 
     def __enter__(self) -> Serving:
         self._thread.start()
@@ -205,14 +213,14 @@ class Serving:
         self.server.server_close()
 
     def ask(self, case: Case) -> list[ReplyPiece]:
-        return list(self.asker.ask(case))
+        return list(self.asker.generate(case))
 
 
 def sse(*data: str) -> Iterator[bytes]:
     return iter([f"data: {each}\n\n".encode() for each in data])
 
 
-def whole(_: int) -> Reply:
+def merge_all(_: int) -> Reply:
     return 200, {}, sse(text_chunk("one "), text_chunk("two", "stop"), USAGE, DONE)
 
 
@@ -229,21 +237,21 @@ def test_pieces_come_as_they_are_sent() -> None:
         return 200, {}, parts()
 
     with Serving(slowly) as serving:
-        pieces = serving.asker.ask(TEXT)
+        pieces = serving.asker.generate(TEXT)
         assert next(pieces) == ReplyPiece("one ", None)
         heard.set()
         assert list(pieces) == [ReplyPiece("two", None), ReplyPiece("", None, 3)]
 
 
 def test_a_connection_is_kept_until_an_answer_is_left() -> None:
-    with Serving(whole) as serving:
+    with Serving(merge_all) as serving:
         for _ in range(3):
-            assert len(serving.ask(TEXT)) == 3
+            assert len(serving.generate(TEXT)) == 3
         assert serving.server.connections == 1
-        left = serving.asker.ask(TEXT)
+        left = serving.asker.generate(TEXT)
         next(left)
         left.close()  # type: ignore[attr-defined]
-        assert len(serving.ask(TEXT)) == 3
+        assert len(serving.generate(TEXT)) == 3
         assert serving.server.connections == 2
 
 
@@ -262,17 +270,17 @@ def test_an_answer_that_is_left_is_hung_up_on() -> None:
         return 200, {}, parts()
 
     with Serving(endlessly) as serving:
-        left = serving.asker.ask(TEXT)
+        left = serving.asker.generate(TEXT)
         next(left)
         left.close()  # type: ignore[attr-defined]
         assert noticed.wait(SOON_S)
 
 
 def test_a_request_is_openais_with_the_key() -> None:
-    with Serving(whole, shown=ClientCredentials("secret"), model="m") as serving:
-        serving.ask(TEXT)
-        serving.ask(CHAT)
-        list(serving.asker.ask(TEXT, gamma=0))
+    with Serving(merge_all, shown=ClientCredentials("secret"), model="m") as serving:
+        serving.generate(TEXT)
+        serving.generate(CHAT)
+        list(serving.asker.generate(TEXT, gamma=0))
     (path, key, body), (chat_path, _, chat), (_, _, plain) = serving.server.asked
     assert (path, chat_path, key) == ("/v1/completions", "/v1/chat/completions", "Bearer secret")
     assert body["prompt"] == TEXT.prompt.text
@@ -291,26 +299,26 @@ def test_a_refusal_says_when_to_come_back() -> None:
         Serving(lambda _: (429, {"Retry-After": "2"}, iter([error]))) as serving,
         pytest.raises(Overloaded, match="full") as caught,
     ):
-        serving.ask(TEXT)
+        serving.generate(TEXT)
     assert caught.value.retry_after_ms == 2000
 
 
 def test_a_stream_that_breaks_is_a_lost_peer_and_the_next_one_works() -> None:
     def once(number: int) -> Reply:
-        return (200, {}, iter([next(sse(text_chunk("one "))), None])) if number == 1 else whole(number)
+        return (200, {}, iter([next(sse(text_chunk("one "))), None])) if number == 1 else merge_all(number)
 
     with Serving(once) as serving:
         with pytest.raises(PeerLost):
-            serving.ask(TEXT)
-        assert len(serving.ask(TEXT)) == 3
+            serving.generate(TEXT)
+        assert len(serving.generate(TEXT)) == 3
 
 
 def test_nobody_there_is_a_lost_peer() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        asker = OverHttp(f"127.0.0.1:{taken.getsockname()[1]}", timeout_s=SOON_S)
+        asker = HttpLoadClient(f"127.0.0.1:{taken.getsockname()[1]}", timeout_s=SOON_S)
         with pytest.raises(PeerLost):
-            list(asker.ask(TEXT))
+            list(asker.generate(TEXT))
 
 
 @pytest.mark.parametrize("trickles", [False, True])
@@ -324,7 +332,7 @@ def test_the_deadline_holds_for_silence_and_for_a_trickle(trickles: bool) -> Non
 
     with Serving(lambda _: (200, {}, parts()), timeout_s=0.2) as serving:
         with pytest.raises(Expired):
-            serving.ask(TEXT)
+            serving.generate(TEXT)
         over.set()
 
 

@@ -1,6 +1,6 @@
-"""How a case is asked: over gRPC as Outrider's own client does it, over HTTP as OpenAI's clients do.
+"""Clients that send a case: over gRPC with Outrider's own client, over HTTP as OpenAI's clients do.
 
-Both give the answer in pieces as they arrive, and raise the same errors.
+Both yield the output in pieces as they arrive, and raise the same errors.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ PROTOCOLS = (GRPC, HTTP)
 DONE = "[DONE]"
 NONE = ClientCredentials()
 _CONNECT_S = 10.0
-_LARGEST_ERROR = 16_384  # bytes
-_OF_STATUS: dict[int, type[OutriderError]] = {
+_MAX_ERROR_BYTES = 16_384  # bytes
+_ERROR_BY_STATUS: dict[int, type[OutriderError]] = {
     401: Unauthenticated,
     429: Overloaded,
     502: PeerLost,
     503: Unavailable,
     504: Expired,
 }
-_OF_CODE: dict[str, type[OutriderError]] = {"rate_limit_exceeded": Overloaded, **KINDS}
+_ERROR_BY_CODE: dict[str, type[OutriderError]] = {"rate_limit_exceeded": Overloaded, **KINDS}
 
 
 class ReplyPiece(NamedTuple):
-    """What came at once."""
+    """Output that arrived at once."""
 
     text: str
-    token_ids: tuple[int, ...] | None  # None: the protocol does not tell
-    output_tokens: int | None = None  # of the whole answer, with its last piece
+    token_ids: tuple[int, ...] | None  # None: the protocol does not send them
+    output_tokens: int | None = None  # of the whole output, with its last piece
 
     @property
     def arrived(self) -> bool:
-        """Whether it brought output, and not only word about it."""
+        """Return whether the piece contains output."""
         return bool(self.token_ids) if self.token_ids is not None else bool(self.text)
 
 
-class Asker(Protocol):
-    """One client with a connection of its own."""
+class LoadClient(Protocol):
+    """Client with a connection of its own."""
 
     protocol: str
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]: ...
+    def generate(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]: ...
 
     def close(self) -> None: ...
 
 
-class OverGrpc:
+class GrpcLoadClient:
     protocol = GRPC
 
-    def __init__(self, endpoints: Sequence[str], timeout_s: float, shown: ClientCredentials = NONE) -> None:
-        self.client = Client(endpoints, timeout_s=timeout_s, api_key=shown.api_key, tls=shown.tls)
+    def __init__(self, endpoints: Sequence[str], timeout_s: float, credentials: ClientCredentials = NONE) -> None:
+        self.client = Client(endpoints, timeout_s=timeout_s, api_key=credentials.api_key, tls=credentials.tls)
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
+    def generate(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
         prompt = case.prompt
         for reply in self.client.generate(prompt.text or None, chat=prompt.chat, params=case.params, gamma=gamma):
             if isinstance(reply, Tokens):
@@ -77,8 +77,8 @@ class OverGrpc:
         self.client.close()
 
 
-class HttpRefusal(OutriderError):
-    """A status that none of our errors stands for."""
+class HttpStatusError(OutriderError):
+    """Response status that has no error class of its own."""
 
     code = "http"
 
@@ -87,54 +87,56 @@ class HttpRefusal(OutriderError):
         self.status = status
 
 
-class OverHttp:
-    """Streams of the OpenAI-compatible API, over one connection that is kept.
+class HttpLoadClient:
+    """Client of the OpenAI-compatible API's streams, over one kept connection.
 
-    urllib3 and not locust's own HTTP users: those report one request when its
-    headers have come, and an answer that streams has only begun by then.
+    It uses urllib3 instead of locust's HTTP users: these report a request
+    when its headers arrive, which is when a stream begins.
     """
 
     protocol = HTTP
 
-    def __init__(self, endpoint: str, timeout_s: float, shown: ClientCredentials = NONE, model: str = "") -> None:
+    def __init__(self, endpoint: str, timeout_s: float, credentials: ClientCredentials = NONE, model: str = "") -> None:
         self._timeout_s = timeout_s
         self._model = model
-        self._headers = {"Authorization": bearer(shown.api_key)} if shown.api_key else {}
-        given: dict[str, Any] = {"ssl_context": shown.context} if shown.context else {}
+        self._headers = {"Authorization": bearer(credentials.api_key)} if credentials.api_key else {}
+        given: dict[str, Any] = {"ssl_context": credentials.context} if credentials.context else {}
         self._pool = urllib3.connection_from_url(
-            f"{'https' if shown.context else 'http'}://{endpoint}",
+            f"{'https' if credentials.context else 'http'}://{endpoint}",
             timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             retries=False,
             **given,
         )
 
     def served_model(self) -> str:
-        return str(self._told("/v1/models", lambda told: told["data"][0]["id"]))
+        return str(self._get_json("/v1/models", lambda body: body["data"][0]["id"]))
 
     def capacity(self) -> int:
-        """Sessions that the fleet takes at once."""
+        """Return the sessions that the fleet runs at once."""
         return int(
-            self._told("/fleet", lambda told: sum(w["capacity"] for w in told["workers"] if w["role"] == "verifier"))
+            self._get_json(
+                "/fleet", lambda body: sum(w["capacity"] for w in body["workers"] if w["role"] == "verifier")
+            )
         )
 
-    def ask(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
+    def generate(self, case: Case, gamma: int | None = None) -> Iterator[ReplyPiece]:
         path = "/v1/chat/completions" if case.prompt.chat else "/v1/completions"
         until = time.monotonic() + self._timeout_s
         with self._reply("POST", path, json=self._body(case, gamma)) as reply:
-            for piece in answer(events(reply)):
+            for piece in stream_pieces(events(reply)):
                 yield piece
-                if time.monotonic() > until:  # the pool's timeout is for one silence, not for the whole
+                if time.monotonic() > until:  # the pool's timeout limits one read, not the whole stream
                     raise Expired("the deadline passed before the output was complete")
 
     def close(self) -> None:
         self._pool.close()
 
-    def _told(self, path: str, wanted: Callable[[Any], Any]) -> Any:
+    def _get_json(self, path: str, select: Callable[[Any], Any]) -> Any:
         with self._reply("GET", path) as reply:
             try:
-                return wanted(json.loads(reply.data))
+                return select(json.loads(reply.data))
             except (ValueError, LookupError, TypeError) as error:
-                raise Unavailable(f"{path} does not tell: is this Outrider's HTTP endpoint?") from error
+                raise Unavailable(f"unexpected reply to {path}: is this Outrider's HTTP endpoint?") from error
 
     def _body(self, case: Case, gamma: int | None) -> dict[str, Any]:
         params = case.params
@@ -157,18 +159,18 @@ class OverHttp:
 
     @contextmanager
     def _reply(self, method: str, path: str, **more: Any) -> Iterator[urllib3.BaseHTTPResponse]:
-        """Read to its end the connection is kept, left earlier it is closed."""
+        """Keep the connection if the reply is read to its end; close it otherwise."""
         reply: urllib3.BaseHTTPResponse | None = None
         try:
             reply = self._pool.request(method, path, headers=self._headers, preload_content=False, **more)
             if reply.status != 200:
-                raise refusal(reply.status, reply.read(_LARGEST_ERROR), reply.headers)
+                raise status_error(reply.status, reply.read(_MAX_ERROR_BYTES), reply.headers)
             yield reply
             reply.release_conn()
-        except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among timeouts
+        except urllib3.exceptions.NewConnectionError as error:  # a subclass of TimeoutError in urllib3
             raise PeerLost(f"{method} {path}: {error}") from error
         except urllib3.exceptions.TimeoutError as error:
-            raise Expired(f"{method} {path}: nothing came in time") from error
+            raise Expired(f"{method} {path}: timeout") from error
         except urllib3.exceptions.HTTPError as error:
             raise PeerLost(f"{method} {path}: {error}") from error
         finally:
@@ -176,8 +178,8 @@ class OverHttp:
                 reply.close()
 
 
-def answer(data: Iterator[str]) -> Iterator[ReplyPiece]:
-    """The pieces of a streamed completion or chat completion, from the data of its events."""
+def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
+    """Yield the pieces of a streamed completion or chat completion, given the data of its events."""
     finished = False
     output_tokens: int | None = None
     for event in data:
@@ -185,9 +187,9 @@ def answer(data: Iterator[str]) -> Iterator[ReplyPiece]:
             if not finished or output_tokens is None:
                 raise PeerLost("the stream ended without " + ("a usage" if finished else "a finish_reason"))
             yield ReplyPiece("", None, output_tokens)
-            # Nothing follows; reading on to the end keeps the connection.
+            # Read to the end of the stream, so that the connection can be kept.
             if (more := next(data, None)) is not None:
-                raise OutriderError(f"the stream goes on after {DONE}: {more[:80]}")
+                raise OutriderError(f"unexpected event after {DONE}: {more[:80]}")
             return
         chunk = _parsed(event)
         if "error" in chunk:
@@ -202,41 +204,41 @@ def answer(data: Iterator[str]) -> Iterator[ReplyPiece]:
     raise PeerLost(f"the stream ended without {DONE}")
 
 
-def refusal(status: int, body: bytes, headers: Any) -> OutriderError:
-    """What a status other than 200 means."""
+def status_error(status: int, body: bytes, headers: Any) -> OutriderError:
+    """Return the error for a status other than 200."""
     try:
         error = json.loads(body)["error"]
         message, code = str(error["message"]), str(error.get("code"))
     except (ValueError, LookupError, TypeError):
         message, code = body[:120].decode(errors="replace"), ""
-    kind = _OF_STATUS.get(status) or _OF_CODE.get(code)
+    kind = _ERROR_BY_STATUS.get(status) or _ERROR_BY_CODE.get(code)
     if kind is None:
-        return HttpRefusal(f"HTTP {status}: {message}", status)
+        return HttpStatusError(f"HTTP {status}: {message}", status)
     return kind(message, retry_after_ms=_retry_after_ms(headers))
 
 
-def named(error: OutriderError) -> str:
-    """What a failure is counted as."""
-    return f"http {error.status}" if isinstance(error, HttpRefusal) else error.code
+def error_name(error: OutriderError) -> str:
+    """Return the name under which an error is counted."""
+    return f"http {error.status}" if isinstance(error, HttpStatusError) else error.code
 
 
 def _parsed(event: str) -> dict[str, Any]:
     try:
         chunk = json.loads(event)
     except ValueError as error:
-        raise OutriderError(f"an event of the stream is no JSON: {event[:80]}") from error
+        raise OutriderError(f"stream event is not JSON: {event[:80]}") from error
     if not isinstance(chunk, dict) or ("error" not in chunk and "choices" not in chunk):
-        raise OutriderError(f"an event of the stream is no chunk: {event[:80]}")
+        raise OutriderError(f"stream event is not a chunk: {event[:80]}")
     return chunk
 
 
-def _error(told: Any) -> OutriderError:
-    if not isinstance(told, dict):
-        return OutriderError(f"the stream ended with an error: {told}")
-    return _OF_CODE.get(str(told.get("code")), OutriderError)(str(told.get("message")))
+def _error(body: Any) -> OutriderError:
+    if not isinstance(body, dict):
+        return OutriderError(f"the stream ended with an error: {body}")
+    return _ERROR_BY_CODE.get(str(body.get("code")), OutriderError)(str(body.get("message")))
 
 
 def _retry_after_ms(headers: Any) -> int | None:
-    """Seconds, as whole numbers; the other form, a date, is not one that Outrider sends."""
+    """Return the Retry-After header if it is in seconds; Outrider does not send the date form."""
     given = str(headers.get("Retry-After", ""))
     return 1000 * int(given) if given.isdecimal() else None
