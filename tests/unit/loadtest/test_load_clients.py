@@ -95,8 +95,8 @@ def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
         ([text_chunk("one"), USAGE, DONE], PeerLost, "without a finish_reason"),
         ([text_chunk("one", "stop"), DONE], PeerLost, "without a usage"),
         ([text_chunk("one", "stop"), USAGE, DONE, "more"], OutriderError, "unexpected event after"),
-        (["{"], OutriderError, "no JSON"),
-        (["[1]"], OutriderError, "no chunk"),
+        (["{"], OutriderError, "not JSON"),
+        (["[1]"], OutriderError, "not a chunk"),
         (['{"error": {"message": "full", "code": "rate_limit_exceeded"}}'], Overloaded, "full"),
         (['{"error": {"message": "gone", "code": "peer_lost"}}'], PeerLost, "gone"),
         (['{"error": {"message": "odd", "code": "new"}}'], OutriderError, "odd"),
@@ -246,12 +246,12 @@ def test_pieces_come_as_they_are_sent() -> None:
 def test_a_connection_is_kept_until_an_answer_is_left() -> None:
     with Serving(merge_all) as serving:
         for _ in range(3):
-            assert len(serving.generate(TEXT)) == 3
+            assert len(serving.ask(TEXT)) == 3
         assert serving.server.connections == 1
         left = serving.asker.generate(TEXT)
         next(left)
         left.close()  # type: ignore[attr-defined]
-        assert len(serving.generate(TEXT)) == 3
+        assert len(serving.ask(TEXT)) == 3
         assert serving.server.connections == 2
 
 
@@ -277,9 +277,9 @@ def test_an_answer_that_is_left_is_hung_up_on() -> None:
 
 
 def test_a_request_is_openais_with_the_key() -> None:
-    with Serving(merge_all, shown=ClientCredentials("secret"), model="m") as serving:
-        serving.generate(TEXT)
-        serving.generate(CHAT)
+    with Serving(merge_all, credentials=ClientCredentials("secret"), model="m") as serving:
+        serving.ask(TEXT)
+        serving.ask(CHAT)
         list(serving.asker.generate(TEXT, gamma=0))
     (path, key, body), (chat_path, _, chat), (_, _, plain) = serving.server.asked
     assert (path, chat_path, key) == ("/v1/completions", "/v1/chat/completions", "Bearer secret")
@@ -299,7 +299,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
         Serving(lambda _: (429, {"Retry-After": "2"}, iter([error]))) as serving,
         pytest.raises(Overloaded, match="full") as caught,
     ):
-        serving.generate(TEXT)
+        serving.ask(TEXT)
     assert caught.value.retry_after_ms == 2000
 
 
@@ -309,8 +309,8 @@ def test_a_stream_that_breaks_is_a_lost_peer_and_the_next_one_works() -> None:
 
     with Serving(once) as serving:
         with pytest.raises(PeerLost):
-            serving.generate(TEXT)
-        assert len(serving.generate(TEXT)) == 3
+            serving.ask(TEXT)
+        assert len(serving.ask(TEXT)) == 3
 
 
 def test_nobody_there_is_a_lost_peer() -> None:
@@ -332,7 +332,7 @@ def test_the_deadline_holds_for_silence_and_for_a_trickle(trickles: bool) -> Non
 
     with Serving(lambda _: (200, {}, parts()), timeout_s=0.2) as serving:
         with pytest.raises(Expired):
-            serving.generate(TEXT)
+            serving.ask(TEXT)
         over.set()
 
 

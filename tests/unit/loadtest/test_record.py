@@ -238,13 +238,13 @@ def test_workers_records_add_up_to_the_same_summary() -> None:
     for i, attempt in enumerate(attempts()):
         workers[i % 2].add(attempt)
         if i % 5 == 0:
-            reports.append(workers[i % 2].take())
-    reports += [worker.take() for worker in workers]
+            reports.append(workers[i % 2].drain())
+    reports += [worker.drain() for worker in workers]
     random.Random(1).shuffle(reports)
     for report in reports:
         leader.merge(msgpack.loads(msgpack.dumps(report), strict_map_key=False))
     assert summary(leader) == summary()
-    assert workers[0].take() == []
+    assert workers[0].drain() == []
 
 
 def test_a_tally_survives_the_way() -> None:

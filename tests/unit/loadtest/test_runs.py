@@ -359,7 +359,7 @@ async def test_a_run_against_nobody_fails(tmp_path: Path) -> None:
         assert "cannot start: " in (tmp_path / "locust.log").read_text()
         async with made_up(MadeUp()) as endpoint:
             assert await run(endpoint, tmp_path, http_share=1, http_endpoint=nobody) == 1
-    assert "--http-share 0 leaves HTTP out" in (tmp_path / "locust.log").read_text()
+    assert "--http-share 0 disables HTTP" in (tmp_path / "locust.log").read_text()
 
 
 # The link.
