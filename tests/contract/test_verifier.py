@@ -22,7 +22,7 @@ from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import failure, in_process, until_async
 from tests.contract.conftest import Greedy, verifier_serving, verifying
-from verifier.service import HANG_UP_S, VerifierService
+from verifier.service import PEER_CLOSE_TIMEOUT_S, VerifierService
 from verifier.settings import VerifierSettings
 
 pytestmark = pytest.mark.timeout(60)
@@ -309,7 +309,7 @@ async def test_an_error_ends_a_stream_at_once_and_what_was_not_read_is_made_agai
         await old.verdict()
         await old.guess(len(PROMPT) + 1, truth[1:3])
         await new.open([*PROMPT, *old.tokens], session_id="broken", epoch=2, max_tokens=12, prompt_length=len(PROMPT))
-        async with asyncio.timeout(HANG_UP_S / 6):
+        async with asyncio.timeout(PEER_CLOSE_TIMEOUT_S / 6):
             assert (await failure(old.call))[0] is grpc.StatusCode.ABORTED
         await new.rest()
     assert old.tokens == truth[:1]
