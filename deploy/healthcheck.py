@@ -1,6 +1,6 @@
-"""`healthcheck.py ADDRESS SERVICE`: exits 0 when the service says that it can serve, else 1 with the reason.
+"""`healthcheck.py ADDRESS SERVICE`: exit with 0 if the service reports SERVING, else with 1 and the reason.
 
-Where the service speaks TLS, so does this: it reads the same OUTRIDER_TLS_CA, OUTRIDER_TLS_CERT and OUTRIDER_TLS_KEY.
+TLS is configured by the same variables as the service: OUTRIDER_TLS_CA, OUTRIDER_TLS_CERT and OUTRIDER_TLS_KEY.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ TIMEOUT_S = 3.0
 
 
 def trouble(address: str, service: str) -> str | None:
-    """What keeps the service from serving; None if nothing does."""
+    """Return why the service cannot serve; None if it can."""
     try:
         tls = Tls.load(**{name: os.environ.get(f"OUTRIDER_TLS_{name.upper()}", "") for name in ("cert", "key", "ca")})
     except StartupError as error:
         return f"{service} at {address}: {error.message}"
-    # A proxy set for the container is not meant for calls inside it.
+    # A proxy configured for the container must not be used for calls inside it.
     options = [("grpc.enable_http_proxy", 0)]
     if tls is None:
         opened = grpc.insecure_channel(address, options)

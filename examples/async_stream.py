@@ -1,4 +1,4 @@
-"""Ask several questions at once from one event loop, and stop an answer in the middle. First: `outrider up`.
+"""Send concurrent requests from one event loop, and cancel one of them. Start the services first: `outrider up`.
 
 python examples/async_stream.py [ENDPOINT,ENDPOINT...]
 """
@@ -25,7 +25,7 @@ async def answer(client: AsyncClient, question: str) -> None:
 
 
 async def first_words(client: AsyncClient, question: str) -> None:
-    """Leaving the block ends the work for it everywhere."""
+    """Cancel the request by leaving the block: all services free its session."""
     text = ""
     async with contextlib.aclosing(client.generate(chat=[("user", question)], params=PARAMS)) as replies:
         async for reply in replies:

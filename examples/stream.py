@@ -2,8 +2,8 @@
 
 python examples/stream.py "Why is the sky blue?" [ENDPOINT,ENDPOINT...]
 
-Of several endpoints, coordinators of one fleet, the next one goes on when one dies. A coordinator that asks for a key
-gets it from OUTRIDER_API_KEY.
+With several endpoints, the coordinators of one fleet, the stream continues on the next one when one fails. The API key,
+if the coordinator requires one, is read from OUTRIDER_API_KEY.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def stream(prompt: str, endpoints: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1] if len(sys.argv) > 1 else "Why is the sky blue?"
-    stream(asked, (sys.argv[2] if len(sys.argv) > 2 else DEFAULT_ENDPOINT).split(","))
+    prompt = sys.argv[1] if len(sys.argv) > 1 else "Why is the sky blue?"
+    stream(prompt, (sys.argv[2] if len(sys.argv) > 2 else DEFAULT_ENDPOINT).split(","))

@@ -1,4 +1,4 @@
-"""Decode with a verifier alone, guessing with whatever is at hand: here, that the prompt repeats itself.
+"""Decode with a verifier alone and guesses from any source; here, the text is assumed to repeat itself.
 
 Start one first: `outrider serve verifier --port 50051 --target path-or-hub-id`.
 """
@@ -19,7 +19,7 @@ GAMMA = 4
 
 
 def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
-    """The target's greedy continuation of `prompt`."""
+    """Return the target's greedy continuation of `prompt`."""
     outgoing: queue.Queue[pb.VerifyRequest | None] = queue.Queue()
     outgoing.put(
         pb.VerifyRequest(
@@ -54,7 +54,7 @@ def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def _repeat(tokens: list[int]) -> list[int]:
-    """What followed the last token when it came before; nothing, if it never did: then the verifier need not wait."""
+    """Return what followed the last token before; an empty guess means that the verifier need not wait."""
     for i in range(len(tokens) - 2, -1, -1):
         if tokens[i] == tokens[-1]:
             return tokens[i + 1 : i + 1 + GAMMA]

@@ -1,4 +1,4 @@
-{{/* Names. 40 characters leave room for what Kubernetes adds to a StatefulSet's name in labels of 63. */}}
+{{/* Names. 40 characters leave space for the suffixes that Kubernetes adds to a StatefulSet's name, in labels of 63. */}}
 {{- define "outrider.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if .Values.fullnameOverride -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What selects the pods of one component. Takes root and component, like most below. */}}
+{{/* Selector labels of a component's pods. Takes root and component, like most below. */}}
 {{- define "outrider.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -50,7 +50,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- default (printf "%s-drafter" (include "outrider.fullname" .)) .Values.auth.drafterKey.existingSecret -}}
 {{- end -}}
 
-{{/* Which of the two keys a component has: a drafter has only its own, where there is one. */}}
+{{/* Key of a component: a drafter has only the drafter key, if there is one. */}}
 {{- define "outrider.hasDrafterKey" -}}
 {{- $both := and .root.Values.auth.fleetKey.enabled .root.Values.auth.drafterKey.enabled -}}
 {{- if and $both (ne .component "verifier") }}yes{{ end -}}
@@ -70,14 +70,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if .Values.redis.bundled -}}{{ $own }}{{- else -}}{{ default $own .Values.redis.existingSecret }}{{- end -}}
 {{- end -}}
 
-{{/* A value of a Secret as it was, or a new one. Takes root, secret and key. */}}
+{{/* Existing value of a Secret, or a new one. Takes root, secret and key. */}}
 {{- define "outrider.keptOrNew" -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret -}}
 {{- $data := default dict $old.data -}}
 {{- if hasKey $data .key -}}{{ index $data .key | b64dec }}{{- else -}}{{ randAlphaNum 48 }}{{- end -}}
 {{- end -}}
 
-{{/* The settings of a service as flags. */}}
+{{/* Settings of a service as flags. */}}
 {{- define "outrider.settings" -}}
 {{- $values := index .root.Values .component -}}
 {{- range $flag, $value := mergeOverwrite (deepCopy .root.Values.settings) $values.settings }}
@@ -89,11 +89,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
-{{/* The environment of every container of ours: keys and certificates are named, never written out. The health check of
-     an exec probe and `outrider` inside the container read the same variables. */}}
+{{/* Environment of every Outrider container: references to keys and certificates, never their values. The health check
+     of an exec probe and `outrider` inside the container read the same variables. */}}
 {{- define "outrider.identity" -}}
 {{- if not (ternary (include "outrider.hasApiKeys" .root) .root.Values.auth.fleetKey.enabled (eq .component "coordinator")) }}
-# Open to everything in the cluster: no keys were given for it.
+# Accessible from the whole cluster: no keys are configured.
 - name: OUTRIDER_INSECURE
   value: "true"
 {{- end }}
@@ -186,8 +186,8 @@ yes
 {{- end }}
 {{- end -}}
 
-{{/* How a probe asks. Kubernetes speaks no TLS to gRPC services, so with TLS the container asks itself.
-     Takes root, port and service; no service stands for the process as a whole. */}}
+{{/* Probe. Kubernetes has no TLS for gRPC probes, so with TLS the container runs the health check itself.
+     Takes root, port and service; an empty service means the whole process. */}}
 {{- define "outrider.probe" -}}
 {{- if .root.Values.tls.secretName -}}
 exec:
@@ -218,7 +218,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* What Prometheus goes by where nobody installed its operator. Takes root, port and scheme. */}}
+{{/* Scrape annotations, for Prometheus without its operator. Takes root, port and scheme. */}}
 {{- define "outrider.scrape" -}}
 {{- if .root.Values.metrics.annotations }}
 prometheus.io/scrape: "true"
@@ -228,7 +228,7 @@ prometheus.io/scheme: {{ .scheme }}
 {{- end }}
 {{- end -}}
 
-{{/* The part of a pod that says where it may run. */}}
+{{/* Placement of a pod. */}}
 {{- define "outrider.placement" -}}
 {{- $values := default dict (index .root.Values .component) -}}
 {{- with .root.Values.image.pullSecrets }}
