@@ -146,13 +146,13 @@ class VerificationLoop:
                 timer.cancel()
 
     def _record(self, batch: Sequence[ScheduledSession], step: VerifyStep) -> None:
-        rows = sum(item.num_tokens for item in batch)
+        num_tokens = sum(item.num_tokens for item in batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
-        self._metrics.stepped(sessions=len(batch), rows=rows, forward_us=step.forward_us, step_us=step.step_us)
+        self._metrics.stepped(sessions=len(batch), rows=num_tokens, forward_us=step.forward_us, step_us=step.step_us)
         self._batching.record(batch, step.step_us / 1000)
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
-        rows = sum(item.num_tokens for item in batch)
+        num_tokens = sum(item.num_tokens for item in batch)
         for item, result in zip(batch, step.results, strict=True):
             session = item.session
             if session.closed:
@@ -172,7 +172,7 @@ class VerificationLoop:
                 forward_us=step.forward_us,
                 step_us=step.step_us,
                 sessions=len(batch),
-                batch_tokens=rows,
+                batch_tokens=num_tokens,
                 session_tokens=item.num_tokens,
                 cached_tokens=session.num_cached_tokens,
                 step_tokens=step.num_committed,
