@@ -128,6 +128,7 @@ def handlers() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_signal_ends_it_and_only_ctrl_c_hastens(handlers: Callable[[int], None], first: signal.Signals) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell leaves it for what ends in &
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     up._end_on_signals()
     with pytest.raises(KeyboardInterrupt):
         handlers(first)
