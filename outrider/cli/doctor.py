@@ -41,11 +41,14 @@ def doctor(
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
+    tls_name: options.TlsName = "",
     target: Annotated[str, options.option("--target", "Target model to look for.")] = DEFAULT,
     port: Annotated[int, options.option("--port", "Port that `outrider up` would take.")] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
-    client = options.connect(endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
+    client = options.connect(
+        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name
+    )
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         _torch,

@@ -32,6 +32,9 @@ TlsCa = Annotated[
 ]
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: the key to --tls-cert.")]
+TlsName = Annotated[
+    str, option("--tls-name", "Name that the coordinator's certificate must hold; default: the host in --endpoint.")
+]
 MaxTokens = Annotated[int, option("--max-tokens", "Most tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: always the likeliest token.")]
 TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
@@ -69,14 +72,21 @@ Plain = Annotated[bool, option("--plain", "Switch speculation off; the same as -
 
 
 def connect(
-    endpoint: str, *, api_key: str, tls_ca: str, tls_cert: str, tls_key: str, timeout_s: float | None = None
+    endpoint: str,
+    *,
+    api_key: str,
+    tls_ca: str,
+    tls_cert: str,
+    tls_key: str,
+    tls_name: str,
+    timeout_s: float | None = None,
 ) -> Client:
     """A client of the coordinators that the flags name."""
     return Client(
         endpoint.split(","),
         timeout_s=timeout_s,
         api_key=ApiKeys.parse(api_key, "api_key").first,
-        tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca),
+        tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca, name=tls_name),
     )
 
 

@@ -26,6 +26,7 @@ def generate(
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
+    tls_name: options.TlsName = "",
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
@@ -74,7 +75,13 @@ def generate(
     request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
     request |= {"branches": branches, "ahead": ahead}
     with options.connect(
-        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, timeout_s=timeout_s
+        endpoint,
+        api_key=api_key,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_name=tls_name,
+        timeout_s=timeout_s,
     ) as client:
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
@@ -88,6 +95,7 @@ def chat(
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
+    tls_name: options.TlsName = "",
     system: Annotated[str, options.option("--system", "System message.")] = "",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.7,
@@ -114,7 +122,9 @@ def chat(
     opening = [("system", system)] if system else []
     history = list(opening)
     console = Console()
-    with options.connect(endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key) as client:
+    with options.connect(
+        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name
+    ) as client:
         console.print(Text.assemble((printable(client.model().name), "bold"), "  /reset  /exit"))
         while (line := _ask(console)) is not None:
             if line == "/reset":

@@ -200,8 +200,7 @@ def up(
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
-            trust = f" --tls-ca {running.plan.tls_ca or SYSTEM}" if running.access.tls else ""
-            example = f'outrider generate --endpoint {endpoints}{trust} --chat "Why is the sky blue?"'
+            example = f'outrider generate --endpoint {endpoints}{_trusting(running.plan)} --chat "Why is the sky blue?"'
             console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
                 console.print(f"{_kept(running.state)}{'' if fleet_key else ', keys for further workers'}")
@@ -312,6 +311,14 @@ def _run(
             console.print(summary(reply.stats, reply), style="dim")
             return "".join(parts), reply
     raise OutriderError("the stream ended without an end")
+
+
+def _trusting(plan: LaunchPlan) -> str:
+    """Return the flags with which a client on this machine trusts the coordinators."""
+    if not plan.tls_cert:
+        return ""
+    name = "" if plan.tls else f" --tls-name {plan.tls_name}"  # our own certificate names this machine
+    return f" --tls-ca {plan.tls_ca or SYSTEM}{name}"
 
 
 def _kept(state: StateFolder) -> str:

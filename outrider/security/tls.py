@@ -40,6 +40,9 @@ class Tls:
     def load(cls, *, cert: str = "", key: str = "", ca: str = "", name: str = "") -> Self | None:
         """From files; None when none is named. Raises StartupError for what can never work."""
         if not (cert or key or ca):
+            if name:
+                message = "tls_name is given without tls_cert or tls_ca: nothing would be encrypted"
+                raise StartupError(message, field="tls_name", value=name)
             return None
         if bool(cert) != bool(key):
             there, missing = ("tls_cert", "tls_key") if cert else ("tls_key", "tls_cert")

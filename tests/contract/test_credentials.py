@@ -283,3 +283,16 @@ async def test_certificates_and_authority_are_exchanged(slow: LoadedModel, tmp_p
                 assert await soon(lambda: all(link.usable() for link in service.sessions.worker_pool.connections()), 10)
     assert not [entry for entry in logs if entry["event"] == LOST], "no stream was broken off"
     assert not [entry for entry in logs if entry["log_level"] == "error"], "a pair half replaced is waited for"
+
+
+async def test_services_that_share_a_certificate_go_by_its_name(slow: LoadedModel, tmp_path: Path) -> None:
+    """They call each other at 127.0.0.1, which the certificate does not name; clients may do the same."""
+    authority = Authority.make(tmp_path)
+    mine = authority.issue("shared", hosts=["outrider.internal"])
+    (tmp_path / "api-keys").write_text("client\n")
+    files = {"tls_cert": str(mine.cert), "tls_key": str(mine.key), "tls_ca": str(authority.path)}
+    async with serving(slow, tmp_path, fleet_key="fleet", tls_name="outrider.internal", **files) as (address, _):
+        assert await opens(address, "client", Tls.load(ca=str(authority.path), name="outrider.internal"))
+        async with AsyncClient([address], api_key="client", tls=Tls.load(ca=str(authority.path))) as stranger:
+            with pytest.raises(PeerLost):
+                await stranger.server()

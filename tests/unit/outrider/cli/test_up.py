@@ -115,6 +115,18 @@ def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
     assert plans
 
 
+@pytest.mark.parametrize(
+    ("plan", "flags"),
+    [
+        (LaunchPlan(), ""),
+        (LaunchPlan(tls=True, tls_cert="c", tls_ca="/x/ca.pem", tls_name="localhost"), " --tls-ca /x/ca.pem"),
+        (LaunchPlan(tls_cert="c", tls_name="a.example.com"), " --tls-ca system --tls-name a.example.com"),
+    ],
+)
+def test_the_example_shows_how_to_trust(plan: LaunchPlan, flags: str) -> None:
+    assert up._trusting(plan) == flags
+
+
 @pytest.fixture
 def handlers() -> Iterator[Callable[[int], None]]:
     """Send a signal to ourselves; the handlers from before come back."""

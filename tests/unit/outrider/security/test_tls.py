@@ -114,3 +114,5 @@ def test_a_shared_certificate_goes_by_its_name(authority: Authority) -> None:
     assert tls is not None
     assert tls.channel_options() == [("grpc.ssl_target_name_override", "outrider.internal")]
     assert Tls.load(ca=SYSTEM).channel_options() == []
+    with pytest.raises(StartupError, match="tls_name is given without tls_cert or tls_ca"):
+        Tls.load(name="outrider.internal")
