@@ -36,6 +36,11 @@ def sessions_in(server: int) -> dict[bytes, object]:
         return {key: asking.dump(key) for key in kept}
 
 
+def service(running: Up, kind: str) -> int:
+    """Return the id of the only service of this kind; 0: there is none."""
+    return next((pid for pid in running.family() if f"-m {kind}" in command_line(pid)), 0)
+
+
 def wait_for_ends(running: Up) -> None:
     """Wait until all its processes have ended. Redis must be the last but for `up` itself."""
     server = running.redis()
@@ -70,6 +75,11 @@ async def test_redis_is_started_again_ends_last_and_its_sessions_stay(models: Mo
             assert sessions_in(second).items() >= before.items(), "the new one has what the old one had"
             await until_async(lambda: _durable(stub), 20, "the coordinator uses it")
             after = await generate(stub, ask("Hello again", max_tokens=8))
+            drafter = service(running, "drafter")
+            os.kill(drafter, signal.SIGKILL)
+            running.said("drafter-1 (died with status -9, starting again)")
+            assert until(lambda: service(running, "drafter") not in (0, drafter), 20, "another drafter")
+
             end = await until_async(lambda: _kept(after, second), 10, "record in the new one")
 
         wait_for_ends(running)
@@ -119,7 +129,7 @@ def test_settings_of_services_and_tls(models: Models, tmp_path: Path) -> None:
             assert len(client.complete("Hello", params=SamplingParams(temperature=0.0, max_tokens=4)).token_ids) == 4
         with Client([address]) as client, pytest.raises(PeerLost):
             client.server()
-        (verifier,) = [pid for pid in running.family() if "-m verifier" in command_line(pid)]
+        verifier = service(running, "verifier")
         assert "--max-sessions 6 " in command_line(verifier)
         assert "--prefix-tokens 0 " in command_line(verifier)
         assert b"secret-of-metrics" in (Path("/proc") / str(verifier) / "environ").read_bytes()
