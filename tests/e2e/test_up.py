@@ -121,7 +121,7 @@ def test_settings_of_services_and_tls(models: Models, tmp_path: Path) -> None:
     line = ["--config", str(file), "--set", "verifier.max-sessions=6", "--state-dir", str(tmp_path / "state")]
     with up(tmp_path, *line, OUTRIDER_GAMMA_MAX="3") as running:
         address = running.ready()
-        assert f"--endpoint {address} --tls-ca {ca}" in running.log.read_text()
+        running.said(f"({re.escape(f'--endpoint {address} --tls-ca {ca}')})")
         assert "OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max" in running.log.read_text()
         with Client([address], tls=Tls.load(ca=str(ca))) as client:
             capacities = {worker.kind: worker.capacity for worker in client.server().workers}
