@@ -1,4 +1,4 @@
-"""`outrider bench`: measurements, each of processes that it starts itself. Not in the service images."""
+"""`outrider bench`: measurements, each with processes that it starts itself. The service images omit this package."""
 
 import typer
 

@@ -14,7 +14,8 @@ from outrider.bench.capacity.command import sessions_at
 from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures
 from outrider.bench.common import remote_pair
 from outrider.bench.network import plot
-from outrider.bench.network.command import Cell, NetworkRun, NetworkRuns, modes
+from outrider.bench.network.cases import LinkCase, modes
+from outrider.bench.network.figures import NetworkRun, NetworkRuns
 from outrider.cli.app import app
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.statistics import GenerationStats
@@ -47,7 +48,7 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
         *("network", "--quick", "--tokens", "16", "--verify-pace", "1:12,17:12,33:24", "--drafters", "0.8:1,0.4:1"),
         *("--rtts", "0,80", "--json", str(report)),
     )
-    assert "paced engines" in output, "nobody takes these for the speed of a model"
+    assert "throttled engines" in output, "the figures must not look like those of a model"
     found = json.loads(report.read_text())
     summary = found["summary"]
     assert all(isinstance(summary[key], float) for key in SUMMARY)
@@ -66,10 +67,10 @@ def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, fewer in (("_RTTS", (0.0, 40.0)), ("_ACCEPTANCES", (0.4, 0.8)), ("_DRAFTS", (0.1, 1.0))):
         monkeypatch.setattr(plot, name, fewer)
     runs = NetworkRuns([NetworkRun((1, 2), (10.0,), GenerationStats(tokens_per_second=30.0))])
-    measured = {Cell(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
+    measured = {LinkCase(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
     pair = remote_pair.ToyPair(tmp_path, tmp_path, 0.8, 0.6)
-    plot.draw(measured, pair, remote_pair.Paces("1:40,17:40,33:80", 4.0), drawn)
+    plot.draw(measured, pair, remote_pair.StepTimes("1:40,17:40,33:80", 4.0), drawn)
     assert drawn.stat().st_size > 20_000
 
 
@@ -80,9 +81,9 @@ def test_capacity_compares_sessions(tmp_path: Path) -> None:
     assert "the bound is 1.20" in output
     summary = json.loads(report.read_text())["summary"]
     assert summary["bound"] == {"light": pytest.approx(1.2), "heavy": pytest.approx(1.8)}
-    assert summary["sessions_ratio"]["heavy"] > 1.2, "who drafts elsewhere serves more"
+    assert summary["sessions_ratio"]["heavy"] > 1.2, "a remote drafter leaves room for more sessions"
     guesses = summary["full_guesses_per_step"]
-    assert guesses["8"] < 0.5 * guesses["1"], "a full verifier has no rows for guesses"
+    assert guesses["8"] < 0.5 * guesses["1"], "a full verifier checks few guesses"
 
 
 @pytest.mark.parametrize(("token_ms", "sessions"), [(10.0, 1.0), (15.0, 1.5), (20.0, 2.0), (30.0, 3.0), (60.0, 6.0)])
@@ -92,7 +93,7 @@ def test_sessions_at_a_time_per_token(token_ms: float, sessions: float) -> None:
 
 
 def test_a_pair_accepts_about_what_was_asked_for(tmp_path: Path) -> None:
-    pair = remote_pair.make_pair(tmp_path, 0.8, remote_pair.Answers((5, 6, 7, 8), count=3, tokens=100))
+    pair = remote_pair.make_pair(tmp_path, 0.8, remote_pair.ReferenceAnswers((5, 6, 7, 8), count=3, tokens=100))
     assert pair.acceptance == pytest.approx(0.8, abs=0.05)
     assert 0.3 < pair.gain < 0.95
 

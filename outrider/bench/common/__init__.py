@@ -1,1 +1,1 @@
-"""What all benchmarks use."""
+"""Parts that several benchmarks share."""

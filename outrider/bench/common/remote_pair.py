@@ -1,4 +1,4 @@
-"""A drafter far away: a paced pair of tiny models as real processes, with a link of our own between them."""
+"""Remote pair: toy models behind throttled engines in real processes, with a link emulator before the drafter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.common.report import needs
+from outrider.bench.common.report import import_on_use
 from outrider.client.sync import Client
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol.errors import StartupError
@@ -21,16 +21,18 @@ from outrider.runtime.embedded_redis import embedded_redis
 from outrider.testing.link_emulator import EmulatedLink, LinkShape
 
 _TIMEOUT_S = 300.0
-_SETTLED = 0.15  # a round trip is known when it is measured within this share
-_NOISE_MS = 5.0
-_SETTLE_S = 15.0
-_BUSY_SHARE, _BUSY_MS = 1.5, 15.0
+_RTT_TOLERANCE = 0.15  # share of the round trip within which the coordinator must measure it
+_RTT_NOISE_MS = 5.0
+_RTT_TIMEOUT_S = 15.0
+_BUSY_FACTOR, _BUSY_MS = 1.5, 15.0  # accepted at the timeout: probes on a busy machine are slow
 
 
 @dataclass(frozen=True, slots=True)
 class ToyPair:
-    """A target and a near copy of it. `acceptance` of its first guesses, `gain`: of the misses, how many have the truth
-    among the two runners-up."""
+    """Target and perturbed copy.
+
+    `acceptance` is that of first guesses. `gain` is the share of failed ones whose token is among two runners-up.
+    """
 
     target: Path
     draft: Path
@@ -39,49 +41,49 @@ class ToyPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Paces:
-    verify: str  # as --pace takes it
+class StepTimes:
+    verify: str  # format of --pace
     draft_ms: float
-    blur: str = ""  # of the drafter, as --blur takes it
+    blur: str = ""  # of the drafter, format of --blur
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """Texts in which a pair is to guess as well as asked: what the target says to this prompt with the first seeds."""
+class ReferenceAnswers:
+    """Answers on which the acceptance of a pair is set: the target's output for this prompt with the first seeds."""
 
     prompt: tuple[int, ...] = (1, 2, 3)
     count: int = 2
     tokens: int = 200
 
 
-def make_pair(folder: Path, acceptance: float, answers: Answers | None = None) -> ToyPair:
-    """Blur a copy of the target until its first guesses hold about so often."""
-    pairing = needs("torch", "models", "outrider.bench.network.toy_pair")
-    pair: ToyPair = pairing.make_pair(folder, acceptance, answers or Answers())
+def make_pair(folder: Path, acceptance: float, answers: ReferenceAnswers | None = None) -> ToyPair:
+    """Perturb a copy of the target until its first guesses have about this acceptance."""
+    pairing = import_on_use("torch", "models", "outrider.bench.network.toy_pair")
+    pair: ToyPair = pairing.make_pair(folder, acceptance, answers or ReferenceAnswers())
     return pair
 
 
 class RemoteStack(Stack):
-    """A verifier here, a drafter behind a link."""
+    """Local verifier, and a drafter behind the link emulator."""
 
-    def __init__(self, plan: LaunchPlan, pair: ToyPair, paces: Paces, redis: str, folder: Path) -> None:
+    def __init__(self, plan: LaunchPlan, pair: ToyPair, times: StepTimes, redis: str, folder: Path) -> None:
         super().__init__(plan, redis, folder)
         self._pair = pair
-        self._paces = paces
+        self._times = times
         self.drafter_port = _free_port()
         self.link_port = 0
 
     def start_workers(self) -> None:
         common = {"coordinators": ",".join(self.endpoints), "device": "cpu", "threads": 1}
-        self._spawn("verifier", "verifier", target=str(self._pair.target), pace=self._paces.verify, **common)
+        self._spawn("verifier", "verifier", target=str(self._pair.target), pace=self._times.verify, **common)
         drafter = {"kind": "model", "model": str(self._pair.draft)}
-        drafter |= {"pace": f"1:{self._paces.draft_ms:g}", "blur": self._paces.blur}
+        drafter |= {"pace": f"1:{self._times.draft_ms:g}", "blur": self._times.blur}
         where = {"port": self.drafter_port, "advertise": f"127.0.0.1:{self.link_port}"}
         self._spawn("drafter", "drafter", **drafter, **where, **common)
 
 
 class Network:
-    """The link, on a loop of its own beside a client that blocks."""
+    """Link emulator on an event loop in its own thread, since the client blocks."""
 
     def __init__(self, port: int) -> None:
         self._loop = asyncio.new_event_loop()
@@ -90,7 +92,7 @@ class Network:
         self.link = EmulatedLink("127.0.0.1", port)
         asyncio.run_coroutine_threadsafe(self.link.__aenter__(), self._loop).result()
 
-    def become(self, shape: LinkShape) -> None:
+    def set_shape(self, shape: LinkShape) -> None:
         self.link.shape = shape
 
     def close(self) -> None:
@@ -102,31 +104,35 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSetup:
+    """Running services of a remote pair, with a client."""
+
     client: Client
     network: Network
     endpoints: tuple[str, ...]
 
-    def settle(self, rtt_ms: float) -> None:
-        """Wait until the coordinator has seen that the link is different."""
-        deadline = time.monotonic() + _SETTLE_S
+    def wait_for_round_trip(self, rtt_ms: float) -> None:
+        """Wait until the coordinator measures about this round trip to the drafter."""
+        deadline = time.monotonic() + _RTT_TIMEOUT_S
         while time.monotonic() < deadline:
             measured = [w.round_trip_ms for w in self.client.server().workers if w.role is Role.DRAFTER]
-            if measured and abs(measured[0] - rtt_ms) <= max(_NOISE_MS, _SETTLED * rtt_ms):
+            if measured and abs(measured[0] - rtt_ms) <= max(_RTT_NOISE_MS, _RTT_TOLERANCE * rtt_ms):
                 return
             time.sleep(0.2)
-        if measured and rtt_ms <= measured[0] <= _BUSY_SHARE * rtt_ms + _BUSY_MS:
-            return  # a busy machine answers late
+        if measured and rtt_ms <= measured[0] <= _BUSY_FACTOR * rtt_ms + _BUSY_MS:
+            return
         raise StartupError(f"the coordinator measures {measured} ms to the drafter, not {rtt_ms:g} ms")
 
 
 @contextlib.contextmanager
-def far(pair: ToyPair, paces: Paces, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[RemoteSetup]:
-    """Start everything, yield when it is ready, stop everything."""
+def remote_setup(
+    pair: ToyPair, times: StepTimes, tick: Callable[[Stack], None] = lambda _: None
+) -> Iterator[RemoteSetup]:
+    """Start all processes, yield when they are ready, then stop them."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         redis = exits.enter_context(embedded_redis())
         plan = LaunchPlan(target=str(pair.target), drafters=(("model", str(pair.draft)),), port=0)
-        running = RemoteStack(plan, pair, paces, redis, folder)
+        running = RemoteStack(plan, pair, times, redis, folder)
         network = Network(running.drafter_port)
         exits.callback(network.close)
         running.link_port = network.link.port

@@ -1,4 +1,4 @@
-"""What benchmarks share: what they need, where they ran, how their times are summed up, and the file they write."""
+"""Report of a benchmark: required packages, description of the machine, statistics of times, and the JSON file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds that one thing took, time after time."""
+    """Milliseconds of repeated runs of one step."""
 
     ms: Sequence[float]
 
     @property
-    def least(self) -> float:
+    def best(self) -> float:
         return min(self.ms)
 
     @property
@@ -39,22 +39,22 @@ class Times:
         return sorted(self.ms)[math.ceil(0.99 * len(self.ms)) - 1]
 
     def row(self) -> Row:
-        return {"rounds": len(self.ms), "min_ms": self.least, "median_ms": self.median}
+        return {"rounds": len(self.ms), "min_ms": self.best, "median_ms": self.median}
 
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """Return CPU count, processor and Python version."""
     return {"cpus": os.cpu_count(), "processor": _processor(), "python": platform.python_version()}
 
 
 def write_json(file: Path, rows: list[Row], summary: dict[str, Any], **where: Any) -> None:
-    """`where` says more of the machine."""
+    """Write the report; `where` adds fields to the description of the machine."""
     report = {"machine": machine() | where, "command": " ".join(sys.argv), "rows": rows, "summary": summary}
     file.write_text(json.dumps(report, indent=2))
 
 
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """Before minutes of measuring, not after."""
+    """Reject output files that cannot be written, before minutes of measuring."""
     for flag, file in (("--json", json_file), ("--plot", plot_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise InvalidRequest.of(flag, file, "in a folder that exists")
@@ -64,8 +64,8 @@ def check_files(json_file: Path | None, plot_file: Path | None) -> None:
         check_installed("matplotlib", "bench")
 
 
-def needs(package: str, extra: str, module: str) -> Any:
-    """A module that is imported on use: other commands start without what it needs."""
+def import_on_use(package: str, extra: str, module: str) -> Any:
+    """Import a module on use, so that other commands start without its dependencies."""
     check_installed(package, extra)
     return importlib.import_module(module)
 
@@ -76,7 +76,7 @@ def check_installed(package: str, extra: str) -> None:
 
 
 def _processor() -> str:
-    """Its architecture, and its model where Linux tells."""
+    """Return the architecture, and on Linux the processor's model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""`outrider bench drafters`: what guessing brings, by drafter, kind of prompt and mode, beside other engines."""
+"""`outrider bench drafters`: speed-up by drafter, kind of prompt and mode, compared with other engines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.common.report import Row, check_files, needs, write_json
-from outrider.bench.drafters import lanes, peers
+from outrider.bench.common.report import Row, check_files, import_on_use, write_json
+from outrider.bench.drafters import peers, setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
-from outrider.bench.drafters.contest import Contest, ContestExtent, TurnOrder, questions, showing_turns
-from outrider.bench.drafters.lanes import PLAIN_LANE, DrafterLane
 from outrider.bench.drafters.peers import Peer, Weights
+from outrider.bench.drafters.schedule import DraftersExtent, Schedule, TurnProgress, bench_requests, turn_progress
+from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.cli import options
 from outrider.cli.up import Dtype, Target, Threads
 from outrider.launch.stack import LaunchPlan, Stack
@@ -25,7 +25,7 @@ from outrider.models.hub import DEFAULT, best_drafter, drafter_kinds, locate
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 
-_GUESS_ROOM = 16  # tokens of context that vLLM's guesses may take beyond the answer
+_GUESS_TOKENS = 16  # context that vLLM's guesses may need beyond the answer
 
 
 def drafters(
@@ -35,7 +35,7 @@ def drafters(
         options.option(
             "--drafters",
             "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two of one session. "
-            "Default: what comes with Outrider for the target.",
+            "Default: those that Outrider ships for the target.",
             show_default=False,
         ),
     ] = "",
@@ -43,79 +43,83 @@ def drafters(
     dtype: Dtype = "auto",
     threads: Threads = 0,
     gamma: Annotated[
-        int, options.option("--gamma", "γ of the answers that acceptance is taken from.", min=1, max=MAX_GAMMA)
+        int, options.option("--gamma", "γ of the answers from which acceptance is measured.", min=1, max=MAX_GAMMA)
     ] = 4,
     tokens: Annotated[
         int | None, options.option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
     ] = None,
     prompts: Annotated[
-        Path | None, options.option("--prompts", "Prompts of one's own: a JSON object a line, with kind and prompt.")
+        Path | None,
+        options.option("--prompts", "File with your prompts: one JSON object per line, with kind and prompt."),
     ] = None,
     prompts_per_kind: Annotated[
         int | None,
-        options.option("--prompts-per-kind", "The first so many; 3, or 1 with --quick.", min=1, show_default=False),
+        options.option(
+            "--prompts-per-kind", "Number of prompts of each kind; 3, or 1 with --quick.", min=1, show_default=False
+        ),
     ] = None,
     rounds: Annotated[
-        int | None, options.option("--rounds", "Rounds of all of it; 2, or 1 with --quick.", min=1, show_default=False)
+        int | None,
+        options.option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False),
     ] = None,
     early_exit: Annotated[
         int | None,
         options.option(
-            "--early-exit", "Layers with which transformers guesses; default: a third.", min=1, show_default=False
+            "--early-exit", "Layers that transformers uses for drafting; default: a third.", min=1, show_default=False
         ),
     ] = None,
     vllm_python: Annotated[
-        Path | None, options.option("--vllm-python", "An interpreter that has vLLM, to compare with vLLM as well.")
+        Path | None, options.option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
     ] = None,
     quick: Annotated[bool, options.option("--quick", "Fewer and shorter answers: minutes, the same keys.")] = False,
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw the results into this .png file.")] = None,
 ) -> None:
-    """How much each drafter speeds up which kind of prompt, greedy and sampled, and how its guesses fare.
+    """Measure speed-up and acceptance of each drafter by kind of prompt, greedy and sampled.
 
-    All answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with the same
-    weights. Fails when guesses have changed a text.
+    All candidates answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with
+    the same weights. The command fails if guesses have changed a text.
     """
-    chosen = lanes.parse(drafter_list or _coming_along(target))
+    chosen = setups.parse(drafter_list or _shipped_drafters(target))
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
         raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
     check_files(json_file, plot_file)
-    data = needs("torch", "models", "outrider.train.data")
+    data = import_on_use("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
-    lanes.check_kinds(chosen, sorted(drafter_kinds()))
-    extent = ContestExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
+    setups.check_kinds(chosen, sorted(drafter_kinds()))
+    extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads)
-    with showing_turns() as turns:
+    with turn_progress() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
     _report(comparison, chosen, where, json_file, plot_file)
 
 
-def _coming_along(target: str) -> str:
-    """Drafters that need nothing but the target: the best, and what it is blended of."""
+def _shipped_drafters(target: str) -> str:
+    """Return the drafters that need only the target: the best one, and the kinds that it combines."""
     best = best_drafter(target)
     return ",".join(dict.fromkeys(("ngram", *best.split("+"), best)))
 
 
 def _measure(
     plan: LaunchPlan,
-    chosen: Sequence[DrafterLane],
+    chosen: Sequence[DrafterSetup],
     texts: Sequence[Any],
-    extent: ContestExtent,
+    extent: DraftersExtent,
     early_exit: int | None,
     vllm_python: Path | None,
-    turns: TurnOrder,
+    turns: TurnProgress,
 ) -> tuple[Comparison, dict[str, Any]]:
-    model = str(locate(plan.target, turns.say))
+    model = str(locate(plan.target, turns.set_text))
 
-    def starting(running: Stack) -> None:
+    def show_starting(running: Stack) -> None:
         waiting = [f"{child.name} {child.state}" for child in running.children if not child.ready.is_set()]
-        turns.say(", ".join(waiting) or "the workers report for duty")
+        turns.set_text(", ".join(waiting) or "registering workers")
 
     with ExitStack() as exits:
-        clients = exits.enter_context(lanes.open_lanes(plan, (PLAIN_LANE, *chosen), starting))
+        clients = exits.enter_context(setups.start_setups(plan, (PLAIN_SETUP, *chosen), show_starting))
         info = clients[PLAIN].model()
-        asked = questions(_encoded(model, texts), extent, info.context_length)
-        longest = max(len(question.prompt) for question in asked) + extent.tokens + _GUESS_ROOM
+        requests = bench_requests(_encoded(model, texts), extent, info.context_length)
+        longest = max(len(request.prompt) for request in requests) + extent.tokens + _GUESS_TOKENS
         weights = Weights(
             model=model,
             dtype=info.dtype,
@@ -126,35 +130,35 @@ def _measure(
         )
         recipes = [peers.transformers_recipe(weights, early_exit)]
         recipes += peers.vllm_recipes(weights, vllm_python) if vllm_python is not None else []
-        turns.say(f"starting {', '.join(recipe.engine for recipe in recipes)}")
+        turns.set_text(f"starting {', '.join(recipe.engine for recipe in recipes)}")
         others = exits.enter_context(peers.peers(recipes, weights))
-        contest = Contest(clients, others, extent.gamma)
-        turns.say("warming up")
-        contest.warm_up(asked[0])
-        runs = contest.run(asked, turns)
+        schedule = Schedule(clients, others, extent.gamma)
+        turns.set_text("warming up")
+        schedule.warm_up(requests[0])
+        runs = schedule.run(requests, turns)
     where = {"target": info.name, "weights": info.dtype, "device": info.device, "threads": plan.threads or "auto"}
     return Comparison(runs), where | _versions(others)
 
 
 def _encoded(model: str, texts: Sequence[Any]) -> list[tuple[str, list[int]]]:
-    """Tokenised once for all engines."""
-    tokenizer = needs("transformers", "models", "transformers").AutoTokenizer.from_pretrained(model)
-    encode = needs("torch", "models", "outrider.train.data").encode
+    """Tokenise the prompts once for all engines."""
+    tokenizer = import_on_use("transformers", "models", "transformers").AutoTokenizer.from_pretrained(model)
+    encode = import_on_use("torch", "models", "outrider.train.data").encode
     return [(text.kind, encode(tokenizer, text.text)) for text in texts]
 
 
 def _versions(others: Sequence[Peer]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for peer in others:
-        found |= {peer.recipe.engine: peer.about["version"]}
+        versions |= {peer.recipe.engine: peer.about["version"]}
         if "early_exit" in peer.about:
-            found["early_exit_layers"] = peer.about["early_exit"]
-    return found
+            versions["early_exit_layers"] = peer.about["early_exit"]
+    return versions
 
 
 def _report(
     comparison: Comparison,
-    chosen: Sequence[DrafterLane],
+    chosen: Sequence[DrafterSetup],
     where: dict[str, Any],
     json_file: Path | None,
     plot_file: Path | None,
@@ -164,32 +168,32 @@ def _report(
     if json_file is not None:
         write_json(json_file, rows, summary, **where)
     if plot_file is not None:
-        names = [lane.name for lane in chosen]
-        needs("matplotlib", "bench", "outrider.bench.drafters.plot").draw(
+        names = [setup.name for setup in chosen]
+        import_on_use("matplotlib", "bench", "outrider.bench.drafters.plot").draw(
             rows, comparison.kinds, names, where, plot_file
         )
-    changed = [found for found in summary["differences"] if found["engine"] == OUTRIDER]
+    changed = [each for each in summary["differences"] if each["engine"] == OUTRIDER]
     if changed:
         first = changed[0]
         raise OutriderError(
             f"{first['drafter']} has changed {len(changed)} texts, first prompt {first['prompt']} ({first['kind']}, "
-            f"{first['mode']}) at token {first['first_different_token']}: this must never happen, please report it"
+            f"{first['mode']}) at token {first['first_different_token']}: this is a bug, please report it"
         )
 
 
 def _show(console: Console, rows: Sequence[Row], kinds: Sequence[str], summary: dict[str, Any]) -> None:
     for mode in MODES:
-        found = [row for row in rows if row["mode"] == mode]
+        shown = [row for row in rows if row["mode"] == mode]
         console.print(f"\n[bold]{mode}[/bold]: speed-up over plain (tokens per verdict with guesses)", highlight=False)
-        console.print(_table(found, kinds))
-    console.print(f"the fastest drafter over all kinds is [bold]{summary['drafter']}[/bold]", highlight=False)
+        console.print(_table(shown, kinds))
+    console.print(f"fastest drafter over all kinds: [bold]{summary['drafter']}[/bold]", highlight=False)
     for row in rows:
         if "error" in row:
             console.print(f"{row['engine']} {row['drafter']}, {row['kind']}: {row['error']}", style="yellow")
-    for found in summary["differences"]:
+    for each in summary["differences"]:
         console.print(
-            f"{found['engine']} {found['drafter']} wrote another text than plain Outrider: {found['kind']}, "
-            f"{found['mode']}, prompt {found['prompt']}, from token {found['first_different_token']}",
+            f"{each['engine']} {each['drafter']}: text differs from plain Outrider: {each['kind']}, "
+            f"{each['mode']}, prompt {each['prompt']}, from token {each['first_different_token']}",
             style="red",
         )
 

@@ -1,4 +1,4 @@
-"""What `outrider bench drafters` has measured, and what follows from it. Pure: no process, no torch."""
+"""Comparison of the runs of `outrider bench drafters`: rows, ratios and summary. It needs no process and no torch."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from outrider.bench.common.report import Row
 from outrider.protocol.statistics import GenerationStats
 
 MODES = ("greedy", "coupled", "block")
-EXACT = ("greedy", "coupled")  # where guesses must not change a single token
+EXACT = ("greedy", "coupled")  # modes in which guesses must not change a token
 OUTRIDER = "outrider"
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """One prompt in one mode. All contestants are asked it in turn, round by round."""
+class BenchRequest:
+    """One prompt in one mode. All candidates answer it in turn, round by round."""
 
     kind: str
     number: int  # of the prompt
-    turn: int  # which round
+    turn: int  # number of the round
     mode: str
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int
 
     @property
-    def place(self) -> tuple[str, int, int]:
+    def key(self) -> tuple[str, int, int]:
         return self.mode, self.number, self.turn
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
     tokens: tuple[int, ...] = ()
-    times: tuple[tuple[int, float], ...] = ()  # so many tokens were there after so many seconds
-    stats: GenerationStats | None = None  # Outrider's own
+    times: tuple[tuple[int, float], ...] = ()  # number of tokens, seconds since the request
+    stats: GenerationStats | None = None  # of Outrider only
     error: str = ""
 
     @property
@@ -48,7 +48,7 @@ class TimedAnswer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """After the first: the prompt costs all of them alike, and guesses cannot help there."""
+        """Return the throughput after the first token: speculation does not affect the prefill."""
         if len(self.times) < 2:
             return None
         (first, began), (last, ended) = self.times[0], self.times[-1]
@@ -56,10 +56,10 @@ class TimedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
+class Candidate:
     engine: str  # outrider, transformers or vllm
-    drafter: str  # for other engines: their way to decode
-    gamma: int | None = None  # Outrider's, where it is fixed
+    drafter: str  # for other engines: their decoding method
+    gamma: int | None = None  # of Outrider, if fixed
 
     @property
     def plain(self) -> bool:
@@ -68,25 +68,25 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    who: Contestant
-    question: Question
+    candidate: Candidate
+    request: BenchRequest
     answer: TimedAnswer
 
 
 class Comparison:
-    """Every row and ratio, from runs that took turns."""
+    """Rows and ratios of runs that took turns."""
 
     def __init__(self, runs: Sequence[Trial]) -> None:
         self.runs = runs
-        self._plain = {run.question.place: run.answer for run in runs if run.who.plain}
-        self.kinds = list(dict.fromkeys(run.question.kind for run in runs))
+        self._plain = {run.request.key: run.answer for run in runs if run.candidate.plain}
+        self.kinds = list(dict.fromkeys(run.request.kind for run in runs))
 
     def rows(self) -> list[Row]:
-        """One for each contestant, kind and mode."""
+        """Return one row for each candidate, kind and mode."""
         groups: dict[tuple[str, str, str, str], list[Trial]] = {}
         for run in self.runs:
-            question = run.question
-            groups.setdefault((question.mode, question.kind, run.who.engine, run.who.drafter), []).append(run)
+            request = run.request
+            groups.setdefault((request.mode, request.kind, run.candidate.engine, run.candidate.drafter), []).append(run)
         order = sorted(groups, key=lambda key: MODES.index(key[0]))
         return [
             {"mode": mode, "kind": kind, "engine": engine, "drafter": drafter} | self._row(groups[key])
@@ -95,41 +95,41 @@ class Comparison:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """The drafter that was the fastest over all kinds of prompts, in greedy mode, kind by kind."""
+        """Return the figures, by kind, of the drafter that was fastest over all kinds of prompts in greedy mode."""
         rows = self.rows()
         name = best_drafter(rows)
         own = {row["kind"]: row for row in rows if row["mode"] == "greedy" and row["drafter"] == name}
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "drafter": name,
             "speedup_vs_plain": {kind: row["speedup_vs_plain"] for kind, row in own.items()},
             "speedup_vs_best_transformers": {kind: self._against(name, "transformers", kind) for kind in own},
             "acceptance_first": {kind: row["acceptance_first"] for kind, row in own.items()},
             "acceptance_length": {kind: row["acceptance_length"] for kind, row in own.items()},
         }
-        if any(run.who.engine == "vllm" for run in self.runs):
-            found["speedup_vs_best_vllm"] = {kind: self._against(name, "vllm", kind) for kind in own}
-        found["differences"] = self.differences()
-        return found
+        if any(run.candidate.engine == "vllm" for run in self.runs):
+            summary["speedup_vs_best_vllm"] = {kind: self._against(name, "vllm", kind) for kind in own}
+        summary["differences"] = self.differences()
+        return summary
 
     def differences(self) -> list[Row]:
-        """Texts that are not what plain Outrider wrote, though they should be."""
+        """Return the answers that differ from those of plain Outrider in modes that must give equal texts."""
         return [
             {
-                "engine": run.who.engine,
-                "drafter": run.who.drafter,
-                "gamma": run.who.gamma,
-                "mode": run.question.mode,
-                "kind": run.question.kind,
-                "prompt": run.question.number,
-                "first_different_token": _first_difference(run.answer.tokens, self._plain[run.question.place].tokens),
+                "engine": run.candidate.engine,
+                "drafter": run.candidate.drafter,
+                "gamma": run.candidate.gamma,
+                "mode": run.request.mode,
+                "kind": run.request.kind,
+                "prompt": run.request.number,
+                "first_different_token": _first_difference(run.answer.tokens, self._plain[run.request.key].tokens),
             }
             for run in self.runs
             if self._equal(run) is False
         ]
 
     def _row(self, runs: Sequence[Trial]) -> Row:
-        timed = [run for run in runs if run.who.gamma is None and not run.answer.error]
-        fixed = [run for run in runs if run.who.gamma is not None]
+        timed = [run for run in runs if run.candidate.gamma is None and not run.answer.error]
+        fixed = [run for run in runs if run.candidate.gamma is not None]
         rates = [rate for run in timed if (rate := run.answer.tokens_per_s) is not None]
         equal = [same for run in runs if (same := self._equal(run)) is not None]
         row: Row = {
@@ -143,47 +143,47 @@ class Comparison:
         }
         stats = [run.answer.stats for run in timed if run.answer.stats is not None]
         if fixed:
-            row |= {"adaptive": pace(stats), "gamma": fixed[0].who.gamma}
+            row |= {"adaptive": adaptive_gamma(stats), "gamma": fixed[0].candidate.gamma}
             row |= acceptance([run.answer.stats for run in fixed if run.answer.stats is not None])
         errors = sorted({run.answer.error for run in runs if run.answer.error})
         return row | ({"error": "; ".join(errors)} if errors else {})
 
     def _speedups(self, runs: Sequence[Trial]) -> list[float]:
-        pairs = [(run.answer.tokens_per_s, self._plain[run.question.place].tokens_per_s) for run in runs]
+        pairs = [(run.answer.tokens_per_s, self._plain[run.request.key].tokens_per_s) for run in runs]
         return [own / plain for own, plain in pairs if own is not None and plain is not None]
 
     def _against(self, drafter: str, engine: str, kind: str) -> float | None:
-        """How much faster than the best that another engine can do: median of the ratios within a turn."""
+        """Return the speed-up over the best method of another engine: the median of the ratios within a turn."""
         own = {
-            run.question.place: run.answer.tokens_per_s
+            run.request.key: run.answer.tokens_per_s
             for run in self.runs
-            if run.who == Contestant(OUTRIDER, drafter) and run.question.kind == kind
+            if run.candidate == Candidate(OUTRIDER, drafter) and run.request.kind == kind
         }
         ratios: dict[str, list[float]] = {}
         for run in self.runs:
-            rate, ours = run.answer.tokens_per_s, own.get(run.question.place)
-            if run.who.engine == engine and rate is not None and ours is not None:
-                ratios.setdefault(run.who.drafter, []).append(ours / rate)
+            rate, own_rate = run.answer.tokens_per_s, own.get(run.request.key)
+            if run.candidate.engine == engine and rate is not None and own_rate is not None:
+                ratios.setdefault(run.candidate.drafter, []).append(own_rate / rate)
         return min((statistics.median(values) for values in ratios.values()), default=None)
 
     def _equal(self, run: Trial) -> bool | None:
-        """None: nothing to be equal to."""
-        if run.who.plain or run.answer.error or run.question.mode not in EXACT:
+        """Return whether the text equals that of plain Outrider; None if they need not be equal."""
+        if run.candidate.plain or run.answer.error or run.request.mode not in EXACT:
             return None
-        return run.answer.tokens == self._plain[run.question.place].tokens
+        return run.answer.tokens == self._plain[run.request.key].tokens
 
 
 def best_drafter(rows: Iterable[Row]) -> str:
-    """One for all kinds of prompts: the highest geometric mean of its speed-ups."""
-    found: dict[str, list[float]] = {}
+    """Return the drafter with the highest geometric mean of its speed-ups over all kinds of prompts."""
+    logs: dict[str, list[float]] = {}
     for row in rows:
         if row["engine"] == OUTRIDER and row["mode"] == "greedy" and row["drafter"] != PLAIN:
-            found.setdefault(row["drafter"], []).append(math.log(row["speedup_vs_plain"] or 1.0))
-    return max(found, key=lambda name: statistics.fmean(found[name]))
+            logs.setdefault(row["drafter"], []).append(math.log(row["speedup_vs_plain"] or 1.0))
+    return max(logs, key=lambda name: statistics.fmean(logs[name]))
 
 
-def pace(stats: Sequence[GenerationStats]) -> Row:
-    """What adaptive γ made of it."""
+def adaptive_gamma(stats: Sequence[GenerationStats]) -> Row:
+    """Return steps and guesses under adaptive γ."""
     steps = sum(each.steps for each in stats)
     return {
         "steps": steps,
@@ -194,24 +194,26 @@ def pace(stats: Sequence[GenerationStats]) -> Row:
 
 
 def acceptance(stats: Sequence[GenerationStats]) -> Row:
-    """How guesses fared, all answers together. Nothing guessed leaves no rates."""
+    """Return acceptance over all answers together. Rates are None without guesses."""
     steps, drafts = sum(each.steps for each in stats), sum(each.drafts for each in stats)
-    accepted, guessed = sum(each.accepted_tokens for each in stats), sum(each.draft_tokens for each in stats)
-    offered_at = columns(each.offered_per_position for each in stats)
-    accepted_at = columns(each.accepted_per_position for each in stats)
+    accepted_tokens, guessed = sum(each.accepted_tokens for each in stats), sum(each.draft_tokens for each in stats)
+    proposed_at = sum_positions(each.offered_per_position for each in stats)
+    accepted_at = sum_positions(each.accepted_per_position for each in stats)
     return {
         "verdicts": steps,
         "verdicts_with_guess": drafts,
         "guessed_share_of_steps": _ratio(drafts, steps),
-        "offered_per_position": offered_at,
+        "offered_per_position": proposed_at,
         "accepted_per_position": accepted_at,
-        "acceptance_per_position": [_ratio(held, tried) for held, tried in zip(accepted_at, offered_at, strict=True)],
-        "acceptance_first": _ratio(accepted_at[0], offered_at[0]) if offered_at else None,
+        "acceptance_per_position": [
+            _ratio(accepted, proposed) for accepted, proposed in zip(accepted_at, proposed_at, strict=True)
+        ],
+        "acceptance_first": _ratio(accepted_at[0], proposed_at[0]) if proposed_at else None,
         "acceptance_length": _length(stats),
-        # An estimate: the coordinator reports the time per message, and a message has about what a verdict checks.
+        # An estimate: the coordinator reports the time per message, which has about the tokens that a verdict checks.
         "draft_ms_per_token": _ratio(sum(each.mean_draft_ms * each.drafts for each in stats), guessed),
         "bytes_per_accepted_token": _ratio(
-            sum(each.bytes_per_accepted_token * each.accepted_tokens for each in stats), accepted
+            sum(each.bytes_per_accepted_token * each.accepted_tokens for each in stats), accepted_tokens
         ),
         "sources": _sources(stats),
     }
@@ -222,18 +224,18 @@ def _length(stats: Sequence[GenerationStats]) -> float | None:
 
 
 def _sources(stats: Sequence[GenerationStats]) -> dict[str, dict[str, int]]:
-    """Each kind's part, where several drafters guess for one answer."""
-    found: dict[str, dict[str, int]] = {}
+    """Return the guessed and accepted tokens of each kind of drafter."""
+    sources: dict[str, dict[str, int]] = {}
     for each in stats:
         for share in each.drafters:
-            own = found.setdefault(share.kind, {"guessed": 0, "accepted": 0})
+            own = sources.setdefault(share.kind, {"guessed": 0, "accepted": 0})
             own["guessed"] += share.guessed
             own["accepted"] += share.accepted
-    return found
+    return sources
 
 
-def columns(counts: Iterable[Iterable[int]]) -> list[int]:
-    """Sums by position; some are longer than others."""
+def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
+    """Return the sums by position of sequences of different lengths."""
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
@@ -245,8 +247,8 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.median(found) if found else None
+    present = list(values)
+    return statistics.median(present) if present else None
 
 
 def _ratio(part: float, whole: float) -> float | None:

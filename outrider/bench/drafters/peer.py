@@ -1,7 +1,7 @@
-"""Another engine, in a process of its own: answers one prompt at a time, as it is asked over its pipe.
+"""Process of another engine that answers one prompt at a time over a pipe.
 
-Run as a file by whichever interpreter has the engine, whether Outrider is installed there or not: it needs the
-standard library, and torch with transformers, or vllm. `peers` starts it and speaks to it, a JSON object a line.
+`peers` starts this file with an interpreter that has the engine; Outrider need not be installed there. It needs the
+standard library, and torch with transformers, or vllm. Each message is one line with a JSON object.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A question to its answer: both as they are on the pipe.
-Answering = Callable[[dict[str, Any]], dict[str, Any]]
+# Maps a request to its answer, both as on the pipe.
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class _Clock:
-    """When tokens came; transformers takes it for a streamer."""
+    """Arrival times of tokens, with the interface of a transformers streamer."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        self.times: list[tuple[int, float]] = []  # so many tokens were there after so many seconds
+        self.times: list[tuple[int, float]] = []  # number of tokens, seconds since the request
         self._prompt_seen = False
 
     def reached(self, count: int) -> None:
@@ -31,7 +31,7 @@ class _Clock:
             self.times.append((count, time.perf_counter() - self.began))
 
     def put(self, tokens: Any) -> None:
-        if self._prompt_seen:  # which comes first
+        if self._prompt_seen:  # the first call carries the prompt
             self.reached((self.times[-1][0] if self.times else 0) + tokens.numel())
         self._prompt_seen = True
 
@@ -39,7 +39,7 @@ class _Clock:
         pass
 
 
-def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
+def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
@@ -58,31 +58,31 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
         "early_exit": {"assistant_early_exit": early_exit},
     }
 
-    def answer(question: dict[str, Any]) -> dict[str, Any]:
-        prompt = torch.tensor([question["prompt"]], device=spec["device"])
-        end = question["eos"]
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([request["prompt"]], device=spec["device"])
+        end = request["eos"]
         clock = _Clock()
         try:
             output = model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=question["max_tokens"],
+                max_new_tokens=request["max_tokens"],
                 do_sample=False,
                 eos_token_id=end or None,
                 pad_token_id=end[0] if end else 0,
                 streamer=clock,
-                **ways[question["way"]],
+                **ways[request["way"]],
             )
         finally:
-            model.config.num_hidden_layers = layers  # an early exit that fails leaves it shortened
+            model.config.num_hidden_layers = layers  # a failed early exit leaves it shortened
         return {"tokens": output[0, prompt.shape[1] :].tolist(), "times": clock.times}
 
     return {"version": transformers.__version__, "early_exit": early_exit}, answer
 
 
-def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
+def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     vllm = importlib.import_module("vllm")
-    # The shortest match is told because it would be as long as the longest, and guesses rare.
+    # Without a shortest match it would equal the longest, and guesses would be rare.
     guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     engine = vllm.LLM(
         model=spec["model"],
@@ -92,18 +92,18 @@ def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answering]:
         enable_prefix_caching=False,
         speculative_config=guesses if spec["way"] == "ngram" else None,
     ).llm_engine
-    asked = 0
+    count = 0
 
-    def answer(question: dict[str, Any]) -> dict[str, Any]:
-        nonlocal asked
-        asked += 1
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal count
+        count += 1
         params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=question["max_tokens"], stop_token_ids=question["eos"], detokenize=False
+            temperature=0.0, max_tokens=request["max_tokens"], stop_token_ids=request["eos"], detokenize=False
         )
         tokens: list[int] = []
         clock = _Clock()
-        # Step by step, and not `generate`, to see when the first token comes.
-        engine.add_request(str(asked), {"type": "token", "prompt_token_ids": question["prompt"]}, params)
+        # Step by step instead of `generate`, to time the first token.
+        engine.add_request(str(count), {"type": "token", "prompt_token_ids": request["prompt"]}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 tokens = list(output.outputs[0].token_ids)
@@ -118,27 +118,27 @@ _ENGINES = {"transformers": _transformers, "vllm": _vllm}
 
 def main() -> None:
     pipe = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print; the pipe is for answers alone
+    os.dup2(2, 1)  # engines print to stdout, and the pipe must carry answers only
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         pipe.write(json.dumps(message) + "\n")
         pipe.flush()
 
     spec = json.loads(sys.argv[1])
     try:
         about, answer = _ENGINES[spec["engine"]](spec)
-    except Exception as error:  # whatever the engine throws, who asked is told
-        say({"error": _words(error)})
+    except Exception as error:  # any error of the engine is reported to the parent
+        send({"error": _message(error)})
         sys.exit(1)
-    say(about)
+    send(about)
     for line in sys.stdin:
         try:
-            say(answer(json.loads(line)))
+            send(answer(json.loads(line)))
         except Exception as error:
-            say({"error": _words(error)})
+            send({"error": _message(error)})
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

@@ -1,4 +1,4 @@
-"""Other engines with the same weights, each in a process of its own (`peer.py`), asked one prompt at a time."""
+"""Other engines with the same weights, each in its own process (`peer.py`), which answers one prompt at a time."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.bench.drafters.comparison import Contestant, Question, TimedAnswer
+from outrider.bench.drafters.comparison import BenchRequest, Candidate, TimedAnswer
 from outrider.protocol.errors import Expired, PeerLost, StartupError
 
 _WORKER = Path(__file__).with_name("peer.py")
 _START_S = 900.0  # vLLM compiles
 _ANSWER_S = 600.0
 _STOP_S = 10.0
-_SETTLE_S = 0.25  # OpenMP's threads spin for so long after their work: not on the next contestant's time
+_SETTLE_S = 0.25  # OpenMP threads spin for about 0.2 s after their work, which would slow the next candidate
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRecipe:
-    """What to start, and the ways to decode that it has."""
+    """Command to start an engine, and its decoding methods."""
 
     engine: str
     python: Path
-    ways: Mapping[str, str]  # as shown → as asked for
+    ways: Mapping[str, str]  # displayed name → name in the request
     spec: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What all of them are to load."""
+    """Weights that all engines load."""
 
     model: str
     dtype: str
@@ -62,7 +62,7 @@ def transformers_recipe(weights: Weights, early_exit: int | None) -> PeerRecipe:
 
 
 def vllm_recipes(weights: Weights, python: Path) -> list[PeerRecipe]:
-    """An engine for each way: vLLM settles it at its start."""
+    """Return one engine for each decoding method: vLLM fixes it at startup."""
     spec = {"engine": "vllm", "model": weights.model, "dtype": weights.dtype, "context": weights.context}
     environment = vllm_environment(python, weights)
     return [
@@ -72,13 +72,13 @@ def vllm_recipes(weights: Weights, python: Path) -> list[PeerRecipe]:
 
 
 def vllm_environment(python: Path, weights: Weights) -> dict[str, str]:
-    """What vLLM's documentation asks for on CPUs. What the user has set stays."""
+    """Return the variables that vLLM's documentation recommends on CPUs, without those that the user has set."""
     wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if Path(weights.model).is_dir():
         wanted["HF_HUB_OFFLINE"] = "1"
     if weights.device.startswith("cpu"):
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        if weights.threads:  # in one process VLLM_CPU_OMP_THREADS_BIND does nothing
+        if weights.threads:  # VLLM_CPU_OMP_THREADS_BIND has no effect in a single process
             wanted["OMP_NUM_THREADS"] = str(weights.threads)
         libraries = _libraries(python)
         if libraries:
@@ -87,19 +87,19 @@ def vllm_environment(python: Path, weights: Weights) -> dict[str, str]:
 
 
 def _libraries(python: Path) -> list[Path]:
-    """Its OpenMP beside the interpreter, and tcmalloc there or where distributions put it."""
-    beside = python.absolute().parent.parent / "lib"
-    found = [beside / "libiomp5.so"]
-    for folder in (beside, *sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64")):
+    """Return the interpreter's OpenMP library, and tcmalloc from there or from the system's folders."""
+    own = python.absolute().parent.parent / "lib"
+    libraries = [own / "libiomp5.so"]
+    for folder in (own, *sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64")):
         allocators = sorted(folder.glob("libtcmalloc_minimal.so*"))
         if allocators:
-            found.append(allocators[0])
+            libraries.append(allocators[0])
             break
-    return [library for library in found if library.is_file()]
+    return [library for library in libraries if library.is_file()]
 
 
 class Peer:
-    """One process. It ends when its pipe does."""
+    """Process of an engine. It ends when its pipe is closed."""
 
     def __init__(self, recipe: PeerRecipe, weights: Weights, log: IO[str]) -> None:
         self.recipe = recipe
@@ -112,7 +112,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            # Run as a file, its folder would come first on the path, and our modules in the place of others'.
+            # Otherwise the file's folder comes first on the path, and our modules shadow others.
             env={**os.environ, "PYTHONSAFEPATH": "1", **recipe.environment},
             start_new_session=True,
         )
@@ -125,20 +125,20 @@ class Peer:
         if "error" in self.about:
             raise StartupError(f"{self.recipe.engine} does not start: {self.about['error']}")
 
-    def contestants(self) -> list[Contestant]:
-        return [Contestant(self.recipe.engine, shown) for shown in self.recipe.ways]
+    def candidates(self) -> list[Candidate]:
+        return [Candidate(self.recipe.engine, shown) for shown in self.recipe.ways]
 
-    def ask(self, shown: str, question: Question) -> TimedAnswer:
-        """Its answer, or in its place why it has none."""
-        asked = {
+    def measure(self, shown: str, request: BenchRequest) -> TimedAnswer:
+        """Return the answer with its times, or with the engine's error."""
+        message = {
             "way": self.recipe.ways[shown],
-            "prompt": question.prompt,
-            "max_tokens": question.max_tokens,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
             "eos": self._weights.eos,
         }
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # reading says why
-            self._process.stdin.write(json.dumps(asked) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # reading raises the cause
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         reply = self._read(_ANSWER_S)
         time.sleep(_SETTLE_S)
@@ -159,7 +159,7 @@ class Peer:
         self._process.stdout.close()
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        """One line. There is never more than one on its way, so that none waits in a buffer that select cannot see."""
+        """Read one line. At most one is in flight: none can wait in a buffer that select does not see."""
         pipe = self._process.stdout
         assert pipe is not None
         ready, _, _ = select.select([pipe], [], [], seconds)
@@ -167,18 +167,18 @@ class Peer:
             raise Expired(f"{self.recipe.engine} has not answered within {seconds:g} s")
         line = pipe.readline()
         if not line:
-            raise PeerLost(f"{self.recipe.engine} ended with status {self._process.wait()}: {self._last_words()}")
+            raise PeerLost(f"{self.recipe.engine} ended with status {self._process.wait()}: {self._last_line()}")
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         lines = [line for line in Path(self._log.name).read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "it said nothing"
+        return lines[-1].strip() if lines else "no output"
 
 
 @contextlib.contextmanager
 def peers(recipes: Sequence[PeerRecipe], weights: Weights) -> Iterator[list[Peer]]:
-    """Start them one by one: loading takes memory and all cores."""
+    """Start the engines one by one: loading takes memory and all cores."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))
         started = []

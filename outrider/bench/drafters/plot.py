@@ -1,4 +1,4 @@
-"""What `outrider bench drafters` has found, as a picture."""
+"""Plot of `outrider bench drafters`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.bench.common.report import Row
-from outrider.bench.drafters.comparison import OUTRIDER, columns
+from outrider.bench.drafters.comparison import OUTRIDER, sum_positions
 
-_BARS = 0.8  # of the room that a kind has
+_BARS = 0.8  # share of the width of a kind
 
 
 def draw(rows: Sequence[Row], kinds: Sequence[str], drafters: Sequence[str], where: dict[str, Any], file: Path) -> None:
-    """Greedy rows only: the modes differ little, and the table has them."""
+    """Plot the greedy rows: the modes differ little, and the table has all of them."""
     greedy = [row for row in rows if row["mode"] == "greedy" and row["engine"] == OUTRIDER]
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -34,11 +34,11 @@ def draw(rows: Sequence[Row], kinds: Sequence[str], drafters: Sequence[str], whe
 
 
 def _speedups(axes: Axes, rows: Sequence[Row], kinds: Sequence[str], drafters: Sequence[str]) -> None:
-    found = {(row["drafter"], row["kind"]): row["speedup_vs_plain"] or 0.0 for row in rows}
+    speedups = {(row["drafter"], row["kind"]): row["speedup_vs_plain"] or 0.0 for row in rows}
     width = _BARS / len(drafters)
     for i, name in enumerate(drafters):
-        places = [at + (i + 0.5) * width - _BARS / 2 for at in range(len(kinds))]
-        axes.bar(places, [found.get((name, kind), 0.0) for kind in kinds], width, label=name)
+        bars = [at + (i + 0.5) * width - _BARS / 2 for at in range(len(kinds))]
+        axes.bar(bars, [speedups.get((name, kind), 0.0) for kind in kinds], width, label=name)
     axes.axhline(1.0, color="gray", linestyle="--", label="plain")
     axes.set_xticks(range(len(kinds)), list(kinds))
     axes.set_title("Tokens per second over plain, adaptive γ")
@@ -46,15 +46,15 @@ def _speedups(axes: Axes, rows: Sequence[Row], kinds: Sequence[str], drafters: S
 
 
 def _positions(axes: Axes, rows: Sequence[Row], drafters: Sequence[str]) -> None:
-    """All kinds of prompts together."""
+    """Plot acceptance by position over all kinds of prompts."""
     for name in drafters:
         own = [row for row in rows if row["drafter"] == name]
-        offered = columns(row["offered_per_position"] for row in own)
-        accepted = columns(row["accepted_per_position"] for row in own)
-        shares = [held / tried for held, tried in zip(accepted, offered, strict=True) if tried]
+        proposed = sum_positions(row["offered_per_position"] for row in own)
+        accepted = sum_positions(row["accepted_per_position"] for row in own)
+        shares = [held / checked for held, checked in zip(accepted, proposed, strict=True) if checked]
         axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=name)
     axes.set_ylim(top=1.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("Guesses that held, by position")
+    axes.set_title("Acceptance by position")
     axes.set_xlabel("position in the guess")
-    axes.set_ylabel("share of the verdicts that checked one there")
+    axes.set_ylabel("accepted share of checked guesses")

@@ -1,4 +1,4 @@
-"""`outrider bench engine`: one engine on this machine, beside transformers and beside what the machine can do."""
+"""`outrider bench engine`: one engine on this machine, compared with transformers and with the machine's limits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.base.config import ENGINES
-from outrider.bench.common.report import Times, check_files, needs, write_json
+from outrider.bench.common.report import Times, check_files, import_on_use, write_json
 from outrider.bench.engine import results, streams
-from outrider.bench.engine.results import Alone, EngineExtent, Served
+from outrider.bench.engine.results import EngineExtent, PassTimes, ServedTimes
 from outrider.cli import options
 from outrider.cli.up import Compile, Dtype, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan
@@ -39,7 +39,7 @@ _QUICK = EngineExtent(
     prefills=3,
     prompts=3,
 )
-_LEAST_ROUNDS = {False: 20, True: 7}  # by --quick; fewer say nothing on a machine that does other things too
+_LEAST_ROUNDS = {False: 20, True: 7}  # by --quick; minima of fewer rounds are noise on a shared machine
 
 
 def engine(
@@ -59,9 +59,10 @@ def engine(
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw the curves into this .png file.")] = None,
 ) -> None:
-    """How fast one engine is here: steps by new tokens and by sessions, beside transformers and the machine's limits.
+    """Measure one engine: steps by new tokens and by sessions, compared with transformers and the machine's limits.
 
-    Then the same model behind the real services: how a long prompt disturbs others, and what a known beginning saves.
+    Then measure the model behind the real services: gaps in streams during a long prefill, and the time to the first
+    token with a cached prefix.
     """
     extent = _extent(quick, rounds)
     _check_one_of("--quantization", quantization, ("none", "int8"))
@@ -80,21 +81,21 @@ def engine(
     )
     console = Console()
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         console.print(text, style="dim", highlight=False)
 
-    locate(target, say)  # a wrong name is said at once, not after torch is loaded
-    passes = needs("torch", "models", "outrider.bench.engine.forward_passes")
-    alone: Alone = passes.measure(plan, extent, say)
-    passes.release()
-    served = streams.measure(plan, extent, say)
-    found = results.summary(alone, served)
-    _show(console, alone, served, found)
+    locate(target, notify)  # a wrong name fails before torch is loaded
+    forward_passes = import_on_use("torch", "models", "outrider.bench.engine.forward_passes")
+    passes: PassTimes = forward_passes.measure(plan, extent, notify)
+    forward_passes.release()
+    served = streams.measure(plan, extent, notify)
+    summary = results.summary(passes, served)
+    _show(console, passes, served, summary)
     if json_file is not None:
-        where = {"device": alone.device, "threads": alone.threads, "engine": alone.engine, "weights": alone.weights}
-        write_json(json_file, results.rows(alone, served), found, **where)
+        where = {"device": passes.device, "threads": passes.threads, "engine": passes.engine, "weights": passes.weights}
+        write_json(json_file, results.rows(passes, served), summary, **where)
     if plot_file is not None:
-        needs("matplotlib", "bench", "outrider.bench.engine.plot").draw(alone, plot_file)
+        import_on_use("matplotlib", "bench", "outrider.bench.engine.plot").draw(passes, plot_file)
 
 
 def _extent(quick: bool, rounds: int | None) -> EngineExtent:
@@ -112,23 +113,23 @@ def _check_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise InvalidRequest.of(flag, value, f"one of {', '.join(known)}")
 
 
-def _show(console: Console, alone: Alone, served: Served, found: dict[str, Any]) -> None:
-    where = f"{alone.engine} on {alone.device}, {alone.threads} threads"
-    console.print(f"\n[bold]{alone.name}[/bold], weights in {alone.weights}, {where}", highlight=False)
+def _show(console: Console, passes: PassTimes, served: ServedTimes, summary: dict[str, Any]) -> None:
+    where = f"{passes.engine} on {passes.device}, {passes.threads} threads"
+    console.print(f"\n[bold]{passes.name}[/bold], weights in {passes.weights}, {where}", highlight=False)
     console.print("\nA step of one session by new tokens: best ms (median ms)", highlight=False)
-    console.print(_curve("new tokens", alone.verification, _best))
-    console.print("A plain step of several sessions: tokens/s of all (best ms)", highlight=False)
-    console.print(_curve("sessions", alone.batch, _rate))
-    console.print("What follows", highlight=False)
-    console.print(_findings(alone, served, found))
+    console.print(_curve("new tokens", passes.verification, _best))
+    console.print("A plain step of several sessions: tokens/s in total (best ms)", highlight=False)
+    console.print(_curve("sessions", passes.batch, _rate))
+    console.print("Summary", highlight=False)
+    console.print(_summary_table(passes, served, summary))
 
 
 def _best(_: int, times: Times) -> str:
-    return f"{times.least:.1f} ({times.median:.1f})"
+    return f"{times.best:.1f} ({times.median:.1f})"
 
 
 def _rate(sessions: int, times: Times) -> str:
-    return f"{1000 * sessions / times.least:.0f} ({times.least:.1f})"
+    return f"{1000 * sessions / times.best:.0f} ({times.best:.1f})"
 
 
 def _curve(name: str, measured: Mapping[tuple[int, int], Times], cell: Callable[[int, Times], str]) -> Table:
@@ -143,23 +144,23 @@ def _curve(name: str, measured: Mapping[tuple[int, int], Times], cell: Callable[
     return table
 
 
-def _findings(alone: Alone, served: Served, found: dict[str, Any]) -> Table:
-    """Each figure of the summary in words."""
+def _summary_table(passes: PassTimes, served: ServedTimes, summary: dict[str, Any]) -> Table:
+    """Return the summary with an explanation of each figure."""
     table = Table("", "", "", box=None, show_header=False, padding=(0, 1))
     lines = (
-        ("single_token_vs_eager", "×", f"one token {alone.single.least:.1f} ms, transformers {alone.eager.least:.1f}"),
+        ("single_token_vs_eager", "×", f"one token {passes.single.best:.1f} ms, transformers {passes.eager.best:.1f}"),
         ("flatness_9", "×", "a step of 9 new tokens over one"),
         ("flatness_17", "×", "a step of 17 new tokens over one"),
         ("sessions8_vs_1", "×", "tokens/s of 8 sessions over one"),
         ("sessions32_vs_1", "×", "tokens/s of 32 sessions over one"),
         ("prefill_gap_ratio", "×", f"p99 gap {served.during.p99:.0f} ms, undisturbed {served.quiet.median:.0f}"),
-        ("prefix_ttft_ratio", "×", f"first token {served.second.median:.0f} ms, unseen {served.first.median:.0f}"),
-        ("fraction_of_floor", "", f"reading {found['token_mb']:.0f} MB takes {alone.floor_ms:.1f} ms"),
+        ("prefix_ttft_ratio", "×", f"first token {served.second.median:.0f} ms, uncached {served.first.median:.0f}"),
+        ("fraction_of_floor", "", f"reading {summary['token_mb']:.0f} MB takes {passes.floor_ms:.1f} ms"),
         ("bandwidth_gb_s", "GB/s", "reading memory"),
         ("matmul_gflop_s", "GFLOP/s", "multiplying large matrices"),
     )
     for key, unit, text in lines:
-        table.add_row(key, f"{found[key]:.2f} {unit}".rstrip(), text)
-    for when, value in alone.memory_mb.items():
+        table.add_row(key, f"{summary[key]:.2f} {unit}".rstrip(), text)
+    for when, value in passes.memory_mb.items():
         table.add_row("memory_mb", f"{value:.0f} MB", when.replace("_", " "))
     return table

@@ -1,4 +1,4 @@
-"""Forward passes of one engine in this process, and what transformers and the machine itself can do beside it."""
+"""Forward passes of one engine in this process, of transformers, and the machine's memory and matmul throughput."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from outrider.bench.common.report import Times
-from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, Alone, EngineExtent, some_tokens
+from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, EngineExtent, PassTimes, some_tokens
 from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype, resolve_engine
@@ -26,43 +26,46 @@ from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 
-Key = tuple[str, int, int]  # what was done, at which context, with how many tokens or sessions
-Step = Callable[[], float]  # one run of something; its milliseconds
-Say = Callable[[str], None]
+Key = tuple[str, int, int]  # kind of step, context, number of tokens or sessions
+Step = Callable[[], float]  # runs one step, returns its milliseconds
+Notify = Callable[[str], None]
 
 _EAGER: Key = ("eager", BASE_CONTEXT, 1)
 _READ: Key = ("read", 0, 0)
 _PRODUCT: Key = ("product", 0, 0)
 _MIB = 1 << 20
-_READ_BYTES = 2 << 30  # far more than any cache holds
-_MEMORY_SHARE = 8  # but at most one part in this many of a small machine's memory
+_READ_BYTES = 2 << 30  # far above any CPU cache
+_MEMORY_SHARE = 8  # upper limit: this fraction (1/8) of the machine's memory
 _SIDE = {"cpu": 2048, "cuda": 8192}  # of square matrices, large enough for full speed
 
 
-def measure(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Alone:
-    """Load and run the curves, from the longest context to the shortest; beside the last one also transformers and
-    the machine itself, so that what is divided by each other was measured in the same moments."""
+def measure(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> PassTimes:
+    """Load the engine and measure its steps, from the longest context to the shortest.
+
+    transformers and the machine's throughput are measured in turn with the shortest one: ratios compare figures of
+    the same minutes.
+    """
     memory = {"before_loading": _resident_mb()}
-    engine = _load(plan, extent, say)
+    engine = _load(plan, extent, notify)
     memory["after_loading"] = _resident_mb()
-    passes = _Passes(engine)
+    runner = _StepRunner(engine)
     taken: dict[Key, Times] = {}
     for context in reversed(extent.contexts_of(engine.info.context_length)[1:]):
-        steps = passes.steps(extent, context, say)
-        taken |= _in_turn(steps, extent.rounds)
-    steps = passes.steps(extent, BASE_CONTEXT, say)
-    _in_turn(steps, 1)
-    memory["after_runs"] = _resident_mb()  # every step has been run by now, and nothing else is loaded
+        steps = runner.steps(extent, context, notify)
+        taken |= _alternate(steps, extent.rounds)
+    steps = runner.steps(extent, BASE_CONTEXT, notify)
+    _alternate(steps, 1)
+    memory["after_runs"] = _resident_mb()  # every step has run, and transformers is not loaded yet
     if engine.device.type == "cuda":
         memory["cuda_peak"] = torch.cuda.max_memory_allocated(engine.device) / _MIB
 
-    eager = _Eager(plan, passes.prompt(0, BASE_CONTEXT), say)
-    read_bytes, steps[_READ] = _reading(engine.device)
-    product_flop, steps[_PRODUCT] = _product(engine.device, eager.dtype)
-    taken |= _in_turn({**steps, _EAGER: eager.step}, extent.rounds)
+    eager = _Eager(plan, runner.prompt(0, BASE_CONTEXT), notify)
+    read_bytes, steps[_READ] = _memory_read(engine.device)
+    product_flop, steps[_PRODUCT] = _matmul(engine.device, eager.dtype)
+    taken |= _alternate({**steps, _EAGER: eager.step}, extent.rounds)
     stored = 1 if plan.quantization == "int8" else eager.dtype.itemsize
     cached = torch.float32.itemsize if isinstance(engine, NativeEngine) else eager.dtype.itemsize
-    return Alone(
+    return PassTimes(
         name=engine.info.name,
         engine=type(engine).__name__,
         weights=engine.info.dtype,
@@ -81,13 +84,13 @@ def measure(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Alone:
 
 
 def release() -> None:
-    """Give memory back before another process loads the same model."""
+    """Free memory before another process loads the same model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _load(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Engine:
+def _load(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> Engine:
     if plan.threads:
         torch.set_num_threads(plan.threads)
     options = EngineOptions(
@@ -99,15 +102,15 @@ def _load(plan: LaunchPlan, extent: EngineExtent, say: Say) -> Engine:
         kv_tokens=extent.kv_tokens,
         prefix_tokens=0,
     )
-    engine = load_model(plan.target, options, say).engine
+    engine = load_model(plan.target, options, notify).engine
     needed, context = BASE_CONTEXT + MOST_NEW_TOKENS, engine.info.context_length
     if context < needed:
         raise StartupError(f"{engine.info.name} has a context of {context} tokens, this needs {needed}")
     return engine
 
 
-class _Passes:
-    """Sessions of distinct contents, all at one context; every step leaves them as they were."""
+class _StepRunner:
+    """Sessions with distinct tokens, all at one context. Each step is rolled back."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -117,17 +120,17 @@ class _Passes:
     def prompt(self, index: int, length: int) -> list[int]:
         return some_tokens(f"session {index}", length, self._engine.info.vocab_size)
 
-    def steps(self, extent: EngineExtent, context: int, say: Say) -> dict[Key, Step]:
-        """Both curves at one context."""
+    def steps(self, extent: EngineExtent, context: int, notify: Notify) -> dict[Key, Step]:
+        """Return the steps of both curves at one context."""
         counts = extent.sessions_at(context)
-        say(f"filling caches: {counts[-1]} sessions of {context} tokens")
+        notify(f"filling caches: {counts[-1]} sessions of {context} tokens")
         self._fill(counts[-1], context)
-        say(f"steps at a context of {context}")
+        notify(f"steps at a context of {context}")
         steps: dict[Key, Step] = {("verify", context, new): self._verify(new) for new in extent.new_tokens}
         return steps | {("decode", context, count): self._decode(count) for count in counts}
 
     def _fill(self, count: int, context: int) -> None:
-        """So many sessions of so many tokens. What is cached already is kept."""
+        """Fill the caches of `count` sessions up to `context` tokens. Cached tokens are kept."""
         for session in self._sessions[count:]:
             self._engine.free(session)
         self._sessions = [f"bench-{i}" for i in range(count)]
@@ -137,12 +140,12 @@ class _Passes:
             prefill(self._engine, session, self.prompt(i, context)[self._engine.length(session) :])
 
     def _verify(self, new_tokens: int) -> Step:
-        """A chain of new tokens of one session."""
+        """Return the step of one session with a chain of new tokens."""
         tokens = some_tokens("guesses", new_tokens, self._engine.info.vocab_size)
         return self._step([SessionTokens(self._sessions[0], tokens)], draw=False)
 
     def _decode(self, count: int) -> Step:
-        """One new token of each of so many sessions, and a greedy draw for each."""
+        """Return the step of `count` sessions with one new token each, and a greedy draw for each."""
         tokens = some_tokens("next", count, self._engine.info.vocab_size)
         pairs = zip(self._sessions, tokens, strict=False)
         return self._step([SessionTokens(session, [token]) for session, token in pairs], draw=True)
@@ -151,25 +154,25 @@ class _Passes:
         def run() -> None:
             logits = self._engine.extend(batch).logits
             if draw:
-                torch.cat([rows.argmax(dim=-1) for rows in logits]).tolist()
+                torch.cat([each.argmax(dim=-1) for each in logits]).tolist()
 
         def step() -> float:
             taken = _milliseconds(self._engine.device, run)
-            for rows in batch:
-                self._engine.truncate(rows.session, self._context)
+            for each in batch:
+                self._engine.truncate(each.session, self._context)
             return taken
 
         return step
 
 
 class _Eager:
-    """The same weights as transformers runs them when nothing else is asked for."""
+    """The same weights in transformers, with its default eager execution."""
 
-    def __init__(self, plan: LaunchPlan, prompt: list[int], say: Say) -> None:
+    def __init__(self, plan: LaunchPlan, prompt: list[int], notify: Notify) -> None:
         self._device = pick_device(plan.device, resolve_engine(plan.engine, plan.compile, plan.device))
         self.dtype = pick_dtype(plan.dtype, self._device)
         model = AutoModelForCausalLM.from_pretrained(
-            str(locate(plan.target, say)),
+            str(locate(plan.target, notify)),
             dtype=self.dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
@@ -186,12 +189,12 @@ class _Eager:
         return taken
 
     def weights(self) -> int:
-        """Numbers in all that multiplies: a token reads each of them once."""
+        """Return the number of weights in linear layers. A token reads each of them once."""
         kinds = (torch.nn.Linear, Conv1D)
         return sum(module.weight.numel() for module in self._model.modules() if isinstance(module, kinds))
 
     def cached(self) -> int:
-        """Numbers in the keys and values of the context."""
+        """Return the number of values in the KV cache of the context."""
         return sum(layer.keys.numel() + layer.values.numel() for layer in self._cache.layers)
 
     @torch.inference_mode()
@@ -199,8 +202,8 @@ class _Eager:
         self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
 
-def _in_turn(steps: Mapping[Key, Step], rounds: int) -> dict[Key, Times]:
-    """A B A B …: a busy moment of the machine falls on all alike. The first round is for caches and is not counted."""
+def _alternate(steps: Mapping[Key, Step], rounds: int) -> dict[Key, Times]:
+    """Run the steps alternately: other load on the machine affects all equally. The first round warms caches."""
     taken: dict[Key, list[float]] = {key: [] for key in steps}
     for number in range(rounds + 1):
         for key, step in steps.items():
@@ -211,27 +214,27 @@ def _in_turn(steps: Mapping[Key, Step], rounds: int) -> dict[Key, Times]:
 
 
 def _milliseconds(device: torch.device, run: Callable[[], object]) -> float:
-    _settle(device)
+    _synchronize(device)
     started = time.perf_counter()
     run()
-    _settle(device)
+    _synchronize(device)
     return 1000 * (time.perf_counter() - started)
 
 
-def _settle(device: torch.device) -> None:
-    """What a GPU was asked for is done only when it says so."""
+def _synchronize(device: torch.device) -> None:
+    """Wait for the GPU: kernels run asynchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _reading(device: torch.device) -> tuple[int, Step]:
-    """Bytes, and a step that reads them all, by the engine's own kernel where there is one."""
+def _memory_read(device: torch.device) -> tuple[int, Step]:
+    """Return a number of bytes, and a step that reads them, with the engine's own kernel if it is available."""
     if device.type == "cuda":
         data = torch.ones(_READ_BYTES // 4, device=device)
         return _READ_BYTES, lambda: _milliseconds(device, data.sum)
     memory = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     size = min(_READ_BYTES, memory // _MEMORY_SHARE) // _MIB * _MIB
-    # In large pages, as the engine's weights are: small ones would make the machine look slower than it is.
+    # Huge pages, as for the engine's weights: small ones lower the measured bandwidth.
     mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -245,7 +248,7 @@ def _reading(device: torch.device) -> tuple[int, Step]:
     return size, lambda: _milliseconds(device, lambda: read(data.data_ptr(), data.numel(), torch.get_num_threads()))
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> tuple[int, Step]:
+def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[int, Step]:
     side = _SIDE[device.type]
     left, right = (torch.rand((side, side), device=device).to(dtype) for _ in range(2))
     into = torch.empty_like(left)

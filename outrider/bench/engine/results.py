@@ -1,4 +1,4 @@
-"""What `outrider bench engine` measures and what follows from it. Knows no torch: tables and plots need none."""
+"""Figures of `outrider bench engine`, its rows and its summary. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 
 from outrider.bench.common.report import Row, Times
 
-BASE_CONTEXT = 256  # where ratios between steps are taken
+BASE_CONTEXT = 256  # context at which steps are compared
 MOST_NEW_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class EngineExtent:
-    """How much is measured."""
+    """Number of rounds and points to measure."""
 
     rounds: int
     contexts: tuple[int, ...]
     new_tokens: tuple[int, ...]
     sessions: tuple[int, ...]
-    batch_tokens: int  # context of all sessions of a step together, at most
-    prefills: int  # long prompts beside running streams
-    prompts: int  # beginnings that two sessions share
+    batch_tokens: int  # limit for the context of all sessions of a step together
+    prefills: int  # long prompts during running streams
+    prompts: int  # prefixes that two sessions share
 
     def sessions_at(self, context: int) -> tuple[int, ...]:
-        """One session more than fits is left out: long contexts get fewer."""
+        """Return the session counts that fit: long contexts get fewer."""
         return tuple(count for count in self.sessions if count * context <= self.batch_tokens)
 
     def contexts_of(self, context_length: int) -> tuple[int, ...]:
-        """Those that a model with this context has room for."""
+        """Return the contexts that fit into the model's context length."""
         return tuple(context for context in self.contexts if context + MOST_NEW_TOKENS <= context_length)
 
     @property
     def kv_tokens(self) -> int:
-        """Cache for the largest of these steps."""
+        """Return the KV cache slots that the largest step needs."""
         return max(self.sessions_at(context)[-1] * (context + 2 * MOST_NEW_TOKENS) for context in self.contexts)
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """Forward passes of an engine that nobody else uses, in this process."""
+class PassTimes:
+    """Times of forward passes of an engine in this process, without other load."""
 
     name: str
     engine: str
@@ -64,81 +64,81 @@ class Alone:
 
     @property
     def bandwidth_gb_s(self) -> float:
-        return self.read_bytes / self.read.least / 1e6
+        return self.read_bytes / self.read.best / 1e6
 
     @property
     def matmul_gflop_s(self) -> float:
-        return self.product_flop / self.product.least / 1e6
+        return self.product_flop / self.product.best / 1e6
 
     @property
     def floor_ms(self) -> float:
-        """One token cannot take less: what it reads has to come from memory."""
+        """Return the lower bound for one token: the time to read its bytes from memory."""
         return self.token_bytes / self.bandwidth_gb_s / 1e6
 
     def tokens_per_s(self, context: int, sessions: int) -> float:
-        return 1000 * sessions / self.batch[context, sessions].least
+        return 1000 * sessions / self.batch[context, sessions].best
 
     def contexts(self) -> list[int]:
         return sorted({context for context, _ in self.verification})
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """The same model behind the real services."""
+class ServedTimes:
+    """Times of the same model behind the real services."""
 
-    quiet: Times  # between tokens of a stream
-    during: Times  # while a long prompt is cached
+    quiet: Times  # between tokens of undisturbed streams
+    during: Times  # between tokens, during a long prefill
     first: Times  # to the first token
-    second: Times  # of a session that begins like one before
+    second: Times  # to the first token of a session whose prefix is cached
 
 
-def summary(alone: Alone, served: Served) -> dict[str, Any]:
-    """Ratios of steps are of minima: whatever else the machine does only ever adds."""
+def summary(passes: PassTimes, served: ServedTimes) -> dict[str, Any]:
+    """Return the summary. Steps are compared by their minima: other load on the machine only adds time."""
 
     def flatness(new_tokens: int) -> float:
-        return alone.verification[BASE_CONTEXT, new_tokens].least / alone.single.least
+        return passes.verification[BASE_CONTEXT, new_tokens].best / passes.single.best
 
-    def together(sessions: int) -> float:
-        return alone.tokens_per_s(BASE_CONTEXT, sessions) / alone.tokens_per_s(BASE_CONTEXT, 1)
+    def speedup(sessions: int) -> float:
+        return passes.tokens_per_s(BASE_CONTEXT, sessions) / passes.tokens_per_s(BASE_CONTEXT, 1)
 
     return {
-        "single_token_vs_eager": alone.single.least / alone.eager.least,
+        "single_token_vs_eager": passes.single.best / passes.eager.best,
         "flatness_9": flatness(9),
         "flatness_17": flatness(17),
-        "sessions8_vs_1": together(8),
-        "sessions32_vs_1": together(32),
+        "sessions8_vs_1": speedup(8),
+        "sessions32_vs_1": speedup(32),
         "prefill_gap_ratio": served.during.p99 / served.quiet.median,
         "prefix_ttft_ratio": served.second.median / served.first.median,
-        "fraction_of_floor": alone.floor_ms / alone.single.least,
-        "single_token_ms": alone.single.least,
-        "eager_token_ms": alone.eager.least,
-        "floor_ms": alone.floor_ms,
-        "token_mb": alone.token_bytes / 1e6,
-        "bandwidth_gb_s": alone.bandwidth_gb_s,
-        "matmul_gflop_s": alone.matmul_gflop_s,
-        "memory_mb": dict(alone.memory_mb),
+        "fraction_of_floor": passes.floor_ms / passes.single.best,
+        "single_token_ms": passes.single.best,
+        "eager_token_ms": passes.eager.best,
+        "floor_ms": passes.floor_ms,
+        "token_mb": passes.token_bytes / 1e6,
+        "bandwidth_gb_s": passes.bandwidth_gb_s,
+        "matmul_gflop_s": passes.matmul_gflop_s,
+        "memory_mb": dict(passes.memory_mb),
     }
 
 
-def rows(alone: Alone, served: Served) -> list[Row]:
-    """Every measurement, one a row; `part` says of what."""
+def rows(passes: PassTimes, served: ServedTimes) -> list[Row]:
+    """Return one row per measurement; `part` names its kind."""
     verification = [
         {"part": "verification", "context": context, "new_tokens": new} | times.row()
-        for (context, new), times in _in_order(alone.verification)
+        for (context, new), times in _sorted(passes.verification)
     ]
     batch = [
         {"part": "batch", "context": context, "sessions": sessions}
         | times.row()
-        | {"tokens_per_s": alone.tokens_per_s(context, sessions)}
-        for (context, sessions), times in _in_order(alone.batch)
+        | {"tokens_per_s": passes.tokens_per_s(context, sessions)}
+        for (context, sessions), times in _sorted(passes.batch)
     ]
     single = [
         {"part": "single_token", "name": name, "context": BASE_CONTEXT} | times.row()
-        for name, times in (("outrider", alone.single), ("transformers", alone.eager))
+        for name, times in (("outrider", passes.single), ("transformers", passes.eager))
     ]
     ceilings = [
-        {"part": "ceiling", "name": "read"} | alone.read.row() | {"gb_s": alone.bandwidth_gb_s},
-        {"part": "ceiling", "name": "matmul"} | alone.product.row() | {"gflop_s": alone.matmul_gflop_s},
+        {"part": "ceiling", "name": "read"} | passes.read.row() | {"gb_s": passes.bandwidth_gb_s},
+        {"part": "ceiling", "name": "matmul"} | passes.product.row() | {"gflop_s": passes.matmul_gflop_s},
     ]
     streams = [
         {"part": part, "name": name} | times.row() | {"p99_ms": times.p99}
@@ -152,11 +152,11 @@ def rows(alone: Alone, served: Served) -> list[Row]:
     return [*verification, *batch, *single, *ceilings, *streams]
 
 
-def _in_order(measured: Mapping[tuple[int, int], Times]) -> list[tuple[tuple[int, int], Times]]:
+def _sorted(measured: Mapping[tuple[int, int], Times]) -> list[tuple[tuple[int, int], Times]]:
     return [(key, measured[key]) for key in sorted(measured)]
 
 
 def some_tokens(seed: str, count: int, vocab_size: int) -> list[int]:
-    """A prompt that no other seed gives: nothing is shared with it by chance."""
+    """Return random tokens. Different seeds share no prefix by chance."""
     source = random.Random(seed)  # noqa: S311 - prompts, not secrets
     return [source.randrange(vocab_size) for _ in range(count)]

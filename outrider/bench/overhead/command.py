@@ -1,4 +1,4 @@
-"""`outrider bench overhead`: what the services cost, measured with engines that answer at once."""
+"""`outrider bench overhead`: cost of the services, measured with mock engines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def overhead(
     gamma: Annotated[int, options.option("--gamma", "Tokens guessed per round.", min=1)] = 4,
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
 ) -> None:
-    """What the three services add to a full draft → verify → commit round.
+    """Measure what the three services add to a full draft → verify → commit round.
 
-    Real services, real sockets; the engines are stand-ins that answer at once, so all the time is overhead.
+    The services and sockets are real. The mock engines answer at once, so all measured time is overhead.
     """
     plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1)
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
-        speculated, stats = _rounds(client, rounds, gamma)
+        speculative, stats = _rounds(client, rounds, gamma)
         plain, plain_stats = _rounds(client, rounds, 0)
         trips = {worker.kind: worker.round_trip_ms for worker in client.server().workers}
     wait, step, draft = stats.stats.mean_wait_ms, stats.stats.mean_step_ms, stats.stats.mean_draft_ms
     rows = [
-        _row(f"round, γ = {gamma}", speculated),
+        _row(f"round, γ = {gamma}", speculative),
         _row("plain step, γ = 0", plain),
     ]
     parts = {
@@ -49,7 +49,7 @@ def overhead(
         "rounds_per_s": rows[0]["per_s"],
         "round_p50_ms": rows[0]["p50_ms"],
         "round_p99_ms": rows[0]["p99_ms"],
-        "tokens_per_round": speculated[1] / max(1, len(speculated[0])),
+        "tokens_per_round": speculative[1] / max(1, len(speculative[0])),
         "parts": parts,
     }
     _show(rows, summary)
@@ -58,7 +58,7 @@ def overhead(
 
 
 def _rounds(client: Client, rounds: int, gamma: int) -> tuple[tuple[list[float], int], Finished]:
-    """Milliseconds between chunks, and tokens; a chunk is one round's commit."""
+    """Return the milliseconds between chunks, and the number of tokens. A chunk is the commit of one round."""
     params = SamplingParams(temperature=0.0, max_tokens=rounds * (gamma + 1), ignore_eos=True)
     gaps: list[float] = []
     tokens = 0

@@ -1,4 +1,4 @@
-"""What follows from runs of `outrider bench drafters`, and what its flags may say."""
+"""Comparison of runs of `outrider bench drafters`, and the values of its flags."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.drafters import lanes
+from outrider.bench.drafters import setups
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
     PLAIN,
+    BenchRequest,
+    Candidate,
     Comparison,
-    Contestant,
-    Question,
     TimedAnswer,
     Trial,
     acceptance,
+    adaptive_gamma,
     best_drafter,
-    pace,
 )
-from outrider.bench.drafters.contest import ContestExtent, questions
 from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
+from outrider.bench.drafters.schedule import DraftersExtent, bench_requests
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.statistics import DrafterStats, GenerationStats
 
-ASKED = Question("chat", 0, 0, "greedy", (1, 2), 8, 5)
+REQUEST = BenchRequest("chat", 0, 0, "greedy", (1, 2), 8, 5)
 
 
 def answer(rate: float, tokens: Sequence[int] = (4, 5, 6), stats: GenerationStats | None = None) -> TimedAnswer:
-    """The first token after half a second, the others at this rate."""
+    """Return an answer with its first token after half a second and the others at this rate."""
     return TimedAnswer(tuple(tokens), ((1, 0.5), (len(tokens), 0.5 + (len(tokens) - 1) / rate)), stats)
 
 
-def ran(drafter: str, rate: float, question: Question = ASKED, engine: str = OUTRIDER, **more: object) -> Trial:
-    return Trial(Contestant(engine, drafter), question, answer(rate, **more))  # type: ignore[arg-type]
+def ran(drafter: str, rate: float, request: BenchRequest = REQUEST, engine: str = OUTRIDER, **more: object) -> Trial:
+    return Trial(Candidate(engine, drafter), request, answer(rate, **more))  # type: ignore[arg-type]
 
 
 def guessed(offered: Sequence[int], accepted: Sequence[int], steps: int, **more: float) -> GenerationStats:
@@ -77,9 +77,9 @@ def test_nothing_guessed_leaves_no_rates() -> None:
     assert found["verdicts_with_guess"] == 0
     assert found["acceptance_per_position"] == []
     assert all(found[key] is None for key in ("acceptance_first", "acceptance_length", "draft_ms_per_token"))
-    assert pace([GenerationStats(steps=3, mean_gamma=2.0), GenerationStats(steps=1)])["mean_gamma"] == pytest.approx(
-        1.5
-    )
+    assert adaptive_gamma([GenerationStats(steps=3, mean_gamma=2.0), GenerationStats(steps=1)])[
+        "mean_gamma"
+    ] == pytest.approx(1.5)
 
 
 def test_shares_of_several_drafters_are_added_up() -> None:
@@ -92,8 +92,8 @@ def test_shares_of_several_drafters_are_added_up() -> None:
 
 
 def test_speedups_are_medians_of_ratios_within_a_turn() -> None:
-    """A machine that is half as fast in the second round halves all rates and changes no ratio."""
-    later, last = replace(ASKED, turn=1), replace(ASKED, turn=2)
+    """Check that a machine half as fast in the second round changes no ratio."""
+    later, last = replace(REQUEST, turn=1), replace(REQUEST, turn=2)
     comparison = Comparison(
         [
             ran(PLAIN, 40.0),
@@ -122,7 +122,7 @@ def test_speedups_are_medians_of_ratios_within_a_turn() -> None:
 
 
 def comparison_with_acceptance(comparison: Comparison) -> Comparison:
-    fixed = Trial(Contestant(OUTRIDER, "a", 4), ASKED, answer(50.0, stats=guessed([4], [2], steps=4)))
+    fixed = Trial(Candidate(OUTRIDER, "a", 4), REQUEST, answer(50.0, stats=guessed([4], [2], steps=4)))
     return Comparison([*comparison.runs, fixed])
 
 
@@ -140,7 +140,7 @@ def test_the_best_drafter_is_the_best_over_all_kinds() -> None:
 
 
 def test_texts_must_be_equal_where_guessing_changes_nothing() -> None:
-    sampled, block = replace(ASKED, mode="coupled"), replace(ASKED, mode="block")
+    sampled, block = replace(REQUEST, mode="coupled"), replace(REQUEST, mode="block")
     comparison = Comparison(
         [
             ran(PLAIN, 40.0),
@@ -167,7 +167,7 @@ def test_texts_must_be_equal_where_guessing_changes_nothing() -> None:
 
 
 def test_a_peer_that_refuses_has_a_row_that_says_why() -> None:
-    refused = Trial(Contestant("transformers", "early exit"), ASKED, TimedAnswer(error="ValueError: no"))
+    refused = Trial(Candidate("transformers", "early exit"), REQUEST, TimedAnswer(error="ValueError: no"))
     comparison = Comparison([ran(PLAIN, 40.0), ran("a", 60.0), refused])
     (row,) = [row for row in comparison.rows() if row["drafter"] == "early exit"]
     assert row["error"] == "ValueError: no"
@@ -186,31 +186,31 @@ def test_a_peer_that_refuses_has_a_row_that_says_why() -> None:
     ],
 )
 def test_drafters_by_name(text: str, drafters: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
-    assert [(lane.name, lane.drafters) for lane in lanes.parse(text)] == drafters
+    assert [(setup.name, setup.drafters) for setup in setups.parse(text)] == drafters
 
 
 @pytest.mark.parametrize("text", ["ngram,", "&ngram", "ngram+oracle", ":model", "ngram,ngram", "plain"])
 def test_drafters_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="--drafters"):
-        lanes.check_kinds(lanes.parse(text), ["ngram", "model"])
+        setups.check_kinds(setups.parse(text), ["ngram", "model"])
 
 
 def test_questions_go_round_by_round_prompt_by_prompt() -> None:
-    extent = ContestExtent.of(True, 2, 2, 3, 4)
-    asked = questions([("a", [1]), ("b", [2]), ("a", [3]), ("a", [4])], extent, 100)
-    greedy = [(question.turn, question.kind, question.prompt) for question in asked if question.mode == "greedy"]
+    extent = DraftersExtent.of(True, 2, 2, 3, 4)
+    requests = bench_requests([("a", [1]), ("b", [2]), ("a", [3]), ("a", [4])], extent, 100)
+    greedy = [(request.turn, request.kind, request.prompt) for request in requests if request.mode == "greedy"]
     one_round = [("a", (1,)), ("b", (2,)), ("a", (3,))]
     assert greedy == [(turn, *each) for turn in (0, 1) for each in one_round]
-    assert len(asked) == 3 * len(greedy)
-    seeds = {(question.turn, question.number): question.seed for question in asked}
+    assert len(requests) == 3 * len(greedy)
+    seeds = {(request.turn, request.number): request.seed for request in requests}
     assert len(set(seeds.values())) == len(seeds) == 6, "one seed per prompt and round, in all modes the same"
     with pytest.raises(InvalidRequest, match="a prompt of kind a is 98 tokens, must be at most 97"):
-        questions([("a", [1] * 98)], extent, 100)
+        bench_requests([("a", [1] * 98)], extent, 100)
 
 
 def test_quick_is_less_of_the_same() -> None:
-    assert ContestExtent.of(True, None, None, None, 4) == ContestExtent(1, 1, 64, 4)
-    assert ContestExtent.of(False, None, 5, None, 4) == ContestExtent(3, 5, 128, 4)
+    assert DraftersExtent.of(True, None, None, None, 4) == DraftersExtent(1, 1, 64, 4)
+    assert DraftersExtent.of(False, None, 5, None, 4) == DraftersExtent(3, 5, 128, 4)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_quick_is_less_of_the_same() -> None:
     ],
 )
 def test_modes_are_verifications(mode: str, temperature: float, verification: Verification) -> None:
-    params = lanes.sampling(replace(ASKED, mode=mode))
+    params = setups.sampling(replace(REQUEST, mode=mode))
     params.check()
     assert (params.temperature, params.mode, params.seed) == (temperature, verification, 5)
 

@@ -1,27 +1,29 @@
-"""What the network benchmark hands to the simulator, read off the shortest link."""
+"""Input of the network benchmark for the simulator, measured on the shortest link."""
 
 from __future__ import annotations
 
 import pytest
 
-from outrider.bench.network.command import Cell, Found, NetworkRun, NetworkRuns, modes
+from outrider.bench.network.cases import LinkCase, modes
+from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns
+from outrider.bench.network.prediction import prediction_cases
 from outrider.protocol.statistics import GenerationStats
 
 TOKENS = 60
 
 
 def runs(step_ms: float, per_step: float) -> NetworkRuns:
-    """An answer of so many tokens a step."""
+    """Return the runs of one answer with `per_step` tokens per step."""
     steps = round(TOKENS / per_step)
     stats = GenerationStats(steps=steps, tokens_per_second=1000.0 * TOKENS / (steps * step_ms))
     return NetworkRuns([NetworkRun(tuple(range(TOKENS)), (), stats)])
 
 
-def found(plain_ms: float, in_turns_ms: float) -> Found:
+def results(plain_ms: float, in_turns_ms: float) -> NetworkResults:
     plain, in_turns = modes((2,))[:2]
-    near, far = Cell(5.0), Cell(80.0)
+    near, far = LinkCase(5.0), LinkCase(80.0)
     world = {"draft_ms": 4.0, "cost": ([1, 17], [40.0, 40.0]), "rtt_ms": 5.0}
-    return Found(
+    return NetworkResults(
         measured={
             near: {plain: runs(plain_ms, 1.0), in_turns: runs(in_turns_ms, 2.0)},
             far: {plain: runs(99.0, 1.0), in_turns: runs(999.0, 2.0)},
@@ -31,7 +33,7 @@ def found(plain_ms: float, in_turns_ms: float) -> Found:
 
 
 def test_what_the_services_add_goes_into_every_prediction() -> None:
-    cases = found(plain_ms=41.5, in_turns_ms=58.0).cases()
+    cases = prediction_cases(results(plain_ms=41.5, in_turns_ms=58.0))
     assert len(cases) == 4
     for case in cases.values():
         rows, ms = case["world"]["cost"]
@@ -42,12 +44,12 @@ def test_what_the_services_add_goes_into_every_prediction() -> None:
 
 
 def test_a_clock_that_ran_fast_adds_nothing() -> None:
-    case = next(iter(found(plain_ms=39.0, in_turns_ms=50.0).cases().values()))
+    case = next(iter(prediction_cases(results(plain_ms=39.0, in_turns_ms=50.0)).values()))
     assert case["world"]["cost"][1] == [40.0, 40.0]
     assert case["world"]["overhead_ms"] == 0.0
 
 
 def test_narrow_links_are_not_predicted() -> None:
-    narrow = found(plain_ms=40.0, in_turns_ms=60.0)
-    narrow.measured[Cell(15.0, kib_per_s=32.0)] = narrow.measured[Cell(5.0)]
-    assert all(not cell.kib_per_s for cell, _ in narrow.cases())
+    narrow = results(plain_ms=40.0, in_turns_ms=60.0)
+    narrow.measured[LinkCase(15.0, kib_per_s=32.0)] = narrow.measured[LinkCase(5.0)]
+    assert all(not link.kib_per_s for link, _ in prediction_cases(narrow))

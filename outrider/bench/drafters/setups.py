@@ -1,6 +1,6 @@
-"""Several ways to draft for one target at the same time: a coordinator for each, one verifier for all.
+"""Drafter setups for one target, running at the same time: one coordinator for each, one verifier for all.
 
-A coordinator and a Redis of its own keep what one lane learns from the others. Who does not speak costs nothing.
+Each setup has its own coordinator and Redis, so that it does not share pair histories. Idle setups cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
-from outrider.bench.drafters.comparison import PLAIN, Question, TimedAnswer
+from outrider.bench.drafters.comparison import PLAIN, BenchRequest, TimedAnswer
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol import convert
@@ -34,78 +34,78 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterLane:
-    """`drafters`: kinds, and models where they need one. Several guess for the same session."""
+class DrafterSetup:
+    """Drafters (kind, model or empty) that guess together for each session."""
 
     name: str
     drafters: tuple[tuple[str, str], ...] = ()
 
 
-PLAIN_LANE = DrafterLane(PLAIN)
+PLAIN_SETUP = DrafterSetup(PLAIN)
 
 
-def parse(text: str) -> list[DrafterLane]:
-    """`ngram,model:path,suffix&model:path`: lanes by commas, those who share one by &."""
+def parse(text: str) -> list[DrafterSetup]:
+    """Parse `ngram,model:path,suffix&model:path`: setups by commas, drafters of one setup by &."""
     names = [name.strip() for name in text.split(",")]
-    lanes = []
+    setups = []
     for name in names:
         parts = [part.partition(":") for part in name.split("&")]
         if not all(kind for kind, _, _ in parts):
             raise InvalidRequest.of("--drafters", text, "KIND or KIND:MODEL, separated by commas or joined by &")
-        lanes.append(DrafterLane(name, tuple((kind, model) for kind, _, model in parts)))
+        setups.append(DrafterSetup(name, tuple((kind, model) for kind, _, model in parts)))
     if len(set(names)) < len(names):
         raise InvalidRequest.of("--drafters", text, "each drafter once")
-    return lanes
+    return setups
 
 
-def check_kinds(lanes: Sequence[DrafterLane], known: Sequence[str]) -> None:
-    for lane in lanes:
-        for kind, _ in lane.drafters:
+def check_kinds(setups: Sequence[DrafterSetup], known: Sequence[str]) -> None:
+    for setup in setups:
+        for kind, _ in setup.drafters:
             if not set(kind.split("+")) <= set(known):
                 raise InvalidRequest.of("--drafters", kind, f"one of {', '.join(known)}, or several joined by +")
 
 
-class Lanes(Stack):
-    """Like any stack, but for who reports to whom."""
+class SetupStack(Stack):
+    """Stack with a coordinator for each setup."""
 
-    def __init__(self, plan: LaunchPlan, lanes: Sequence[DrafterLane], redis: Sequence[str], folder: Path) -> None:
-        # The drafters of each lane are started here.
+    def __init__(self, plan: LaunchPlan, setups: Sequence[DrafterSetup], redis: Sequence[str], folder: Path) -> None:
+        # start_workers starts the drafters of each setup.
         super().__init__(replace(plan, drafters=()), "", folder)
-        self.lanes = lanes
+        self.setups = setups
         self._redis_of = redis
 
     def start_coordinators(self) -> None:
-        for i, (lane, url) in enumerate(zip(self.lanes, self._redis_of, strict=True)):
-            most = max(1, len(lane.drafters))
-            self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=most)
+        for i, (setup, url) in enumerate(zip(self.setups, self._redis_of, strict=True)):
+            count = max(1, len(setup.drafters))
+            self._spawn(f"coordinator-{i + 1}", "coordinator", redis_url=url, http_port=-1, drafters_per_session=count)
 
     def start_workers(self) -> None:
-        """The verifier reports to the first lane, a drafter to its own."""
+        """Start the verifier, registered with the first setup, and each drafter, registered with its own."""
         super().start_workers()
-        pairs = [(at, drafter) for at, lane in self.addressed() for drafter in lane.drafters]
-        for i, (at, (kind, model)) in enumerate(pairs):
+        pairs = [(address, drafter) for address, setup in self.addressed() for drafter in setup.drafters]
+        for i, (address, (kind, model)) in enumerate(pairs):
             common = {"device": self.plan.drafter_device, "dtype": self.plan.dtype, "threads": self.plan.threads}
-            self._spawn(f"drafter-{i + 1}", "drafter", coordinators=at, kind=kind, model=model, **common)
+            self._spawn(f"drafter-{i + 1}", "drafter", coordinators=address, kind=kind, model=model, **common)
 
     def wait_verifier(self) -> WorkerInfo:
-        """Until the first lane knows it."""
+        """Wait until the verifier is registered with the first coordinator."""
         with Client(self.endpoints[:1]) as client:
             return self._wait_workers(client, 1)[0]
 
     def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
-        for at, lane in self.addressed():
-            with Client([at]) as client:
-                self._wait_workers(client, 1 + len(lane.drafters), tick)
+        for address, setup in self.addressed():
+            with Client([address]) as client:
+                self._wait_workers(client, 1 + len(setup.drafters), tick)
 
-    def addressed(self) -> Iterator[tuple[str, DrafterLane]]:
-        return zip(self.endpoints, self.lanes, strict=True)
+    def addressed(self) -> Iterator[tuple[str, DrafterSetup]]:
+        return zip(self.endpoints, self.setups, strict=True)
 
     def _wait_workers(
         self, client: Client, wanted: int, tick: Callable[[], None] = lambda: None
     ) -> Sequence[WorkerInfo]:
         while True:
             self._raise_for_dead(self.children)
-            with contextlib.suppress(PeerLost, Unavailable):  # it is starting
+            with contextlib.suppress(PeerLost, Unavailable):  # the coordinator is starting
                 workers = client.server().workers
                 if len(workers) >= wanted:
                     return workers
@@ -114,25 +114,25 @@ class Lanes(Stack):
 
 
 @contextlib.contextmanager
-def introduced(worker: WorkerInfo, address: str, access: Channels) -> Iterator[None]:
-    """Keep a worker registered with a coordinator that it does not report to itself: it reports to one at a time."""
+def registered(worker: WorkerInfo, address: str, channels: Channels) -> Iterator[None]:
+    """Keep a worker registered with a further coordinator: it registers itself with one at a time."""
     leaving = threading.Event()
 
-    def report() -> Iterator[pb.RegisterRequest]:
+    def requests() -> Iterator[pb.RegisterRequest]:
         yield pb.RegisterRequest(worker=convert.worker_to_proto(worker))
-        leaving.wait()  # it stays for as long as the stream does; how it fares, the coordinator asks it
+        leaving.wait()  # registered as long as the stream is open; the coordinator probes the worker itself
 
-    with access.channel(address) as channel:
-        call = rpc.RegistryStub(channel).Register(report())
+    with channels.channel(address) as channel:
+        call = rpc.RegistryStub(channel).Register(requests())
         try:
-            _accepted(call)
+            _check_accepted(call)
             yield
         finally:
             leaving.set()
             call.cancel()
 
 
-def _accepted(replies: Iterator[pb.RegisterReply]) -> None:
+def _check_accepted(replies: Iterator[pb.RegisterReply]) -> None:
     try:
         next(replies)
     except grpc.RpcError as error:
@@ -140,14 +140,14 @@ def _accepted(replies: Iterator[pb.RegisterReply]) -> None:
 
 
 @contextlib.contextmanager
-def open_lanes(
-    plan: LaunchPlan, lanes: Sequence[DrafterLane], tick: Callable[[Stack], None] = lambda _: None
+def start_setups(
+    plan: LaunchPlan, setups: Sequence[DrafterSetup], tick: Callable[[Stack], None] = lambda _: None
 ) -> Iterator[dict[str, Client]]:
-    """Start everything, yield a client of each lane, stop everything."""
+    """Start all processes, yield a client by the name of each setup, then stop all processes."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        redis = [exits.enter_context(embedded_redis()) for _ in lanes]
-        running = Lanes(plan, lanes, redis, folder)
+        redis = [exits.enter_context(embedded_redis()) for _ in setups]
+        running = SetupStack(plan, setups, redis, folder)
         exits.callback(running.stop)
         running.start_coordinators()
         running.wait_ready(running.children, lambda: tick(running))
@@ -155,22 +155,22 @@ def open_lanes(
         running.wait_ready(running.children, lambda: tick(running))
         verifier = running.wait_verifier()
         for address in running.endpoints[1:]:
-            exits.enter_context(introduced(verifier, address, running.fleet_access))
+            exits.enter_context(registered(verifier, address, running.fleet_access))
         running.wait_registered(lambda: tick(running))
         yield {
-            lane.name: exits.enter_context(Client([address], timeout_s=_TIMEOUT_S))
-            for address, lane in running.addressed()
+            setup.name: exits.enter_context(Client([address], timeout_s=_TIMEOUT_S))
+            for address, setup in running.addressed()
         }
 
 
-def ask(client: Client, question: Question, gamma: int | None) -> TimedAnswer:
-    """One answer, and when its tokens came."""
+def measure(client: Client, request: BenchRequest, gamma: int | None) -> TimedAnswer:
+    """Generate one answer with the arrival times of its tokens."""
     tokens: list[int] = []
     times: list[tuple[int, float]] = []
     began = time.perf_counter()
-    # A salt that nobody else has: no lane may find a prompt cached, or an answer remembered, from one before it.
+    # A fresh salt: no setup may find a prompt or an answer of another one in a cache.
     salt = secrets.token_hex()
-    for reply in client.generate(tokens=question.prompt, params=sampling(question), gamma=gamma, cache_salt=salt):
+    for reply in client.generate(tokens=request.prompt, params=sampling(request), gamma=gamma, cache_salt=salt):
         if isinstance(reply, Tokens):
             tokens += reply.token_ids
             times.append((len(tokens), time.perf_counter() - began))
@@ -179,10 +179,10 @@ def ask(client: Client, question: Question, gamma: int | None) -> TimedAnswer:
     raise AssertionError("a stream ends with Finished or raises")
 
 
-def sampling(question: Question) -> SamplingParams:
+def sampling(request: BenchRequest) -> SamplingParams:
     return SamplingParams(
-        temperature=0.0 if question.mode == "greedy" else 1.0,
-        verification=Verification[question.mode.upper()],
-        seed=question.seed,
-        max_tokens=question.max_tokens,
+        temperature=0.0 if request.mode == "greedy" else 1.0,
+        verification=Verification[request.mode.upper()],
+        seed=request.seed,
+        max_tokens=request.max_tokens,
     )

@@ -1,0 +1,132 @@
+"""Schedule of `outrider bench drafters`: all candidates take turns, prompt by prompt and round by round."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from outrider.bench.drafters import setups
+from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, BenchRequest, Candidate, TimedAnswer, Trial
+from outrider.bench.drafters.peers import Peer
+from outrider.client.sync import Client
+from outrider.protocol.errors import InvalidRequest
+
+_WARM_UP_TOKENS = 16
+_SEEDS_PER_ROUND = 1000
+
+Measure = Callable[[BenchRequest], TimedAnswer]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftersExtent:
+    """Number and length of the answers."""
+
+    prompts_per_kind: int
+    rounds: int
+    tokens: int
+    gamma: int
+
+    @classmethod
+    def of(cls, quick: bool, prompts: int | None, rounds: int | None, tokens: int | None, gamma: int) -> DraftersExtent:
+        default = cls(1, 1, 64, gamma) if quick else cls(3, 2, 128, gamma)
+        return cls(prompts or default.prompts_per_kind, rounds or default.rounds, tokens or default.tokens, gamma)
+
+
+def bench_requests(
+    prompts: Sequence[tuple[str, Sequence[int]]], extent: DraftersExtent, context_length: int
+) -> list[BenchRequest]:
+    """Return the requests for the first prompts (kind, tokens) of each kind, in all modes, round by round."""
+    taken: list[tuple[str, Sequence[int]]] = []
+    for kind, tokens in prompts:
+        if sum(kind == other for other, _ in taken) < extent.prompts_per_kind:
+            taken.append((kind, tokens))
+    for kind, tokens in taken:
+        if len(tokens) + extent.tokens > context_length:
+            limit = f"at most {context_length - extent.tokens}: the context less the answer"
+            raise InvalidRequest.of(f"a prompt of kind {kind}", f"{len(tokens)} tokens", limit)
+    return [
+        BenchRequest(kind, number, turn, mode, tuple(tokens), extent.tokens, _SEEDS_PER_ROUND * turn + number)
+        for turn in range(extent.rounds)
+        for number, (kind, tokens) in enumerate(taken)
+        for mode in MODES
+    ]
+
+
+class Schedule:
+    """Order of measurements. `clients` holds one per drafter setup, plain decoding first."""
+
+    def __init__(self, clients: Mapping[str, Client], peers: Sequence[Peer], gamma: int) -> None:
+        self._clients = clients
+        self._peers = peers
+        self._gamma = gamma
+
+    def candidates(self, request: BenchRequest) -> Iterator[tuple[Candidate, Measure]]:
+        """Yield the candidates for this request in their order."""
+        for name, client in self._clients.items():
+            gamma = 0 if name == PLAIN else None
+            yield Candidate(OUTRIDER, name), partial(_measure_setup, client, gamma)
+            # Acceptance varies little between rounds, unlike times: one round is enough.
+            if name != PLAIN and request.turn == 0:
+                yield Candidate(OUTRIDER, name, self._gamma), partial(_measure_setup, client, self._gamma)
+        if request.mode == "greedy":
+            for peer in self._peers:
+                for candidate in peer.candidates():
+                    yield candidate, partial(peer.measure, candidate.drafter)
+
+    def warm_up(self, request: BenchRequest) -> None:
+        """Fill the caches of every candidate before answers are timed."""
+        short = replace(request, max_tokens=_WARM_UP_TOKENS)
+        for _, measure in self.candidates(short):
+            measure(short)
+
+    def run(self, requests: Sequence[BenchRequest], progress: TurnProgress) -> list[Trial]:
+        turns = [(request, *turn) for request in requests for turn in self.candidates(request)]
+        progress.set_text(f"{len(turns)} answers")
+        runs = []
+        for number, (request, candidate, measure) in enumerate(turns):
+            text = f"{request.mode} {request.kind}: {candidate.engine} {candidate.drafter}"
+            progress.show(text, number, len(turns))
+            runs.append(Trial(candidate, request, measure(request)))
+        return runs
+
+
+def _measure_setup(client: Client, gamma: int | None, request: BenchRequest) -> TimedAnswer:
+    return setups.measure(client, request, gamma)
+
+
+class TurnProgress:
+    """Progress on stderr: a bar in a terminal, one line per stage elsewhere."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+        self._last_text = ""
+
+    def set_text(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+        if self._progress.disable and text != self._last_text:
+            self._progress.console.print(text, highlight=False)
+        self._last_text = text
+
+    def show(self, text: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=text, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def turn_progress() -> Iterator[TurnProgress]:
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield TurnProgress(progress)
