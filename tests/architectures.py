@@ -1,4 +1,4 @@
-"""Every causal architecture that the installed transformers knows, at tiny size, and what becomes of it as a target.
+"""Every causal architecture of the installed transformers, as a toy model, and whether it can be a target.
 
 `python -m tests.architectures` writes docs/targets.md.
 """
@@ -145,7 +145,7 @@ _LOADING = "/tiny': "
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of an architecture: by which engines it is served, or why not."""
+    """Result for an architecture: the engines that serve it, or the reason why none does."""
 
     name: str
     model: str
@@ -157,7 +157,7 @@ class Fate:
 
     @property
     def reason(self) -> str:
-        """Of a refusal, without the name of a folder."""
+        """Return the reason for a rejection, without folder names."""
         return self.refusal.split(_REFUSAL, 1)[-1].split(_LOADING, 1)[-1]
 
 
@@ -186,7 +186,7 @@ def _shrunk(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrained
 
 
 def _few(types: list[str]) -> list[str]:
-    """As many as there are layers, every kind among them."""
+    """Return one type per layer, with every kind present."""
     kinds = list(dict.fromkeys(types))
     if len(set(types[:LAYERS])) == len(kinds):
         return types[:LAYERS]
@@ -208,7 +208,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def fate(name: str, scratch: Path) -> Fate:
-    """Build, load and hold it against its own eager forward, with every engine that takes it."""
+    """Build a model, load it with every engine that supports it, and compare with its eager forward."""
     family, changes = VARIANTS.get(name, (name, {}))
     model_name = FAMILIES[family]
     try:
@@ -237,7 +237,7 @@ def fate(name: str, scratch: Path) -> Fate:
 
 
 def difference(engine: Engine, folder: Path, tolerance: float = TOLERANCE) -> str:
-    """How an engine differs from the model itself; empty where it does not."""
+    """Describe how an engine differs from the model; empty if it does not."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.randint(2, 250, (min(TOKENS, engine.info.context_length),), generator=torch.Generator().manual_seed(5))
     text, other = ids.tolist(), ids.flip(0)[:20].tolist()
@@ -304,7 +304,7 @@ The table covers architectures. Each model is also checked against its own forwa
 
 
 def page(found: Sequence[Fate]) -> str:
-    """docs/targets.md."""
+    """Return the text of docs/targets.md."""
     served = [each for each in found if each.engines and not each.refusal]
     refused = [each for each in found if each.refusal]
     unbuilt = [each for each in found if each.not_built]

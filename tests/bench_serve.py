@@ -1,4 +1,4 @@
-"""What `vllm bench serve` makes of a /metrics page: by lines, and by parts of names."""
+"""Parser of /metrics as in `vllm bench serve`: by lines, and by parts of names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos", "num_
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The sums of one page, or of what lies between two."""
+    """Sums of one page, or the difference of two."""
 
     drafts: int = 0
     draft_tokens: int = 0
@@ -40,7 +40,7 @@ class Counts:
 
 
 def read(page: str) -> Counts | None:
-    """Return None where the page tells nothing of speculation: the benchmark then shows nothing of it."""
+    """Return None if the page has no metrics of speculation; the benchmark then omits it."""
     sums: Counter[str] = Counter()
     at: Counter[int] = Counter()
     for line in page.split("\n"):

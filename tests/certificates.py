@@ -1,4 +1,4 @@
-"""Certificates made on the spot: an authority, and what it signs."""
+"""Certificates for tests: an authority and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DAY = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM files."""
+    """Paths of PEM files."""
 
     cert: Path
     key: Path
@@ -27,7 +27,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs for a fleet. `path` is what others trust."""
+    """Certificate authority of a fleet. `path` is its certificate."""
 
     path: Path
     _name: x509.Name
@@ -46,7 +46,7 @@ class Authority:
     def issue(
         self, name: str, *, address: str = "127.0.0.1", hosts: Sequence[str] = (), password: bytes = b""
     ) -> Certificate:
-        """Sign for a service at this address, or at these hosts, to be used when it is called and when it calls."""
+        """Issue a certificate for a service at these hosts, for use as server and as client."""
         key = ec.generate_private_key(ec.SECP256R1())
         addresses = [] if hosts else [x509.IPAddress(ipaddress.ip_address(address))]
         names = x509.SubjectAlternativeName([*(x509.DNSName(host) for host in hosts), *addresses])

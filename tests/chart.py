@@ -1,4 +1,4 @@
-"""The Helm chart as tests see it: rendered by Helm's own library, without a cluster, as objects of Kubernetes."""
+"""Helm chart, rendered by Helm's own library without a cluster, as Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Object = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that comes twice is a mistake."""
+    """YAML loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """All objects of a release, and what the user is told."""
+    """All objects of a release, and its notes."""
 
     objects: list[Object]
     notes: str
@@ -47,11 +47,11 @@ class Rendered:
         return found
 
     def workloads(self) -> dict[str, Object]:
-        """What makes pods, by component."""
+        """Return the workloads by component."""
         return {component_of(thing): thing for thing in self.of("Deployment", "StatefulSet")}
 
     def pods(self) -> dict[str, Object]:
-        """Pods or their templates, by component."""
+        """Return pods or pod templates by component."""
         made = {name: thing["spec"]["template"] for name, thing in self.workloads().items()}
         return made | {component_of(pod): pod for pod in self.of("Pod")}
 
@@ -60,7 +60,7 @@ class Rendered:
         return found
 
     def secrets(self) -> dict[str, dict[str, str]]:
-        """Their values, in the clear."""
+        """Return the decoded values of all secrets."""
         return {
             secret["metadata"]["name"]: {
                 key: base64.b64decode(value, validate=True).decode() for key, value in secret["data"].items()
@@ -75,7 +75,7 @@ def chart() -> Any:
 
 
 def render(values: Object | None = None, *, release: str = RELEASE, cluster: Any = None) -> Rendered:
-    """As `helm install` does it. `cluster`: a connection that `lookup` asks."""
+    """Render the chart as `helm install` does. `lookup` uses the connection `cluster`."""
     by = {"name": release, "namespace": NAMESPACE}
     chart().validate_schema(values or {})
     files = cluster.render(chart(), values or {}, **by) if cluster else chart().render(values or {}, **by)
@@ -89,7 +89,7 @@ def component_of(thing: Object) -> str:
 
 
 def command_line(container: Object, **env: str) -> tuple[list[str], dict[str, str]]:
-    """What a container runs, and its environment; `env` stands in for what Kubernetes fills in."""
+    """Return a container's command and environment; `env` replaces values that Kubernetes fills in."""
     variables = {entry["name"]: entry.get("value", env.get(entry["name"], "")) for entry in container.get("env", [])}
     line = [_expanded(argument, variables) for argument in container.get("command", []) + container.get("args", [])]
     return line, variables
@@ -102,7 +102,7 @@ def _expanded(argument: str, variables: dict[str, str]) -> str:
 
 
 def walk(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Every key of an object, however deep, with what it holds."""
+    """Yield every key of an object, at any depth, with its value."""
     if isinstance(thing, dict):
         for key, value in thing.items():
             yield key, value

@@ -1,8 +1,8 @@
-"""Real processes for tests: start them, wait until they serve, kill them, speak to them as a client.
+"""Real processes for tests, and clients for them: start, wait until ready, kill, generate.
 
 `Cluster` is a coordinator, verifiers and drafters around one Redis, each a process
 of its own on 127.0.0.1. `generate` and `generate_resuming` are clients that check,
-token by token, that nothing is lost and nothing comes twice.
+token by token, that nothing is lost or repeated.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOG_TAIL = 4_000
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll for something that nobody signals; its first true value."""
+    """Poll the condition and return its first true value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -64,7 +64,7 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float, what: str) -> Any:
-    """The same for a condition that has to be asked for."""
+    """Poll an asynchronous condition and return its first true value."""
     deadline = time.monotonic() + seconds
     while not (value := await condition()):
         if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ async def until_async(condition: Callable[[], Awaitable[Any]], seconds: float, w
 
 
 def free_port() -> int:
-    """A port below the range that the kernel gives to outgoing connections, so that a restart finds it free again."""
+    """Return a port below the kernel's range for outgoing connections, so that it is still free at a restart."""
     while True:
         port = random.randrange(15_000, 32_000)
         with socket.socket() as probe:
@@ -86,7 +86,7 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Ours without what would steer the services behind a test's back."""
+    """Return our environment without the variables that configure the services."""
     kept = {
         key: value for key, value in os.environ.items() if not key.startswith("OUTRIDER_") or key == "OUTRIDER_HOME"
     }
@@ -95,20 +95,20 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def runs_a_model(command: Sequence[str]) -> bool:
-    """Whether a service, named with its flags, loads torch."""
+    """Return whether a service with these flags loads torch."""
     kind = command[command.index("--kind") + 1] if "--kind" in command else "model"
     return command[0] == "verifier" or (command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE)
 
 
 class Process:
-    """One process on one port, for as many lives as a test gives it."""
+    """Process on a fixed port that can be restarted."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, folder: Path) -> None:
         self.name = name
         self.port = port
         self.address = f"127.0.0.1:{port}"
-        self.web = ""  # of a coordinator: its HTTP edge
-        self.tree = ROOT  # of its next lives: where its release lies
+        self.web = ""  # HTTP address of a coordinator
+        self.tree = ROOT  # folder of the release that the next start runs
         self._command = list(command)
         self._folder = folder
         self._lives = 0
@@ -116,7 +116,7 @@ class Process:
         self._running: subprocess.Popen[bytes] | Forked | None = None
 
     def limit_descriptors(self, most: int) -> None:
-        """Of its next lives."""
+        """Limit the open file descriptors of later starts."""
         self._command = ["sh", "-c", f'ulimit -n {most} && exec "$@"', "sh", *self._command]
 
     def run_with(self, module: str, *arguments: str) -> None:
@@ -162,22 +162,22 @@ class Process:
         return self._running.pid
 
     def memory_mb(self) -> float:
-        """What it has in memory now."""
+        """Return the resident memory."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def kill(self) -> None:
-        """As a crash does it."""
+        """Send SIGKILL and wait."""
         self.signal(signal.SIGKILL)
         self.wait(10)
 
     def terminate(self) -> None:
-        """As an orchestrator does it; does not wait."""
+        """Send SIGTERM without waiting."""
         self._leaving = True
         self.signal(signal.SIGTERM)
 
     def ensure(self) -> None:
-        """Alive, whatever happened to it before; not yet ready."""
+        """Start the process unless it runs; do not wait until it is ready."""
         if self._leaving and self.alive:
             self.wait(20)
         if not self.alive:
@@ -188,7 +188,7 @@ class Process:
         return self._running.wait(seconds)
 
     def stop(self) -> None:
-        """End it one way or the other."""
+        """End the process, by SIGKILL if necessary."""
         if self._running is None:
             return
         if self.alive:
@@ -215,7 +215,7 @@ class Process:
 
 
 class Redis(Process):
-    """The embedded server as a process that can be killed; it keeps nothing on disk."""
+    """Embedded Redis as a process that can be killed, without persistence."""
 
     def __init__(self, folder: Path) -> None:
         port = free_port()
@@ -236,9 +236,9 @@ class Redis(Process):
 
 
 class Cluster:
-    """Processes of one fleet. Add them, `start` what is to be there, use it, `stop` it.
+    """Processes of one fleet: add them, `start` them, use them, `stop` them.
 
-    `flags` go to all of them; `access` is what clients then need.
+    All processes get `flags`; `access` holds the channels that clients need.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Cluster:
 
     @classmethod
     def standard(cls, folder: Path, target: Path, draft: Path) -> Self:
-        """One coordinator, one verifier, a model drafter and an ngram drafter; not started."""
+        """Return a cluster of a coordinator, a verifier, a model drafter and an ngram drafter, not started."""
         cluster = cls(folder)
         cluster.add_coordinator()
         cluster.add_verifier(target)
@@ -281,7 +281,7 @@ class Cluster:
         return process
 
     def add_verifier(self, target: Path, *flags: str, behind: str = "") -> Process:
-        """`behind`: the address that coordinators are told, e.g. of a relay in between."""
+        """Add a verifier. `behind` is the address that it registers, e.g. of a relay."""
         reach = ("--advertise", behind) if behind else ()
         return self._add(self.verifiers, "verifier", "--target", str(target), *self._worker_flags(), *reach, *flags)
 
@@ -315,7 +315,7 @@ class Cluster:
         return [coordinator.address for coordinator in self.coordinators]
 
     def start(self) -> Self:
-        """All together: most of the time goes into imports, and there is more than one core."""
+        """Start all processes at once: most of the time is imports, which run on several cores."""
         try:
             if self._with_redis:
                 self.redis.start()
@@ -330,7 +330,7 @@ class Cluster:
         return self
 
     def wait_whole(self) -> None:
-        """Until every coordinator serves and knows every worker that is alive."""
+        """Wait until every coordinator serves and lists every running worker."""
         workers = {process.address for process in (*self.verifiers, *self.drafters) if process.alive}
         for coordinator in self.coordinators:
             if coordinator.alive:
@@ -342,7 +342,7 @@ class Cluster:
                 )
 
     def restart(self, process: Process) -> None:
-        """A new life on the old port."""
+        """Start the process again on its port."""
         process.start().wait_ready()
         self.wait_whole()
 
@@ -354,7 +354,7 @@ class Cluster:
             process.stop()
 
     def logs(self) -> str:
-        """The ends of all logs, to be shown when a test fails."""
+        """Return the last lines of all logs."""
         parts = [
             f"--- {path.name}\n{path.read_text(errors='replace')[-_LOG_TAIL:]}" for path in self.folder.glob("*.log")
         ]
@@ -396,7 +396,7 @@ def drafter_load(address: str) -> common.WorkerLoad:
 
 @asynccontextmanager
 async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]:
-    """A service on a real socket without a process of its own: its address. Starts in no time."""
+    """Serve on a real socket in this process and yield the address."""
     server = grpc.aio.server(options=server_options(settings), interceptors=interceptors(service, settings))
     service.add_to(server)
     port = bind(server, settings.host, settings.port, service.credentials)
@@ -407,7 +407,7 @@ async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]
             yield f"{settings.host}:{port}"
     finally:
         service.drain()
-        # A service that a failed test has left stuck must not take the rest of the tests with it.
+        # A service that a failed test left blocked must not fail the other tests.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await service.stop()
@@ -419,7 +419,7 @@ async def in_process(service: Service, settings: Settings) -> AsyncIterator[str]
 
 @dataclass(slots=True)
 class Output:
-    """All that one request has brought so far."""
+    """Output of one request so far."""
 
     session_id: str = ""
     seed: int = 0
@@ -431,7 +431,7 @@ class Output:
     stop: str = ""
     stats: pb.Stats = field(default_factory=pb.Stats)
     logprobs: list[Any] = field(default_factory=list)
-    breaks: list[OutriderError] = field(default_factory=list)  # why the client had to resume, each time
+    breaks: list[OutriderError] = field(default_factory=list)  # errors after which the client resumed
 
     @property
     def finished(self) -> bool:
@@ -451,7 +451,7 @@ def ask(
     chat: Sequence[tuple[str, str]] = (),
     **params: Any,
 ) -> pb.GenerateRequest:
-    """A request; whatever is left over is sampling parameters."""
+    """Return a request; other arguments are sampling parameters."""
     request = pb.GenerateRequest(
         params=common.SamplingParams(**params),
         idempotency_key=key,
@@ -468,13 +468,13 @@ def ask(
 
 @asynccontextmanager
 async def client(address: str, access: Channels = PLAIN) -> AsyncIterator[Any]:
-    """A stub of the public service."""
+    """Yield a stub of the public service."""
     async with access.aio_channel(address, 64 * 1024 * 1024) as channel:
         yield rpc.OutriderStub(channel)
 
 
 async def follow(call: Any, output: Output, on_chunk: Callable[[Output], None] = lambda _: None) -> Output:
-    """Read a stream of replies to its end into `output`. Raises what ended it, as an OutriderError."""
+    """Read a stream of replies to its end into `output`. Raise an OutriderError if it fails."""
     try:
         async for reply in call:
             kind = reply.WhichOneof("message")
@@ -513,7 +513,7 @@ async def generate(stub: Any, request: pb.GenerateRequest, timeout: float = 60.0
 async def generate_all(
     address: str, requests: Sequence[pb.GenerateRequest], *, concurrency: int = 16, timeout: float = 100.0
 ) -> list[Output]:
-    """Outputs in the order of the requests, `concurrency` of them at a time."""
+    """Return outputs in the order of the requests, running `concurrency` at a time."""
     gate = asyncio.Semaphore(concurrency)
     async with client(address) as stub:
 
@@ -532,7 +532,7 @@ async def generate_resuming(
     on_chunk: Callable[[Output], None] = lambda _: None,
     access: Channels = PLAIN,
 ) -> Output:
-    """As a good client does it: when the stream breaks, go on from the tokens at hand with the next coordinator."""
+    """Generate, and resume a broken stream with the next coordinator from the tokens received."""
     output = Output()
     deadline = time.monotonic() + seconds
     turn = 0
@@ -560,7 +560,7 @@ async def generate_resuming(
 
 
 async def failure(call: Awaitable[Any] | Any) -> tuple[grpc.StatusCode, OutriderError, common.Error]:
-    """How a call failed: status, our exception, and the typed error of its trailing metadata."""
+    """Return how a call failed: status, our exception, and the typed error in its trailing metadata."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _to_the_end(call)
     error = caught.value

@@ -1,4 +1,4 @@
-"""What the tests share: tiny models, and one standard cluster for those who do not break it."""
+"""Shared fixtures: toy models, and one standard cluster for tests that do not break it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _FULL = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """grpc.aio keeps to one event loop per process: tests over sockets share one. Mark what only `make check` runs."""
+    """Run tests over sockets in one event loop, as grpc.aio requires. Mark tests that only `make check` runs."""
     for item in items:
         if str(item.path.relative_to(_TESTS)) in _FULL:
             item.add_marker(pytest.mark.full)
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """When a test fails, show what its processes said."""
+    """Show the logs of a failed test's processes."""
     report = yield
     if report.when != "setup" and report.failed:
         for name, value in getattr(item, "funcargs", {}).items():
@@ -71,7 +71,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A target, a near copy of it to draft with, and two that must be refused."""
+    """A target, a perturbed copy for drafting, and two models that must be rejected."""
 
     target: Path
     draft: Path
@@ -86,7 +86,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Peaked enough to sample from, aperiodic under argmax, repetitive enough for ngram to hit now and then."""
+    """Return toy models: peaked enough to sample, aperiodic under argmax, repetitive enough for ngram."""
     return make_models(tmp_path_factory.mktemp("models"))
 
 
@@ -102,7 +102,7 @@ def make_models(folder: Path) -> Models:
 
 @pytest.fixture(scope="session")
 def cluster(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The standard cluster, for tests that leave it as they found it."""
+    """Yield the standard cluster, for tests that do not change it."""
     cluster = Cluster.standard(tmp_path_factory.mktemp("cluster"), models.target, models.draft)
     cluster.start()
     yield cluster

@@ -1,7 +1,7 @@
 """Processes forked from one that has torch and transformers loaded: each start saves seconds of imports.
 
-`Forked` behaves as the `subprocess.Popen` that it replaces. What it runs is a process of its own with its own
-arguments, environment and output; only the import of libraries is shared. `python -m tests.forking` is the server.
+`Forked` behaves like the `subprocess.Popen` that it replaces. The forked process has its own arguments, environment
+and output; only the imported libraries are shared. `python -m tests.forking` is the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLL_S = 0.01
 
 
 class _Server:
-    """The process that forks, and the pipe to it. One question and its answer at a time."""
+    """Process that forks, and the pipe to it. It handles one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ _SERVER = _Server()
 
 
 class Forked:
-    """`python -m MODULE FLAGS` without the imports."""
+    """Process that runs `python -m MODULE FLAGS` without the imports."""
 
     def __init__(self, module: str, flags: Sequence[str], log: IO[bytes], cwd: Path, env: Mapping[str, str]) -> None:
         self.args = [module, *flags]

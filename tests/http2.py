@@ -1,4 +1,4 @@
-"""As much of HTTP/2 as it takes to say to a gRPC server what no gRPC client would say."""
+"""Minimal HTTP/2 client that sends a gRPC server frames that no gRPC client sends."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _WINDOW = 65_535
 
 @lru_cache
 def bomb(mebibytes: int, encoding: str = "gzip") -> bytes:
-    """So many MiB of zeros in a thousandth of the size, as gRPC's "gzip" or "deflate"."""
+    """Return this many MiB of zeros, compressed a thousandfold with gRPC's "gzip" or "deflate"."""
     squeeze = zlib.compressobj(9, zlib.DEFLATED, 15 if encoding == "deflate" else 31)
     piece = bytes(1024 * 1024)
     return b"".join(squeeze.compress(piece) for _ in range(mebibytes)) + squeeze.flush()
 
 
 def message(payload: bytes, *, compressed: bool = False) -> bytes:
-    """As gRPC frames it."""
+    """Return the payload with gRPC's message prefix."""
     return struct.pack(">BI", compressed, len(payload)) + payload
 
 
 @dataclass(slots=True)
 class Http2:
-    """One connection in plain text. Streams are told apart by odd numbers."""
+    """Plaintext connection. Streams have odd numbers."""
 
     address: str
     frames: list[tuple[int, int, int, bytes]] = field(default_factory=list)  # type, flags, stream, payload
@@ -56,14 +56,14 @@ class Http2:
         self._socket.close()
 
     def call(self, stream: int, path: str, *more: tuple[str, str]) -> None:
-        """Headers of a gRPC call."""
+        """Send the headers of a gRPC call."""
         headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
         headers += [("te", "trailers"), ("content-type", "application/grpc"), *more]
         self._windows[stream] = self._first_window
         self._send(_frame(_HEADERS, _END_HEADERS, stream, _block(headers)))
 
     def data(self, stream: int, payload: bytes, *, end: bool = False, seconds: float = 10.0) -> bool:
-        """Whether all of it could be sent before the server ended the stream or the time was over."""
+        """Send the payload. Return whether all of it was sent before the stream's end or the timeout."""
         deadline = time.monotonic() + seconds
         sent = 0
         while sent < len(payload):
@@ -84,7 +84,7 @@ class Http2:
         return True
 
     def listen(self, seconds: float) -> None:
-        """Take in what comes for so long, or what is there."""
+        """Read frames for this time, or those already received."""
         deadline = time.monotonic() + seconds
         while not self.closed:
             left = max(0.0, deadline - time.monotonic())
@@ -113,7 +113,7 @@ class Http2:
         )
 
     def said(self) -> bytes:
-        """All that came, headers as they were compressed."""
+        """Return all received payloads, with compressed headers."""
         return b"".join(payload for _, _, _, payload in self.frames)
 
     def _send(self, data: bytes) -> None:

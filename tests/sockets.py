@@ -1,4 +1,4 @@
-"""What a process listens on, as the kernel tells it."""
+"""Listening ports of a process, read from the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LISTEN = "0A"
 
 
 def listening_ports(pid: int) -> list[int]:
-    """TCP ports, of both families, on which this process takes connections."""
+    """Return the TCP ports, IPv4 and IPv6, on which the process listens."""
     process = Path("/proc") / str(pid)
     inodes = {os.readlink(link) for link in (process / "fd").iterdir()}
     ports = []

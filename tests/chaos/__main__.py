@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: trouble a real cluster for some minutes and say what came of it."""
+"""`python -m tests.chaos`: inject faults into a real cluster for some minutes and report the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(
     max_gap_s: Annotated[float, typer.Option(help="Largest p99 gap after a kill.")] = MAX_GAP_AFTER_KILL_S,
     keep: Annotated[bool, typer.Option(help="Keep the logs, also when all went well.")] = False,
 ) -> None:
-    """Exit status 1 on any violation, 130 when interrupted."""
+    """Run a campaign. Exit with status 1 on any violation, 130 if interrupted."""
     seed = random.SystemRandom().getrandbits(32) if seed < 0 else seed
     print(f"seed {seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="outrider-chaos-"))

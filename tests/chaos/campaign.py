@@ -1,4 +1,4 @@
-"""One campaign: prepare, warm up, trouble, settle, count."""
+"""Fault campaign: prepare, warm up, inject faults, settle, report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Options:
 
 
 def prepare(folder: Path, seed: int) -> list[Case]:
-    """Models, and what every answer must be: by one engine in a process of its own."""
+    """Create the models and the expected answers, with one engine in its own process."""
     with (folder / "cases.log").open("wb") as log:
         subprocess.run(
             [sys.executable, "-m", "tests.chaos.cases", str(folder), str(seed)],
@@ -83,7 +83,7 @@ class _Campaign:
         main = asyncio.current_task()
         assert main is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: a test runs us
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread, as in a test
                 loop.add_signal_handler(number, main.cancel)
         before = await self._warmed_up()
         self._say(f"troubling it for {self._options.seconds:.0f} s, {self._options.clients} clients")
@@ -122,7 +122,7 @@ class _Campaign:
         ]
 
     async def _warmed_up(self) -> dict[str, Reading]:
-        """Load without any fault, then quiet: what everybody holds in peace."""
+        """Run load without faults, then measure what each process holds when idle."""
         self._say("warming up")
         until = time.monotonic() + self._options.warm_s
         await asyncio.gather(*(each.run(lambda: time.monotonic() >= until) for each in self._customers()))
@@ -149,7 +149,7 @@ class _Campaign:
         return f"{len(going)}" + (f", one of {now - oldest.began:.0f} s: {oldest.kind}" if oldest else "")
 
     async def _time_to_normal(self, last: float) -> float | None:
-        """After the last fault: whole, and an answer comes as it did before."""
+        """Wait after the last fault until the fleet is complete and answers as before."""
         case = next(case for case in self._cases if case.name == "greedy")
         probe = GrpcCustomer(-1, self._fleet, [case], self._ledger, self._options.seed, 0)
         try:
@@ -160,7 +160,7 @@ class _Campaign:
         return time.monotonic() - last
 
     async def _drained(self) -> list[str]:
-        """Seats, pages and waiting sessions that nobody gave back, though no client is there any more."""
+        """Return the session slots, blocks and waiting sessions that are still held without a client."""
         deadline = time.monotonic() + DRAINS_S
         while True:
             held = await self._held()

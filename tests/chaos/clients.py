@@ -1,4 +1,4 @@
-"""Clients as good ones are: they retry what they are told to retry, resume what breaks, and believe nothing unseen."""
+"""Well-behaved clients: they retry as documented, resume broken streams, and check every token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.chaos.cases import Answer, Case
 from tests.chaos.fleet import Fleet
 from tests.chaos.ledger import Ledger, Talk
 
-SILENT_S = 60.0  # without any news: a hang
-LONGEST_S = 180.0  # for one session, whatever happens
+SILENT_S = 60.0  # without any message: a hang
+LONGEST_S = 180.0  # for one session, faults included
 WISHES: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -33,11 +33,11 @@ WISHES: tuple[dict[str, Any], ...] = (
 )
 
 
-_NOT_TIMED = ("slow", "hop", "cancel", "leave", "whole", "key")  # pauses of their own, or one answer at the end
+_NOT_TIMED = ("slow", "hop", "cancel", "leave", "whole", "key")  # these pause, or have one answer at the end
 
 
 class Violation(Exception):
-    """What must never be."""
+    """Violation of a guarantee."""
 
     def __init__(self, what: str, told: str) -> None:
         super().__init__(told)
@@ -46,7 +46,7 @@ class Violation(Exception):
 
 @dataclass(slots=True)
 class Got:
-    """One choice as far as it was heard, held against what it must be."""
+    """Received part of a choice, compared with the expected one."""
 
     case: Case
     answer: Answer | None
@@ -81,7 +81,7 @@ class Got:
             raise Violation("", "told already")
 
     def check(self) -> None:
-        """At its end."""
+        """Check the choice at its end."""
         if self.answer is None:
             if self.finish == FinishReason.LENGTH and self.token_ids and len(self.token_ids) != self.case.longest:
                 raise Violation("lost", f"{self.case.name}: {len(self.token_ids)} of {self.case.longest} tokens")
@@ -97,7 +97,7 @@ class Got:
 
 
 class Customer(ABC):
-    """What all of them do: one session after the other, each in another manner."""
+    """Base of all clients: one session after the other, each of another kind."""
 
     manners: tuple[str, ...] = ()
 
@@ -131,7 +131,7 @@ class Customer(ABC):
 
     @abstractmethod
     async def serve(self, case: Case, manner: str, talk: Talk) -> None:
-        """Ask, read, and check what comes."""
+        """Send a request, read the answer and check it."""
 
     async def pause(self, seconds: float | None) -> None:
         await asyncio.sleep((seconds or 0.3) * self.rng.uniform(1.0, 1.5))
@@ -164,7 +164,7 @@ class GrpcCustomer(Customer):
                 self._same(asking, again, talk)
 
     def _same(self, one: _Asking, other: _Asking, talk: Talk) -> None:
-        """The same key is one generation, unless Redis has forgotten it."""
+        """Check that one idempotency key is one generation, unless Redis has lost it."""
         unknown = self.fleet.was_unknown(one.session_id) or self.ledger.may_be_lost(talk)
         if one.session_id != other.session_id and not unknown:
             raise Violation("key", f"{one.case.name}: one key, two sessions {one.session_id}, {other.session_id}")
@@ -172,7 +172,7 @@ class GrpcCustomer(Customer):
             raise Violation("key", f"{one.case.name}: one session, two answers")
 
     async def _hop(self, asking: _Asking, endpoints: list[str]) -> None:
-        """Leave in the middle, as a client that dies, and go on with the other coordinator."""
+        """Disconnect during the answer and resume with the other coordinator."""
         await asking.whole(leave_after=self.rng.randrange(1, asking.case.longest))
         if asking.got.finish:
             return
@@ -189,7 +189,7 @@ class GrpcCustomer(Customer):
 
 
 class _Asking:
-    """One request over gRPC until it has its whole answer."""
+    """Request over gRPC, retried until its answer is complete."""
 
     def __init__(self, customer: Customer, client: AsyncClient, case: Case, talk: Talk) -> None:
         self.client = client
@@ -228,7 +228,7 @@ class _Asking:
         return self.client.generate(self.case.prompt, **options)
 
     async def _listen(self, replies: AsyncGenerator[Reply, None], leave_after: int, read_slowly: bool) -> bool:
-        """Whether it left before the end."""
+        """Return whether the client disconnected before the end."""
         while True:
             try:
                 async with asyncio.timeout(SILENT_S):
@@ -252,7 +252,7 @@ class _Asking:
                 raise PeerLost("the stream ended before the output was complete")
 
     def _lost(self, error: NotFound) -> None:
-        """Begin again: by the key and the seed it is the same answer."""
+        """Start again: the key and the seed give the same answer."""
         ledger = self._customer.ledger
         told = f"{self.case.name}: {error.message} after {len(self.got.token_ids)} tokens"
         if not ledger.may_be_lost(self._talk) and not self._customer.fleet.was_unknown(self.session_id):

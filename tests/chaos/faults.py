@@ -1,4 +1,4 @@
-"""What is done to the fleet: drawn from a seed, inflicted one by one or several at a time."""
+"""Faults of a campaign: drawn from a seed, injected alone or several at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chaos.fleet import Fleet, Member
 from tests.chaos.ledger import Fault, Ledger
 
 MEAN_PAUSE_S = 2.5
-ALONE = 0.4  # share of the strikes that wait until all is well before, and until it is well again after
+ALONE = 0.4  # share of faults injected into a healthy fleet, with recovery before the next one
 CALM_S = 1.5
 RECOVERS_S = 90.0
 _JUMPS_S = (-3600.0, -30.0, 30.0, 1200.0)
@@ -39,10 +39,10 @@ class Faults:
         self._busy: dict[str, asyncio.Task[None]] = {}
         self.skipped: list[str] = [] if fleet.has_clocks else ["clock: no C compiler here"]
 
-    # The plan.
+    # Drawing faults.
 
     def _kinds(self) -> list[tuple[int, str, list[str], Callable[[str, Fault, float], Awaitable[None]]]]:
-        """How often, what, to whom, and how."""
+        """Return weight, kind, targets and function of each fault."""
         fleet = self._fleet
         services = [member.name for member in (*fleet.coordinators, *fleet.verifiers, *fleet.drafters)]
         python = services
@@ -65,7 +65,7 @@ class Faults:
         return [each for each in kinds if each[1] != "clock" or fleet.has_clocks]
 
     def strikes(self) -> Iterator[Strike]:
-        """The same for the same seed, without end."""
+        """Yield an endless sequence of faults that depends on the seed only."""
         rng, kinds = self._random, self._kinds()
         while True:
             _, kind, targets, _ = rng.choices(kinds, [each[0] for each in kinds])[0]
@@ -77,10 +77,10 @@ class Faults:
                 rng.random() < ALONE,
             )
 
-    # Doing it.
+    # Injecting faults.
 
     async def run(self, over: Callable[[], bool]) -> None:
-        """Until it is over; then everything is put right again."""
+        """Inject faults until the end, then repair everything."""
         for strike in self.strikes():
             if over():
                 break
@@ -97,7 +97,7 @@ class Faults:
         await self.settle()
 
     async def settle(self) -> None:
-        """All that was begun has ended, and the fleet is whole."""
+        """Wait until all faults have ended and the fleet is complete."""
         await asyncio.gather(*self._busy.values())
         try:
             await self._fleet.until_whole(RECOVERS_S)
@@ -105,7 +105,7 @@ class Faults:
             self._ledger.wrong("not whole", 1, str(error))
 
     def _begin(self, strike: Strike) -> None:
-        """How it is to be told: a seed and the order of these lines make a campaign again."""
+        """Start a fault and log it. The seed and the order of these lines reproduce a campaign."""
         do = next(do for _, kind, targets, do in self._kinds() if kind == strike.kind and strike.target in targets)
         fault = self._ledger.fault(strike.kind, strike.target, alone=strike.alone)
         fault.alone = strike.alone and not self._busy
@@ -185,7 +185,7 @@ class Faults:
         await asyncio.sleep(seconds)
         link.shape = LinkShape()
 
-    # What is kept.
+    # Redis.
 
     async def _flush(self, name: str, fault: Fault, seconds: float) -> None:
         await self._fleet.flush()

@@ -1,4 +1,4 @@
-"""The cluster that is put to the test: real processes with keys, every connection over a link that can be troubled."""
+"""Cluster under test: real processes with keys, every connection over a link emulator."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.cluster import ROOT, Process, environment, free_port, until_async
 
 START_S = 120.0
 LOOK_S = 0.25
-# Of the second verifier: other batches, other pieces of prompts, nothing kept of them. Another engine would have
-# another fingerprint, and a fleet has one.
+# Second verifier: other batch and prefill sizes, no prefix cache. Another engine would have another fingerprint, and
+# a fleet has one.
 OTHER_KIND = ("--threads", "2", "--guess-rows", "8", "--prefill-rows", "48", "--prefix-tokens", "0")
 HERE = Path(__file__).parent
 _NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -38,7 +38,7 @@ _NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a process holds on to."""
+    """Resources that a process holds."""
 
     descriptors: int
     threads: int
@@ -46,7 +46,7 @@ class Reading:
 
 
 class Member(Process):
-    """A process of the fleet. Its clock can jump, its disk be full; it is not in the terminal's process group."""
+    """Process of the fleet, outside the terminal's process group. Its clock can jump and its disk be full."""
 
     def __init__(self, role: str, name: str, command: Sequence[str], port: int, folder: Path, **env: str) -> None:
         super().__init__(name, command, port, folder)
@@ -59,7 +59,7 @@ class Member(Process):
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         preload = self.clock.environment if self.clock else {}
-        # SIGXFSZ stays ignored, as Python has it: writing to a full disk is then an error and no death.
+        # SIGXFSZ stays ignored, as in Python: writing to a full disk is then an error and not fatal.
         return subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ class Member(Process):
         return self._lives
 
     def fill_disk(self) -> None:
-        """No file of its own may grow from now on."""
+        """Forbid the process to grow any file."""
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 
     def free_disk(self) -> None:
@@ -96,7 +96,7 @@ class Member(Process):
         )
 
     def end(self) -> None:
-        """For good, stopped or not."""
+        """End the process, even if it is stopped."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 self.signal(signal.SIGKILL)
@@ -109,7 +109,7 @@ class RedisMember(Member):
 
 
 class Clock:
-    """The wall clock of one process, to be moved."""
+    """Adjustable wall clock of one process."""
 
     def __init__(self, file: Path, library: Path) -> None:
         file.write_bytes(bytes(8))
@@ -118,12 +118,12 @@ class Clock:
             self._page = mmap.mmap(handle.fileno(), 8)
 
     def jump(self, seconds: float) -> None:
-        """So far from the true time, from now on."""
+        """Set the clock's offset from the true time."""
         self._page[:] = struct.pack("<q", int(seconds * 1e9))
 
 
 def clock_library(folder: Path) -> Path | None:
-    """Compiled on the spot; None where there is no compiler."""
+    """Compile the library; return None without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None
@@ -146,7 +146,7 @@ class Keys:
 
 
 class Fleet:
-    """Two coordinators, two verifiers of two kinds, three drafters of which one is hostile, Redis with its file."""
+    """Two coordinators, two verifiers of two kinds, three drafters (one hostile), and a persistent Redis."""
 
     def __init__(self, folder: Path, seed: int, flags: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -161,7 +161,7 @@ class Fleet:
         self.has_clocks = False
         self.redis = self._redis()
 
-    # Making.
+    # Creation.
 
     async def __aenter__(self) -> Self:
         try:
@@ -191,7 +191,7 @@ class Fleet:
 
     @property
     def endpoints(self) -> list[str]:
-        """What gRPC clients are given."""
+        """Return the addresses for gRPC clients."""
         return [self.links[f"{member.name} grpc"].address for member in self.coordinators]
 
     @property
@@ -199,7 +199,7 @@ class Fleet:
         return [f"http://{self.links[f'{member.name} http'].address}" for member in self.coordinators]
 
     async def lay_out(self) -> None:
-        """Links, which listen from now on, and the processes to be, none of them started."""
+        """Create listening links, and processes that are not started."""
         for number in range(2):
             await self._add_coordinator(number)
         registries = [await self._link(f"{each.name} registry", each.port, each) for each in self.coordinators]
@@ -271,10 +271,10 @@ class Fleet:
             member.links.append(link)
         return link
 
-    # Asking, past the links.
+    # Queries that bypass the links.
 
     async def ready(self, member: Member) -> None:
-        """Serving, or AssertionError with what it said last."""
+        """Wait until the process serves. Raise AssertionError with its last log lines."""
 
         async def listens() -> bool:
             assert member.alive, f"{member.name} ended with {member.exit_code}:\n{member.log()[-4000:]}"
@@ -283,7 +283,7 @@ class Fleet:
         await until_async(listens, START_S, f"{member.name} listening\n{member.log()[-4000:]}")
 
     async def state(self, coordinator: Member) -> dict[str, Any]:
-        """What a coordinator knows of itself and its workers. Raises httpx.HTTPError."""
+        """Return a coordinator's state and workers. Raise httpx.HTTPError."""
         headers = {"authorization": f"Bearer {self.keys.api}"}
         async with httpx.AsyncClient(timeout=5, headers=headers, verify=False) as web:
             reply = await web.get(f"http://127.0.0.1:{coordinator.http_port}/fleet")
@@ -292,7 +292,7 @@ class Fleet:
             return found
 
     async def until_whole(self, seconds: float = START_S) -> None:
-        """Raises AssertionError with what is missing."""
+        """Wait until the fleet is complete. Raise AssertionError with the missing parts."""
         deadline = time.monotonic() + seconds
         while missing := await self.missing():
             if time.monotonic() > deadline:
@@ -300,7 +300,7 @@ class Fleet:
             await asyncio.sleep(LOOK_S)
 
     async def missing(self) -> str:
-        """Nothing, where everybody lives, every coordinator knows everybody and Redis keeps what is said."""
+        """Return what is missing: dead processes, unregistered workers, or a Redis that stores nothing."""
         for member in self.members:
             if not member.alive:
                 return f"{member.name} has ended"
@@ -322,7 +322,7 @@ class Fleet:
             await store.flushall()
 
     def was_unknown(self, session_id: str) -> bool:
-        """A coordinator said in its log that Redis did not take this session when it began."""
+        """Return whether a coordinator logged that Redis did not store this new session."""
         logs = [path.read_text(errors="replace") for path in self.folder.glob("coordinator-*.log")]
         lines = (line for log in logs for line in log.splitlines() if session_id in line)
         return any("session started without redis" in line for line in lines)

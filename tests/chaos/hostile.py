@@ -1,4 +1,4 @@
-"""A drafter that takes every session and serves it ill, as a process: each session in another manner."""
+"""Process of a hostile drafter: it accepts every session and misbehaves in a different way in each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Hostile(drafter_rpc.DrafterServicer):
             await asyncio.sleep(FLOOD_S)
         if manner == "nonsense":
             yield draft.DraftReply(guess=self._nonsense(position))
-        async for request in requests:  # lies: a full chain of nothing after every commit
+        async for request in requests:  # a full chain of wrong tokens after every commit
             if request.HasField("committed"):
                 position = request.committed.position + len(request.committed.tokens)
                 yield _guess(position, ids, [7, 7, 7, 7])
@@ -85,7 +85,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     drafter_key: Annotated[str, typer.Option(envvar="OUTRIDER_DRAFTER_KEY")] = "",
 ) -> None:
-    """Serve and register until SIGTERM."""
+    """Serve and stay registered until SIGTERM."""
     asyncio.run(_serve(port, advertise, coordinators.split(","), seed, drafter_key))
 
 

@@ -1,4 +1,4 @@
-"""Clients of the HTTP API: whole answers, streams, several choices, readers that take their time."""
+"""Clients of the HTTP API: whole answers, streams, several choices, slow readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.cases import Case
 from tests.chaos.clients import LONGEST_S, SILENT_S, WISHES, Customer, Got, Violation
 from tests.chaos.ledger import Talk
 
-RETRIED = (408, 429, 502, 503)  # docs/http-api.md: come again
+RETRIED = (408, 429, 502, 503)  # retryable by docs/http-api.md
 RETRIED_CODES = ("unavailable", "peer_lost", "overloaded", "rate_limit_exceeded")
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _SMALL = 4096
@@ -68,7 +68,7 @@ class HttpCustomer(Customer):
             return
         base = self.fleet.webs[turn % 2]
         try:
-            silent_s = SILENT_S if body["stream"] else LONGEST_S  # a whole answer is silent until it is there
+            silent_s = SILENT_S if body["stream"] else LONGEST_S  # a whole answer arrives at once
             async with httpx.AsyncClient(base_url=base, headers=headers, timeout=silent_s, verify=False) as web:
                 if not body["stream"]:
                     reply = await web.post(path, json=body)
@@ -127,7 +127,7 @@ def _body(case: Case, manner: str, wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accept(status: int, headers: Any, text: str) -> None:
-    """200, or what is documented as coming again."""
+    """Check that the status is 200 or one documented as retryable."""
     if status == 200:
         return
     if status in RETRIED:
@@ -164,7 +164,7 @@ def _take(event: dict[str, Any], choices: list[Got]) -> None:
 async def _slow_lines(
     port: int, path: str, headers: dict[str, str], body: dict[str, Any], pause_s: float
 ) -> AsyncIterator[str]:
-    """Straight from the coordinator, with next to no buffer of its own, and with pauses."""
+    """Read directly from the coordinator with a minimal buffer and pauses."""
     try:
         async with _raw(port) as (reader, writer):
             data = json.dumps(body).encode()
@@ -215,7 +215,7 @@ async def _chunks(reader: asyncio.StreamReader, pause_s: float) -> AsyncIterator
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """By line feeds only: texts of random bytes have whatever else Unicode calls the end of a line."""
+    """Split at line feeds only: random texts contain other Unicode line separators."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""What was done to the fleet and what its clients saw of it, by one monotonic clock."""
+"""Ledger of faults and of what clients observed, by one monotonic clock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-SHORT_S = 0.05  # gaps below are not told apart
-SETTLES_S = 10.0  # after a fault of Redis, until it can be trusted to have everything again
+SHORT_S = 0.05  # shorter gaps are not distinguished
+SETTLES_S = 10.0  # after a Redis fault, until all records are stored again
 MAX_KEPT = 50
-_HOLDS_SESSIONS = ("redis",)  # targets whose trouble may keep a session from being found again
+_HOLDS_SESSIONS = ("redis",)  # targets whose faults may lose a session's record
 
 
 @dataclass(slots=True)
@@ -20,11 +20,11 @@ class Fault:
     alone: bool
     start: float
     end: float = float("inf")
-    up: float = float("inf")  # when what was hit served again
+    up: float = float("inf")  # when the target served again
 
     @property
     def name(self) -> str:
-        """What it is counted under: a kind, and the role that it hit."""
+        """Return the key for statistics: the kind, and the role of the target."""
         return f"{self.kind} {self.target.split('-')[0]}"
 
     @property
@@ -34,11 +34,11 @@ class Fault:
 
 @dataclass(slots=True)
 class Talk:
-    """One session's time, as its client has it: since when it waits for the next token."""
+    """Timeline of one session at its client, with the start of the current wait."""
 
     kind: str
     began: float
-    paced: bool = False  # by its client, or told all at once: its gaps say nothing
+    paced: bool = False  # by its client, or received at once: its gaps are not measured
     last: float = 0.0
     ended: float = float("inf")
     gaps: list[tuple[float, float]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Talk:
         self.last = now
 
     def longest(self, start: float, end: float) -> float:
-        """Of the gaps that overlap this time."""
+        """Return the longest gap that overlaps this time."""
         return max((b - a for a, b in self.gaps if a <= end and b >= start), default=SHORT_S)
 
 
@@ -74,18 +74,18 @@ class Ledger:
         return self.talks[-1]
 
     def wrong(self, what: str, count: int, told: str) -> None:
-        """`what`: wrong, lost, doubled, error, hang, ..."""
+        """Record a violation; `what` is wrong, lost, doubled, error, hang, ..."""
         self.counts[what] += count
         line = self.note(f"{what}: {told}")
         if len(self.violations) < MAX_KEPT:
             self.violations.append(line)
 
     def note(self, told: str) -> str:
-        """Into the campaign's log, with the time."""
+        """Write to the campaign's log, with the time."""
         line = f"{time.monotonic() - self.began:7.1f} s  {told}"
         self._say(line)
         return line
 
     def may_be_lost(self, talk: Talk) -> bool:
-        """Redis was in trouble at some time since the session began, or just before: it may not have the session."""
+        """Return whether a Redis fault overlaps the session: Redis may not have stored it."""
         return any(fault.of_redis and fault.end + SETTLES_S >= talk.began for fault in self.faults)

@@ -1,4 +1,4 @@
-"""What a campaign has shown: as JSON, and as a table for people."""
+"""Report of a campaign: JSON and a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from tests.chaos.fleet import Reading
 from tests.chaos.ledger import Fault, Ledger
 
-AFTER_S = 1.0  # a gap that begins so soon after a fault is its doing
+AFTER_S = 1.0  # a gap that begins within this time after a fault is attributed to it
 MAX_GAP_AFTER_KILL_S = 3.0
 NEVER = ("wrong", "lost", "doubled", "error", "hang", "key", "lost session", "not whole")
 
@@ -34,7 +34,7 @@ class Outcome:
     ledger: Ledger
     skipped: list[str]
     leaks: list[Leak] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)  # seats, pages, ... that were not given back
+    held: list[str] = field(default_factory=list)  # session slots, blocks, ... that were not released
     normal_s: float | None = None  # None: never
     max_gap_s: float = MAX_GAP_AFTER_KILL_S
 
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def gaps_of(ledger: Ledger, fault: Fault) -> list[float]:
-    """Per session that was under way: its longest time without news while the fault lasted, or just after."""
+    """Return, for each running session, its longest gap during the fault or just after."""
     return [
         talk.longest(fault.start, fault.end + AFTER_S)
         for talk in ledger.talks
@@ -84,7 +84,7 @@ def gaps_of(ledger: Ledger, fault: Fault) -> list[float]:
 
 
 def gap_after_kills(ledger: Ledger) -> float:
-    """p99 over sessions, of kills of workers and coordinators that came alone: another one was there and well."""
+    """Return the p99 gap over sessions for kills that happened alone, with a healthy replica."""
     kills = [fault for fault in ledger.faults if fault.kind == "kill" and fault.alone and fault.target != "redis"]
     return quantile([gap for fault in kills for gap in gaps_of(ledger, fault)], 0.99)
 
@@ -116,7 +116,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def compare(name: str, before: Reading, after: Reading) -> list[Leak]:
-    """More than noise."""
+    """Return the resources whose growth exceeds noise."""
     limits = {
         "descriptors": before.descriptors + 32,
         "threads": before.threads + 8,

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz`: fuzz the five edges of a fleet of its own, and say what it found.
+"""`python -m tests.fuzz`: fuzz the five edges of its own fleet and report the findings.
 
-Every input has a number: the same seed, edge and number make the same bytes. What fails is told with the command that
-sends it again and kept as a file, with which every later run begins.
+Every input has a number: the same seed, edge and number make the same bytes. A failure is reported with the command
+that sends it again, and kept as a file that every later run sends first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.fuzz.fleet import Fleet, running
 from tests.fuzz.generators import EDGES
 from tests.fuzz.workers import Stage
 
-RATIO = 1.10  # how much slower a neighbour's tokens may come, where it is measured
+RATIO = 1.10  # limit for the slowdown of a neighbour's tokens, if measured
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ async def _run(fleet: Fleet, known: Known, options: argparse.Namespace) -> dict[
 
 
 async def _again(fleet: Fleet, known: Known, options: argparse.Namespace) -> int:
-    """One input, with all that came back."""
+    """Send one input and print all responses."""
     edge = options.edge[0]
     again = campaign.Campaign(fleet, known, options.seed, rate=0, turns=False, keep=None)
     case = again.case(edge, options.only)

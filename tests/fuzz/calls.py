@@ -1,4 +1,4 @@
-"""Sends a case and judges what comes back: no fault of the server's own, and an answer in time."""
+"""Sender of cases, with checks of the response: no server fault, and an answer in time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.fuzz.generators import quick
 from tests.fuzz.values import SESSION
 
 ANSWER_S = 5.0
-LISTEN_S = 0.15  # to whom no answer is due
-LONG_S = 0.3  # to an answer that is long
+LISTEN_S = 0.15  # if no answer is required
+LONG_S = 0.3  # for a long answer
 REPLIES = 40
-MAX_MESSAGE = 4_000  # characters of an error: nobody's megabytes are sent back
+MAX_MESSAGE = 4_000  # characters of an error: no input of megabytes is echoed
 MAX_HEARD = 300_000
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _UNARY = ("/Cancel", "/GetModelInfo", "/GetServerInfo", "/Probe", "/Check")
@@ -40,13 +40,13 @@ _PLAIN = [
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a case. `problem`: what must not be, empty if nothing."""
+    """Outcome of a case. `problem` describes a violation and is empty without one."""
 
-    result: str = ""  # OK, a status, or what else there is to count
+    result: str = ""  # OK, a status, or another category
     problem: str = ""
     replies: list[bytes] = field(default_factory=list)
     details: str = ""
-    late: bool = False  # the problem is one of time
+    late: bool = False  # the problem is a timeout
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -54,7 +54,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 async def send(case: Case, channel: grpc.aio.Channel, http: str, h2: str) -> Outcome:
-    """`http`, `h2`: the addresses of bare connections."""
+    """Send a case. `http` and `h2` are the addresses for raw connections."""
     if case.method == "http":
         return await connect(case, http, http=True)
     if case.method == "h2":
@@ -68,12 +68,12 @@ async def send(case: Case, channel: grpc.aio.Channel, http: str, h2: str) -> Out
 
 
 def _own_session(case: Case) -> bytes:
-    """An id of its own for every stream, or most would be the fight of two for one."""
+    """Give every stream its own session id; otherwise most streams would compete for one session."""
     return hashlib.sha256(b"".join(case.messages)).hexdigest()[: len(SESSION)].encode()
 
 
 async def _with_session(case: Case, channel: grpc.aio.Channel) -> tuple[bytes, ...]:
-    """Begin the session that the messages speak of; leave it in the middle, or read it to its end."""
+    """Start the session that the messages refer to; disconnect during it, or read it to its end."""
     begun = await call(channel, "/outrider.v1.Outrider/Generate", (case.prelude,), CANCEL)
     replies = [pb.GenerateReply.FromString(reply) for reply in begun.replies]
     if not replies or not replies[0].HasField("started"):
@@ -86,7 +86,7 @@ async def _with_session(case: Case, channel: grpc.aio.Channel) -> tuple[bytes, .
 
 
 async def call(channel: grpc.aio.Channel, method: str, messages: tuple[bytes, ...], end: str) -> Outcome:
-    """As the library of another language would: bytes in, bytes out."""
+    """Make a call without message classes: bytes in, bytes out."""
     outcome = Outcome()
     try:
         async with asyncio.timeout(3 * ANSWER_S):
@@ -125,7 +125,7 @@ async def _speak(
 
 
 async def _write(stream: Any, messages: tuple[bytes, ...], end: str) -> None:
-    """Past the library's own `write`, which calls a stream that ended meanwhile INTERNAL and forgets how it ended."""
+    """Write without the library's `write`, which reports INTERNAL for an ended stream and loses its status."""
     await stream.wait_for_connection()
     try:
         for message in messages:
@@ -133,7 +133,7 @@ async def _write(stream: Any, messages: tuple[bytes, ...], end: str) -> None:
         if end == HALF_CLOSE:
             await stream._cython_call.send_receive_close()
     except cygrpc.InternalError:
-        return  # it has ended already: reading says how
+        return  # it has ended; reading returns its status
 
 
 async def _in_time(answer: Any, outcome: Outcome) -> Any:
@@ -147,7 +147,7 @@ async def _in_time(answer: Any, outcome: Outcome) -> Any:
 
 
 async def _read(stream: Any, patience: float, end: str, outcome: Outcome) -> None:
-    """The first answer must come; after it, the end of what is short or was ended by us."""
+    """Require the first answer, then the end of a call that is short or that we ended."""
     reply = await _in_time(stream.read(), outcome)
     while reply is not grpc.aio.EOF and not outcome.problem and len(outcome.replies) < REPLIES:
         outcome.replies.append(reply)
@@ -167,7 +167,7 @@ async def _read(stream: Any, patience: float, end: str, outcome: Outcome) -> Non
 
 
 def _judge_reply(reply: bytes, stream: Any, outcome: Outcome) -> None:
-    """Errors that come within a stream."""
+    """Check the errors that arrive within a stream."""
     if b"internal" not in reply:
         return
     try:
@@ -190,7 +190,7 @@ def _judge(code: grpc.StatusCode, details: str, metadata: Any, outcome: Outcome)
             outcome.problem = f"an error of {len(value)} bytes: {error.message[:200]}"
 
 
-# Bare connections.
+# Raw connections.
 
 
 @asynccontextmanager
@@ -221,7 +221,7 @@ async def connect(case: Case, address: str, *, http: bool) -> Outcome:
 
 
 async def _talk(writer: asyncio.StreamWriter, pieces: tuple[bytes, ...]) -> None:
-    with contextlib.suppress(OSError):  # hung up on
+    with contextlib.suppress(OSError):  # closed by the server
         for piece in pieces:
             writer.write(piece)
             await writer.drain()

@@ -1,4 +1,4 @@
-"""A whole run: every edge in turn, its inputs side by side, a neighbour all the while, and an account of it."""
+"""Fuzz campaign: every edge in turn with concurrent inputs, next to a neighbour client, and its report."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.fuzz.workers import Stage
 
 CHANNELS = 4
 AT_ONCE = {"http": 24, "grpc": 16, "verify": 16, "draft": 16, "workers": 10}
-LOOK_S = 1.0  # how often logs and processes are looked at
-FUZZED_S, QUIET_S = 6.0, 3.0  # in turns, where the neighbour is measured
+LOOK_S = 1.0  # interval of checks of logs and processes
+FUZZED_S, QUIET_S = 6.0, 3.0  # alternating, if the neighbour is measured
 STOP_AFTER = 25  # problems of one edge
 
 
@@ -30,7 +30,7 @@ class Problem:
     edge: str
     what: str
     number: int = -1  # of the input; -1: not of one input
-    between: tuple[int, int] | None = None  # it came about while these inputs were under way
+    between: tuple[int, int] | None = None  # these inputs were in flight
     kept_as: str = ""
 
     def told(self, seed: int) -> str:
@@ -55,7 +55,7 @@ class EdgeReport:
 
 
 class Campaign:
-    """`rate`: inputs a second at most, 0 for as many as there can be; `turns`: measure the neighbour in between."""
+    """Campaign over one edge. `rate` limits inputs per second (0: none); `turns` measures the neighbour in between."""
 
     def __init__(self, fleet: Fleet, known: Known, seed: int, *, rate: float, turns: bool, keep: Path | None) -> None:
         self._fleet = fleet
@@ -95,7 +95,7 @@ class Campaign:
         return report
 
     def _todo(self, report: EdgeReport, inputs: int) -> Iterator[tuple[int, Case]]:
-        """What was kept, then new ones until there were enough."""
+        """Yield the kept inputs, then new ones."""
         yield from ((-1, case) for case in kept(CASES, report.edge))
         for number in count():
             if report.inputs >= inputs:
@@ -138,7 +138,7 @@ class Campaign:
         return await send(case, channel, self._fleet.http, self._fleet.address(case.edge))
 
     async def _once_more(self, report: EdgeReport, number: int, case: Case, channel: Any, stage: Stage) -> None:
-        """What came late on a busy machine comes in time alone; what hangs, or makes others hang, does so again."""
+        """Repeat late inputs alone: slowness of a busy machine disappears, a hang does not."""
         report.results["late, in time alone"] += 1
         outcome = await self.one(case, channel, stage)
         if outcome.problem and len(report.problems) < STOP_AFTER:
@@ -153,7 +153,7 @@ class Campaign:
         print(problem.told(self._seed), flush=True)
 
     async def _watch(self, report: EdgeReport) -> None:
-        """Logs and lives; and the turns in which the neighbour is alone."""
+        """Check logs and processes, and alternate with turns for the neighbour alone."""
         looked_at, turn = 0, time.monotonic()
         self._go.set()
         try:
@@ -164,7 +164,7 @@ class Campaign:
                 if self._turns and time.monotonic() - turn > FUZZED_S:
                     self.fuzzed.append((turn + 1, time.monotonic()))
                     self._go.clear()
-                    await asyncio.sleep(1)  # what was under way ends
+                    await asyncio.sleep(1)  # inputs in flight end
                     alone = time.monotonic()
                     await asyncio.sleep(QUIET_S)
                     self.quiet.append((alone, time.monotonic()))
@@ -191,7 +191,7 @@ async def run(
     turns: bool,
     keep: Path | None,
 ) -> dict[str, Any]:
-    """All edges; the account as JSON would have it."""
+    """Fuzz all edges and return the report as JSON values."""
     campaign = Campaign(fleet, known, seed, rate=rate, turns=turns, keep=keep)
     neighbour = await asyncio.to_thread(Neighbour, fleet.coordinator.address, fleet.folder)
     began, before = time.monotonic(), fleet.footprints()

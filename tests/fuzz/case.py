@@ -1,4 +1,4 @@
-"""One input: what is sent where, in bytes, so that it can be kept and sent again whatever becomes of the mutations."""
+"""Input as bytes with its destination: it can be stored and sent again even if the mutations change."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 
 CASES = Path(__file__).resolve().parent / "cases"
 
-# How a call ends from our side.
-HALF_CLOSE = "half-close"  # all is said: the end must come
-CANCEL = "cancel"  # hang up after the first answers
-ABANDON = "abandon"  # hang up without reading
+# Ways to end a call.
+HALF_CLOSE = "half-close"  # the server must end the call
+CANCEL = "cancel"  # cancel after the first answers
+ABANDON = "abandon"  # cancel without reading
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     edge: str
-    name: str  # what it is, for a person
+    name: str  # description
     method: str  # a gRPC method, or `http`, `tcp` (HTTP's port), `h2` (gRPC's port)
     messages: tuple[bytes, ...]  # of a call; of a connection: its pieces
     end: str = HALF_CLOSE
-    complete: bool = True  # an answer must come
-    prelude: bytes = b""  # a GenerateRequest that makes the session that the messages speak of
-    answers: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # of a worker: what it says, by method
+    complete: bool = True  # an answer is required
+    prelude: bytes = b""  # a GenerateRequest that creates the session of the messages
+    answers: dict[str, tuple[bytes, ...]] = field(default_factory=dict)  # of a worker: its responses by method
 
     @property
     def inputs(self) -> int:
-        """What it counts for: a request, a connection, or every message of a stream, equal ones once."""
+        """Return how many cases it counts for: a request, a connection, or the distinct messages of a stream."""
         if self.method in ("http", "h2"):
             return 1
         return max(1, len(set(self.messages))) + sum(len(set(said)) for said in self.answers.values())
@@ -50,7 +50,7 @@ class Case:
         return cls(**given)
 
     def keep(self, folder: Path) -> Path:
-        """As a file, from which it is sent again at the beginning of every run."""
+        """Write the case to a file that every run sends first."""
         folder.mkdir(parents=True, exist_ok=True)
         text = self.to_json()
         path = folder / f"{self.edge}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
@@ -59,7 +59,7 @@ class Case:
 
 
 def kept(folder: Path, edge: str) -> list[Case]:
-    """The cases of an edge that were kept."""
+    """Return the stored cases of an edge."""
     return [Case.from_json(path.read_text()) for path in sorted(folder.glob(f"{edge}-*.json"))]
 
 

@@ -1,6 +1,6 @@
-"""Well-formed messages that mutations begin from: every mode, grammar, wish and kind of worker there is.
+"""Well-formed messages as seeds of mutations: every mode, grammar, option and kind of worker.
 
-Made once: `pick` gives a copy to change.
+They are created once; `pick` returns a copy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.fuzz.values import SESSION
 MessageT = TypeVar("MessageT")
 
 PROMPT = [*range(40, 80)]
-LURE = [*range(41, 81)]  # of sessions that false verifiers take: they are as long as PROMPT
+LURE = [*range(41, 81)]  # prompt of sessions for fake verifiers, as long as PROMPT
 TEXT = "Two heads are better than one, and two heads are "
-FEW = 4  # tokens that a well-formed request asks for
+FEW = 4  # tokens of a well-formed request
 SCHEMA = json.dumps(
     {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a"]}
 )
@@ -35,10 +35,10 @@ LARK = 'start: item ("," item)*\nitem: /[a-z]+/\n'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What a stranger can learn of the system under test, and builds its messages on."""
+    """Facts about the system under test that messages are built on."""
 
     target: common.ModelInfo
-    greedy: tuple[int, ...]  # what the target says to PROMPT
+    greedy: tuple[int, ...]  # the target's output for PROMPT
 
     def to_json(self) -> str:
         return json.dumps({"target": self.target.SerializeToString().hex(), "greedy": self.greedy})
@@ -83,7 +83,7 @@ def generate_requests() -> list[pb.GenerateRequest]:
 
 @cache
 def public() -> list[tuple[str, Any]]:
-    """What clients call besides Generate; `SESSION` stands for a session that exists."""
+    """Return the other calls of clients; `SESSION` stands for an existing session."""
     return [
         ("Resume", pb.ResumeRequest(session_id=SESSION, from_position=0)),
         ("Resume", pb.ResumeRequest(session_id=SESSION, from_position=FEW, tail=[1, 2, 3, 4])),
@@ -129,7 +129,7 @@ def _opening(**fields: Any) -> dict[str, Any]:
 
 @cache
 def guesses(known: Known, position: int) -> list[common.Guess]:
-    """At a position and after it: chains, trees, a pass, some with their probabilities, some that hold."""
+    """Return guesses at a position and after it: chains, trees, a pass, some with probabilities, some right."""
     at = position - len(PROMPT)
     right = [*known.greedy[at : at + 4]] or [65]
     whole = [common.Distribution(id_deltas=[5, 60, 1], weights=[WHOLE - 300, 200, 100]) for _ in range(3)]
@@ -179,7 +179,7 @@ def commits(known: Known, position: int) -> list[draft.Committed]:
 
 @cache
 def workers(known: Known, role: Any, address: str = "127.0.0.1:1") -> list[pb.Worker]:
-    """As they register: a drafter and a verifier that fit, one of another model, one that drains."""
+    """Return registrations: a matching drafter and verifier, one of another model, one that drains."""
     load = common.WorkerLoad(
         sessions=1, kv_tokens_total=4096, step_ms=2.0, cost=common.CostCurve(rows=[1, 8, 64], ms=[2.0, 2.5, 9.0])
     )
@@ -208,7 +208,7 @@ def vocabularies() -> list[pb.Vocabulary]:
 
 @cache
 def verdicts(known: Known) -> list[verify.Verdict]:
-    """A whole answer to PROMPT of FEW tokens, in three steps."""
+    """Return a complete answer to PROMPT with FEW tokens in three steps."""
     timings = verify.VerifyTimings(wait_us=10, forward_us=900, step_us=1000, sessions=1, rows=3, session_rows=3)
     tokens, at, said = list(known.greedy[:FEW]), len(PROMPT), []
     for size in (1, 2, 1):

@@ -1,4 +1,4 @@
-"""What is fuzzed: real processes around tiny models, a neighbour beside them, and what is left of both at the end."""
+"""Fleet under fuzzing: real processes with toy models, a neighbour client, and checks of both at the end."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _BAD = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|\[critical|session failed|Exception (ignored )?in"
     r"|Unhandled|Fatal Python error|Segmentation|AssertionError"
 )
-# What gRPC's client says of bytes that are no message, before it tells its caller.
+# Log line of gRPC's client for bytes that are not a message.
 _KNOWN = re.compile(r"Exception deserializing message!(?s:.*?)\.DecodeError[^\n]*\n")
 PACE = "1:15,64:15"
-ANSWER_S = 1.0  # that an answer to the neighbour takes, paced
+ANSWER_S = 1.0  # time of an answer to the neighbour with throttled engines
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     memory_mb: float
     descriptors: int
@@ -66,7 +66,7 @@ class Footprint:
 
 
 class Neighbour:
-    """A process that asks the same all the time."""
+    """Process that repeats the same requests."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self._path = folder / "neighbour.jsonl"
@@ -98,7 +98,7 @@ class Neighbour:
 
 
 def gap_ms(answers: list[dict[str, Any]], spans: list[tuple[float, float]]) -> float:
-    """The median time between tokens of the plain answers that lay in these spans of time."""
+    """Return the median time between tokens of the plain answers within these spans."""
     gaps = [
         answer["gap_ms"]
         for answer in answers
@@ -139,7 +139,7 @@ class Fleet:
     def http(self) -> str:
         return self.coordinator.web.removeprefix("http://")
 
-    # What must hold.
+    # Checks.
 
     def dead(self) -> list[str]:
         return [
@@ -147,7 +147,7 @@ class Fleet:
         ]
 
     def complaints(self) -> list[str]:
-        """What is new in the logs and should not be there."""
+        """Return unexpected new log lines."""
         found = []
         for process in self.cluster.processes:
             with process.log_path.open("rb") as log:
@@ -170,7 +170,7 @@ class Fleet:
         return {process.name: Footprint.of(process) for process in self.cluster.processes if process.alive}
 
     def left_over(self, before: dict[str, Footprint], slack: int = 48) -> list[str]:
-        """What is still held once all have had time to let go. `slack`: for pools, which grow with concurrency."""
+        """Return resources still held after a grace period. `slack` allows for pools, which grow with concurrency."""
         deadline = time.monotonic() + SETTLE_S
         while (held := self._held(before, slack)) and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -22,8 +22,8 @@ PUBLIC = "/outrider.v1.Outrider/"
 VERIFY = "/outrider.v1.Verifier/Verify"
 DRAFT = "/outrider.v1.Drafter/Draft"
 REGISTER = "/outrider.v1.Registry/Register"
-_RAW = 0.06  # of the inputs of a gRPC edge: bytes on a bare connection
-_OTHER = 0.04  # calls of methods that are others', or nobody's
+_RAW = 0.06  # of the inputs of a gRPC edge: bytes on a raw connection
+_OTHER = 0.04  # calls of methods of other services, or of none
 _MANY_TOKENS = 64
 
 
@@ -37,7 +37,7 @@ def _times(rng: random.Random) -> int:
 
 
 def _written(rng: random.Random, message: Any, times: int | None = None) -> bytes:
-    """A message mutated by its structure, one in six by its bytes besides."""
+    """Return a message with mutated structure, one in six with mutated bytes as well."""
     protobuf.mutate(rng, message, _times(rng) if times is None else times)
     data = protobuf.encoded(message)
     return protobuf.spoil(rng, data) if rng.random() < 0.17 else data
@@ -106,7 +106,7 @@ def _draft(rng: random.Random, known: Known) -> Case:
 
 
 def _stream(rng: random.Random, messages: list[Any]) -> tuple[bytes, ...]:
-    """One or two are changed, the opening in one of three: behind a wrong one nothing is looked at any more."""
+    """Mutate one or two messages, the opening one in a third of cases: after an invalid one nothing is read."""
     changed = rng.sample(range(len(messages)), min(len(messages), rng.choice((1, 1, 2))))
     if len(messages) > 1 and rng.random() < 0.66:
         changed = [number for number in changed if number] or [rng.randrange(1, len(messages))]
@@ -122,7 +122,7 @@ def _workers(rng: random.Random, known: Known) -> Case:
 
 
 def _registration(rng: random.Random, known: Known) -> Case:
-    """Of a worker that may be of another model; it is gone after the first answer."""
+    """Return the registration of a worker, maybe of another model, that leaves after the first answer."""
     if rng.random() < 2 * _RAW:
         worker = corpus.pick(rng, corpus.workers(known, pb.ROLE_DRAFTER))
         return _connection(rng, "workers", REGISTER, protobuf.encoded(pb.RegisterRequest(worker=worker)))
@@ -141,7 +141,7 @@ def _registration(rng: random.Random, known: Known) -> Case:
 
 
 def _false_verifier(rng: random.Random, known: Known) -> Case:
-    """Registers in order, takes a session, and answers what no verifier would."""
+    """Return a verifier that registers properly, accepts a session and sends invalid answers."""
     model = common.ModelInfo()
     model.CopyFrom(known.target)
     said: list[Any] = [verify.VerifyReply(opened=verify.Opened(position=len(corpus.PROMPT), model=model))]
@@ -177,7 +177,7 @@ def _probe(rng: random.Random) -> bytes:
 
 
 def _strange_call(rng: random.Random, edge: str, service: str) -> Case:
-    """Of methods that do not exist, or take other messages."""
+    """Return a call of a missing method, or with messages of another type."""
     name = rng.choice(("GetModelInfo", "Probe", "GetTokenizer", "Nothing", "", "a/b", "\u00e9".encode().hex()))
     message = rng.choice((b"", rng.randbytes(9), protobuf.spoil(rng, b"\x0a\x03abc")))
     where = rng.choice((service, service, "/grpc.health.v1.Health/Check?", "/outrider.v1.Nobody/", "/"))
@@ -206,13 +206,13 @@ _MAKERS: dict[str, Callable[[random.Random, Known], Case]] = {
 
 
 def asked_tokens(request: pb.GenerateRequest) -> int:
-    """How long an answer it asks for."""
+    """Return the requested length of the answer."""
     return request.params.max_tokens if request.params.HasField("max_tokens") else 256
 
 
 def quick(messages: Sequence[bytes]) -> bool:
-    """Whether the answer to a GenerateRequest is short, so that its end can be waited for."""
+    """Return whether the answer is short enough to wait for its end."""
     try:
         return 0 < asked_tokens(pb.GenerateRequest.FromString(messages[0])) <= _MANY_TOKENS
     except Exception:
-        return True  # refused
+        return True  # rejected

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand: what no gRPC library would write."""
+"""Handwritten HTTP/2 frames that no gRPC library sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"", length: int 
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """A literal, without an index and without Huffman's code."""
+    """Return a literal header without index and Huffman coding."""
     return b"\x00" + _string(name) + _string(value)
 
 
@@ -31,7 +31,7 @@ def _string(text: bytes) -> bytes:
 
 
 def message(data: bytes, *, compressed: int = 0, length: int | None = None) -> bytes:
-    """With gRPC's prefix."""
+    """Return the payload with gRPC's message prefix."""
     return bytes((compressed,)) + struct.pack(">I", len(data) if length is None else length) + data
 
 
@@ -49,7 +49,7 @@ def _headers(path: str, **changed: bytes | None) -> bytes:
 
 
 def connections(rng: random.Random, path: str, data: bytes) -> tuple[str, tuple[bytes, ...], bool]:
-    """What it is, its pieces, and whether an answer, if only a reset, must come."""
+    """Return a description, the pieces, and whether an answer (or a reset) is required."""
     name = rng.choice(tuple(_MANNERS))
     return name, _MANNERS[name](rng, path, data), name not in _UNFINISHED
 
@@ -75,7 +75,7 @@ def _noise_after_preface(rng: random.Random, path: str, data: bytes) -> tuple[by
 
 
 def _frames(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    """Of any kind, in any order, on any stream."""
+    """Return frames of any kind, in any order, on any stream."""
     made = [
         frame(
             rng.randrange(12), rng.randrange(256), rng.choice((0, 1, 2, 3, 2**31 - 1)), rng.randbytes(rng.randrange(40))
@@ -96,7 +96,7 @@ def _compressed(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]
 
 
 def _metadata(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    # No path that is not UTF-8: grpcio itself fails on it, before any code of a service runs.
+    # Only UTF-8 paths: on others grpcio itself fails, before any service code runs.
     odd = {
         "grpc_timeout": rng.choice((b"0n", b"-1S", b"99999999999H", b"x", b"1")),
         "authorization": rng.choice((b"Bearer x", b"\xff\xfe", b"Bearer " + b"k" * 5000)),
@@ -116,12 +116,12 @@ def _metadata(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
 
 
 def _several_messages(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    """Where one is expected, or none at all."""
+    """Return a call with several messages, or none, where one is expected."""
     return _call(_headers(path), b"".join(message(data) for _ in range(rng.choice((0, 2, 5)))))
 
 
 def _reset(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    """Opened and reset, over and over."""
+    """Return streams that are opened and reset repeatedly."""
     opened = [
         frame(HEADERS, END_HEADERS, 2 * i + 1, _headers(path))
         + frame(DATA, 0, 2 * i + 1, message(data)[:16_000])
@@ -137,13 +137,13 @@ def _half(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
 
 
 def _settings(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    """That leave no room to answer, then a call."""
+    """Return settings that leave no window for an answer, then a call."""
     chosen = struct.pack(">HI", rng.choice((1, 3, 4, 5, 6)), rng.choice((0, 1, 2**14, 2**31 - 1, 2**31, 2**32 - 1)))
     return (PREFACE + frame(SETTINGS, 0, 0, chosen), *_call(_headers(path), message(data))[1:])
 
 
 def _continued(rng: random.Random, path: str, data: bytes) -> tuple[bytes, ...]:
-    """Headers that go on and on."""
+    """Return a header block of many CONTINUATION frames without an end."""
     pieces = [frame(CONTINUATION, 0, 1, header(b"x-%d" % i, b"y" * 900)) for i in range(rng.choice((3, 40)))]
     return (_start(), frame(HEADERS, 0, 1, _headers(path)), *pieces)
 

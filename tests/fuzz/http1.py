@@ -1,4 +1,4 @@
-"""HTTP requests: bodies mutated by their structure and as text, odd heads and framings, and plain noise."""
+"""HTTP requests: bodies mutated by structure and as text, unusual headers and framing, and noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tests.fuzz import corpus, values
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# An answer of more tokens than this is not waited for.
+# Longer answers are not read to their end.
 _FEW_TOKENS = 64
 
 
@@ -59,14 +59,14 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
 
 
 def make(rng: random.Random) -> tuple[str, str, tuple[bytes, ...], bool]:
-    """What it is, how it is sent, its pieces, and whether an answer must come."""
+    """Return a description, the transport, the pieces, and whether an answer is required."""
     return rng.choices((_mutated, _odd_text, _odd_head, _odd_framing, _other_route, _noise), _ODDS)[0](rng)
 
 
 _ODDS = (0.55, 0.12, 0.11, 0.1, 0.07, 0.05)
 
 
-# Well-formed HTTP, odd bodies.
+# Well-formed HTTP with unusual bodies.
 
 
 def _mutated(rng: random.Random) -> tuple[str, str, tuple[bytes, ...], bool]:
@@ -81,7 +81,7 @@ def _mutated(rng: random.Random) -> tuple[str, str, tuple[bytes, ...], bool]:
 
 
 def change(rng: random.Random, body: Any) -> None:
-    """In one place of a JSON value: another type, another value, gone, doubled, wrapped, or a field more."""
+    """Change one place of a JSON value: another type or value, removed, duplicated, wrapped, or a field added."""
     places = list(_places(body))
     if not places:
         return
@@ -132,12 +132,12 @@ def _any(rng: random.Random) -> Any:
 
 
 def _json(body: Any) -> bytes:
-    """What json has no word for, NaN, is written as Python writes it; lone surrogates as escapes."""
+    """Encode JSON, with NaN as Python writes it and lone surrogates as escapes."""
     return json.dumps(body).encode()
 
 
 def quick(body: Any) -> bool:
-    """Whether its answer is short, as far as it can be answered at all."""
+    """Return whether the answer, if any, is short."""
     tokens = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     long = [each for each in tokens if isinstance(each, int | float) and each > _FEW_TOKENS]
     absent = not tokens and body.get("messages") is not None
@@ -173,7 +173,7 @@ def _odd_text(rng: random.Random) -> tuple[str, str, tuple[bytes, ...], bool]:
     return "odd text", "http", (request("POST", path, rng.choice(odd)),), False
 
 
-# Odd heads and framings.
+# Unusual headers and framing.
 
 
 def request(method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
@@ -225,7 +225,7 @@ def _parts(data: bytes, size: int) -> list[bytes]:
 
 
 def _odd_framing(rng: random.Random) -> tuple[str, str, tuple[bytes, ...], bool]:
-    """As smugglers write: two lengths, chunks that are none, a second request in the first one's body."""
+    """Return request smuggling: two lengths, invalid chunks, a second request in the first one's body."""
     path, body = rng.choice(bodies())
     data = _json(body)
     whole, chunks = request("POST", path, data), _chunked(rng, path, data)

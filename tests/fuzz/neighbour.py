@@ -1,6 +1,6 @@
-"""A client that minds its own business: the same requests over and over, a line of JSON for each answer.
+"""Well-behaved client that repeats the same requests and prints a line of JSON for each answer.
 
-`python -m tests.fuzz.neighbour ADDRESS`, a process of its own so that nothing but the services can slow it down.
+`python -m tests.fuzz.neighbour ADDRESS` runs in its own process, so that only the services can slow it down.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import ask
 
 LENGTH = 40
-PAUSE_S = 0.6  # between answers: it is there all the while, and leaves the machine to others
+PAUSE_S = 0.6  # between answers, to leave CPU time to others
 PROMPT = "The neighbours heard nothing of it, and "
 _SCHEMA = '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}, "required": ["a"]}'
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Plain ones, whose speed depends on nobody; then one that is drafted."""
+    """Return plain requests, whose speed depends on no drafter, then one with speculation."""
     few = {"max_tokens": LENGTH, "ignore_eos": True}
     return [
         ask(PROMPT, temperature=0.0, gamma=0, **few),
@@ -37,7 +37,7 @@ def requests() -> list[pb.GenerateRequest]:
 
 
 def answer(stub: rpc.OutriderStub, request: pb.GenerateRequest) -> tuple[list[int], list[float]]:
-    """Its tokens, and when they came."""
+    """Return the tokens and their arrival times."""
     tokens: list[int] = []
     times: list[float] = []
     for reply in stub.Generate(request, timeout=60):
@@ -54,7 +54,7 @@ def main(address: str) -> None:
         stub = rpc.OutriderStub(channel)
         asked = requests()
         for request in asked:
-            answer(stub, request)  # once unmeasured
+            answer(stub, request)  # warm-up
         expected = [answer(stub, request)[0] for request in asked]
         print("ready", flush=True)
         turn = 0

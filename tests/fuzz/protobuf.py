@@ -1,4 +1,4 @@
-"""Mutations of protobuf messages: of their structure, by their descriptors, and of the bytes that they become."""
+"""Mutations of protobuf messages: of their structure, by descriptors, and of their bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def encoded(message: Message) -> bytes:
 
 
 def _messages(message: Message, depth: int = 0) -> Iterator[Message]:
-    """A message and those in it."""
+    """Yield a message and all messages in it."""
     yield message
     for field, value in message.ListFields():
         if field.type != FieldDescriptor.TYPE_MESSAGE or depth > 4 or _is_map(field):
@@ -60,7 +60,7 @@ def _change(rng: random.Random, message: Message, field: FieldDescriptor) -> Non
 
 
 def _change_message(rng: random.Random, message: Message) -> None:
-    """Absent ones come to be, empty or with something in them: where it is one of several, another goes."""
+    """Set an absent message, empty or filled; within a oneof this clears another field."""
     message.SetInParent()  # type: ignore[attr-defined,unused-ignore]
     if message.DESCRIPTOR.fields and rng.random() < 0.7:
         _change(rng, message, rng.choice(message.DESCRIPTOR.fields))
@@ -119,7 +119,7 @@ _ORDERS: Sequence[Callable[[random.Random, list[Any]], list[Any]]] = (_many, _wi
 
 
 def reorder(rng: random.Random, messages: list[bytes]) -> list[bytes]:
-    """Another order: one dropped, doubled, moved, or many times."""
+    """Change the sequence: drop, duplicate, move or repeat one message."""
     return rng.choice((*_ORDERS[1:], _flood))(rng, messages) if messages else messages
 
 
@@ -132,7 +132,7 @@ def _flood(rng: random.Random, items: list[bytes]) -> list[bytes]:
 
 
 def spoil(rng: random.Random, data: bytes) -> bytes:
-    """No longer what a message's type would write: cut off, garbled, with fields that nobody knows."""
+    """Mutate encoded bytes: truncate, garble, add unknown fields."""
     return rng.choice(_SPOILERS)(rng, data)
 
 
@@ -165,7 +165,7 @@ def _unknown(rng: random.Random, data: bytes) -> bytes:
 
 
 def _wrong_type(rng: random.Random, data: bytes) -> bytes:
-    """A known field's number with another type of value."""
+    """Append a field with a known number and another wire type."""
     number = rng.randrange(1, 17)
     return data + rng.choice(
         (
@@ -181,13 +181,13 @@ def _wrong_type(rng: random.Random, data: bytes) -> bytes:
 
 
 def _no_text(rng: random.Random, data: bytes) -> bytes:
-    """Bytes that are no UTF-8 in some field, its length as it was."""
+    """Overwrite bytes with invalid UTF-8; lengths of fields stay."""
     at = rng.randrange(len(data) + 1)
     return data[:at] + rng.choice((b"\xff\xfe", b"\xed\xa0\x80", b"\xc3\x28", b"\xf8\x88\x80\x80\x80")) + data[at + 2 :]
 
 
 def _nested(rng: random.Random, data: bytes) -> bytes:
-    """Messages in messages, deeper than parsers go."""
+    """Nest messages deeper than parsers allow."""
     tag = varint(rng.randrange(1, 5) << 3 | _LENGTH_DELIMITED)
     for _ in range(rng.choice((5, 99, 101, 500))):
         data = tag + varint(len(data)) + data

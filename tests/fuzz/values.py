@@ -1,4 +1,4 @@
-"""Values that break things, by type: what mutated messages are filled with."""
+"""Extreme values by type, for mutated messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-SESSION = "5e5510015e5510015e551001"  # in a message: replaced by the id of a session that exists, when it is sent
+SESSION = "5e5510015e5510015e551001"  # replaced by the id of an existing session when a message is sent
 HUGE = 60_000
 LENGTHS = (0, 1, 2, 3, 7, 17, 64, 65, 129, 257, 513, 1025)
 
@@ -49,7 +49,7 @@ STRINGS = (
     "0" * 24,
 )
 
-# Of a regex, a schema or a grammar.
+# For a regex, a schema or a grammar.
 GRAMMARS = (
     "(a+)+$",
     "(" * 200 + ")" * 200,
@@ -114,7 +114,7 @@ _NOTABLE = (0, 1, 2, 3, 20, 21, 63, 64, 65, 127, 128, 255, 256, 257, 1023, 1024,
 
 
 def integer(rng: random.Random, low: int, high: int, now: int = 0) -> int:
-    """In [low, high), mostly where limits are."""
+    """Draw an integer in [low, high), mostly near limits."""
     near = (low, low + 1, high - 1, high - 2, high // 2, high // 2 - 1, now - 1, now + 1, now * 2, now // 2)
     value = rng.choice(near if rng.random() < 0.6 else _NOTABLE) if rng.random() < 0.9 else rng.randrange(low, high)
     return min(max(value, low), high - 1)
@@ -142,7 +142,7 @@ def raw(rng: random.Random) -> bytes:
 
 
 def scalar(rng: random.Random, field: FieldDescriptor, now: Any) -> Any:
-    """For a protobuf field, in the range that its type can hold."""
+    """Draw a value for a protobuf field within the range of its type."""
     if field.type in (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT):
         return rng.choice((*FLOATS, now * 2, now / 3, rng.uniform(-3, 3)))
     if field.type == FieldDescriptor.TYPE_BOOL:

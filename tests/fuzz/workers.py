@@ -1,4 +1,4 @@
-"""False workers: registered as the key allows, they answer what no honest worker would."""
+"""Fake workers: they register with a valid key and send invalid answers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.fuzz.case import CANCEL, Case
 from tests.fuzz.corpus import Known
 from tests.fuzz.generators import DRAFT, PUBLIC, VERIFY
 
-PATIENCE_US = 4_000  # that the true verifier waits for a false drafter's guesses
-ROOMY = 2**20  # its capacity: it is asked before the others
+PATIENCE_US = 4_000  # that the real verifier waits for a fake drafter's guesses
+ROOMY = 2**20  # capacity; the largest is chosen first
 
 
 class FalseWorker(grpc.GenericRpcHandler):
-    """One life after the other, each at an address of its own: who is shunned in one must not be so in the next."""
+    """Fake worker that restarts at a new address each time, since the coordinator avoids a failed address."""
 
     def __init__(self, number: int) -> None:
         self.kind = f"fuzz{number}"
-        self.served = 0  # sessions that it was given
+        self.served = 0  # assigned sessions
         self._case: Case | None = None
         self._lives = 0
 
@@ -52,13 +52,13 @@ class FalseWorker(grpc.GenericRpcHandler):
         self.served += 1
         for answer in case.answers.get(case.method, ()):
             yield answer
-        if case.method == DRAFT:  # one that is gone would be replaced by itself
+        if case.method == DRAFT:  # an ended one would be replaced by itself
             async for _ in requests:
                 pass
 
     @asynccontextmanager
     async def playing(self, case: Case, known: Known, coordinator: grpc.aio.Channel) -> AsyncIterator[bool]:
-        """Registered for the length of the block; whether it was accepted."""
+        """Register for the duration of the block; yield whether it was accepted."""
         self._case = case
         self._lives += 1
         server = grpc.aio.server()
@@ -84,13 +84,13 @@ class FalseWorker(grpc.GenericRpcHandler):
 
 
 def _is_ours(first: bytes) -> bool:
-    """Others' sessions are none of its business: they go to the true verifier."""
+    """Return whether the session is for fake workers; others go to the real verifier."""
     opening = verify.VerifyRequest.FromString(first).open
     return list(opening.tokens[: len(corpus.LURE)]) == corpus.LURE
 
 
 class Stage:
-    """Where false workers appear: verifiers one after the other, for a session goes to whichever has room."""
+    """Slots for fake workers: one verifier at a time, since a session goes to any with capacity."""
 
     def __init__(self, known: Known, drafters: int) -> None:
         self._known = known
@@ -133,7 +133,7 @@ class Stage:
             return await call(coordinator, PUBLIC + "Generate", (request,), CANCEL)
 
     async def _compare(self, alone: bytes, outcome: Outcome, coordinator: grpc.aio.Channel) -> None:
-        """No drafter changes a text."""
+        """Check that a drafter has not changed a text."""
         if alone not in self._true:
             self._true[alone] = _tokens(await call(coordinator, PUBLIC + "Generate", (alone,), CANCEL))
         if (got := _tokens(outcome)) != self._true[alone]:
