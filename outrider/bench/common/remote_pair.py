@@ -49,7 +49,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswers:
-    """Answers on which the acceptance of a pair is set: the target's output for this prompt with the first seeds."""
+    """Reference output of the target for a prompt and the first seeds. The acceptance of a pair is set on it."""
 
     prompt: tuple[int, ...] = (1, 2, 3)
     count: int = 2

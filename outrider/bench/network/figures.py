@@ -26,7 +26,7 @@ class NetworkRun:
 
 @dataclass(slots=True)
 class NetworkRuns:
-    """Answers of one mode over one link."""
+    """List of answers of one mode over one link."""
 
     runs: list[NetworkRun] = field(default_factory=list)
 
