@@ -14,7 +14,7 @@ from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
 from drafter.settings import DrafterSettings
-from outrider.base.aio import background, first_message, vital
+from outrider.base.aio import background, critical_task, first_message
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import take_up
@@ -62,7 +62,10 @@ class DrafterService(rpc.DrafterServicer):
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
         self._metrics_server.open()
-        self._tasks = [vital(self._loop.run(), "drafting"), vital(self._registration.run(), "registration")]
+        self._tasks = [
+            critical_task(self._loop.run(), "drafting"),
+            critical_task(self._registration.run(), "registration"),
+        ]
 
     def drain(self) -> None:
         self._draining = True

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider.base.aio import background, first_message, vital
+from outrider.base.aio import background, critical_task, first_message
 from outrider.engine import Engine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.metrics_server import MetricsServer
@@ -91,7 +91,10 @@ class VerifierService(rpc.VerifierServicer):
     async def start(self, port: int) -> None:
         self._identity.listen_on(port)
         self._metrics_server.open()
-        self._tasks = [vital(self._loop.run(), "verification"), vital(self._registration.run(), "registration")]
+        self._tasks = [
+            critical_task(self._loop.run(), "verification"),
+            critical_task(self._registration.run(), "registration"),
+        ]
 
     def drain(self) -> None:
         self._draining = True

@@ -16,7 +16,7 @@ from outrider.base.aio import background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
 from outrider.protocol.fleet import WorkerInfo
-from outrider.protocol.vocabulary import Vocabulary, refuse_difference
+from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.security.api_keys import HEADER
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -88,7 +88,7 @@ async def _compare_vocabulary(target: Vocabulary, requests: AsyncIterator[pb.Reg
         tokens = [_text(token) for token in part.tokens]
         try:
             if difference is None:
-                refuse_difference(target, part.first_id, tokens, last=part.last)
+                check_same_vocabulary(target, part.first_id, tokens, last=part.last)
         except ModelMismatch as error:
             difference = error
         if part.last:

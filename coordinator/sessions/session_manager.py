@@ -31,7 +31,7 @@ from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.base.aio import cancel_all, vital
+from outrider.base.aio import cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import tracing_to
 from outrider.protocol.checks import check_tokens
@@ -99,10 +99,10 @@ class SessionManager:
 
     def start(self) -> None:
         self._tasks = [
-            vital(self._write_behind.run(), "write-behind"),
-            vital(self._pairs.run(), "pair history"),
-            vital(self.worker_pool.run(), "worker pool"),
-            vital(self.worker_pool.watch(), "liveness"),
+            critical_task(self._write_behind.run(), "write-behind"),
+            critical_task(self._pairs.run(), "pair history"),
+            critical_task(self.worker_pool.run(), "worker pool"),
+            critical_task(self.worker_pool.watch(), "liveness"),
         ]
 
     def drain(self) -> None:

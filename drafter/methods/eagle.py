@@ -20,7 +20,7 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
-from outrider.base.openmp import let_go
+from outrider.base.openmp import release_threads
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.loading.loader import warm_up
@@ -311,5 +311,5 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     engine = make_engine(body, info, options, progress)
     progress("warming up")
     warm_up(engine)
-    let_go()
+    release_threads()
     return engine

@@ -1,1 +1,1 @@
-"""What every process needs: settings, logs, asyncio and gRPC helpers."""
+"""Settings, logs, asyncio and gRPC helpers of every process."""

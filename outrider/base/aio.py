@@ -1,4 +1,4 @@
-"""Asyncio helpers: wait for a condition, run tasks beside a block, end the process when a critical task fails."""
+"""Asyncio helpers: wait for a condition, run background tasks, end the process when a critical task fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CANCEL_AGAIN_S = 1.0
 
 
 async def until(condition: Callable[[], bool], seconds: float, interval_s: float = 0.02) -> bool:
-    """Wait for a condition that nobody signals; whether it came true in time."""
+    """Poll a condition; return whether it became true in time."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         if asyncio.get_running_loop().time() >= deadline:
@@ -31,13 +31,13 @@ async def until(condition: Callable[[], bool], seconds: float, interval_s: float
 
 
 async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -> T:
-    """The message that must open a stream, in time."""
+    """Return the first message of a stream, or raise Expired."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(stream)
     except TimeoutError as error:
         raise Expired(
-            f"the stream said nothing for {timeout_s:g} s; its first message must be {what}",
+            f"no message on the stream for {timeout_s:g} s; its first message must be {what}",
             field="first message",
             value="none",
             limit=f"{timeout_s:g} s",
@@ -46,15 +46,15 @@ async def first_message(stream: AsyncIterator[T], timeout_s: float, what: str) -
         raise InvalidRequest(f"the stream ended before its first message, {what}", field="first message") from error
 
 
-def vital(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Run a loop that the service cannot do without: should it ever end by an error, so does the process.
+def critical_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    """Run a loop that the service depends on; an error in it ends the process.
 
-    Whoever watches it starts it again; to go on without would leave every stream hanging.
+    A supervisor restarts the process. Without the loop every stream would hang.
     """
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("a vital loop has failed, leaving", loop=name, exc_info=error)
+            log.critical("critical task failed, shutting down", loop=name, exc_info=error)
             os.kill(os.getpid(), signal.SIGTERM)
 
     task = asyncio.create_task(work, name=name)
@@ -63,7 +63,11 @@ def vital(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel tasks until all of them have heard it."""
+    """Cancel tasks until all have ended.
+
+    A library may swallow a cancellation that arrives together with a result
+    (asyncio.wait_for in Python 3.11 does), so it is repeated.
+    """
     pending = set(tasks)
     while pending:
         for task in pending:
@@ -74,12 +78,7 @@ async def cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def background(*tasks: Coroutine[Any, Any, None]) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Run tasks beside a block and end them with it.
-
-    A library on the way may swallow a cancellation that comes together with a
-    result (asyncio.wait_for in Python 3.11 does), so it is said again until
-    it is heard.
-    """
+    """Run tasks for the duration of a block."""
     running = [asyncio.create_task(task) for task in tasks]
     try:
         yield running

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.protocol.errors import StartupError
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Write to the file given; it takes the place of `path` when the block ends well. A full disk is told as such."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that replaces `path` if the block succeeds. Raise StartupError for a full disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield beside
-        beside.replace(path)
+        yield temporary
+        temporary.replace(path)
     except Exception as error:
         if _is_full(error):
             raise StartupError(
@@ -27,10 +27,10 @@ def replacing(path: Path) -> Iterator[Path]:
             ) from error
         raise
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _is_full(error: Exception) -> bool:
-    """safetensors tells it in words."""
+    """Return whether the disk is full; safetensors reports it in its message only."""
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return (isinstance(error, OSError) and error.errno in codes) or "No space left" in str(error)

@@ -1,7 +1,7 @@
-"""Settings of the services: one frozen object each, made once in `__main__` from flags and their environment twins.
+"""Settings of the services: one frozen object each, built in `__main__` from flags and environment variables.
 
 `command` turns a settings class into a typer command, so that a field is
-written down once: its name gives `--the-flag` and OUTRIDER_THE_FLAG, its
+defined once: its name gives `--the-flag` and OUTRIDER_THE_FLAG, its
 description the help text, its constraints the validation.
 """
 
@@ -25,7 +25,7 @@ PREFIX = "OUTRIDER_"
 ENGINES = ("auto", "native", "cuda", "transformers", "mock")
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
-# Every variable that some part of Outrider reads. A test holds this list against the settings and the command line.
+# Every variable that Outrider reads. A test compares this list with the settings and the command line.
 _NAMES = (
     "ALLOWED_HOSTS CONFIG DRAFTER_KEY INSECURE MAX_BODIES_MIB MAX_CONNECTIONS METRICS_KEY METRICS_TLS OPEN_METRICS SET "
     "STATE_DIR TLS TLS_NAME "
@@ -46,17 +46,17 @@ VARIABLES = frozenset(PREFIX + name for name in _NAMES.split())
 
 
 def home() -> Path:
-    """Where models and other downloads are kept between runs."""
+    """Return the folder of models and other downloads."""
     return Path(os.environ.get("OUTRIDER_HOME") or Path.home() / ".cache" / "outrider").expanduser()
 
 
 def redis_url() -> str | None:
-    """The user's own Redis, by the name that every Redis client knows it by: a URL, or @FILE with one in it."""
+    """Return the URL in REDIS_URL, the name that Redis clients share; it may be @FILE."""
     return resolved_redis_url(os.environ.get("REDIS_URL") or "") or None
 
 
 def resolved_redis_url(text: str) -> str:
-    """The URL itself. Raises StartupError, which never quotes one: it may have a password in it."""
+    """Return the URL, read from the file of `@FILE`. Raise StartupError, without a URL: it may contain a password."""
     if not text.startswith("@"):
         return text
     try:
@@ -69,66 +69,66 @@ def resolved_redis_url(text: str) -> str:
 
 
 class Settings(BaseModel):
-    """What every service has."""
+    """Settings of every service."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
-    insecure: bool = Field(False, description="Listen on another address than loopback without asking for keys.")
-    max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message taken, MiB.")
+    insecure: bool = Field(False, description="Listen on an address other than loopback without keys.")
+    max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message accepted, MiB.")
     max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
     max_connections: int = Field(
-        1024, ge=1, description="Connections per port, fewer where the descriptor limit wants it."
+        1024, ge=1, description="Connections per port; fewer if the descriptor limit requires it."
     )
-    open_timeout_s: float = Field(10.0, gt=0, description="How long a new stream may stay silent, seconds.")
-    drain_s: float = Field(10.0, ge=0, description="After SIGTERM, how long streams may finish, seconds.")
+    open_timeout_s: float = Field(10.0, gt=0, description="Longest wait for a stream's first message, seconds.")
+    drain_s: float = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
     fleet_key: SecretStr = Field(
         SecretStr(""),
-        description="Secret that services show each other, or @FILE. Of several the first is shown and all are taken.",
+        description="Secret shared by services, or @FILE. Of several, the first is sent and all are accepted.",
     )
     tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
     tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
-    tls_ca: str = Field("", description="PEM file: who must have signed other services' certificates.")
+    tls_ca: str = Field("", description="PEM file: authority of other services' certificates.")
     tls_name: str = Field(
         "",
-        description="Name that other services' certificates must hold, for services that share one certificate; empty: "
-        "the host that each is called by.",
+        description="Name in other services' certificates, for services that share one certificate; empty: "
+        "the host of each connection.",
     )
-    tls_client_auth: bool = Field(False, description="Callers must show a certificate that --tls-ca signed (mTLS).")
+    tls_client_auth: bool = Field(False, description="Require client certificates signed by --tls-ca (mTLS).")
     otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
 
     @property
     def own_key(self) -> tuple[str, SecretStr]:
-        """What coordinators and this service show each other: the setting's name and the secret."""
+        """Return the setting and the secret that coordinators and this service share."""
         return "fleet_key", self.fleet_key
 
 
 class DrafterKey(BaseModel):
-    """What drafters and coordinators have besides the fleet key, so that a drafter need not have that."""
+    """Key of drafters and coordinators, so that drafters do not need the fleet key."""
 
     drafter_key: SecretStr = Field(
         SecretStr(""),
-        description="Secret that coordinators and drafters show each other, or @FILE; empty: the fleet key. It opens "
-        "nothing else.",
+        description="Secret shared by coordinators and drafters, or @FILE; empty: the fleet key. Accepted nowhere "
+        "else.",
     )
 
 
 class WorkerSettings(Settings):
-    """What drafters and verifiers have besides."""
+    """Settings of drafters and verifiers."""
 
     coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
-    advertise: str = Field("", description="host:port that coordinators reach this worker at; default: host and port.")
+    advertise: str = Field("", description="host:port of this worker for coordinators; default: host and port.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     metrics_key: SecretStr = Field(
-        SecretStr(""), description="Key that /metrics asks for, or @FILE; empty: open to all who reach the port."
+        SecretStr(""), description="Key that /metrics requires, or @FILE; empty: open to every caller."
     )
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
     write_timeout_s: float = Field(
-        30.0, gt=0, description="How long a peer may leave unread what is sent to it, seconds; then its stream ends."
+        30.0, gt=0, description="Longest time for a peer to read a message, seconds; then its stream ends."
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
@@ -137,7 +137,7 @@ class WorkerSettings(Settings):
         "auto",
         pattern="^(auto|native|cuda|transformers|mock|instant)$",
         description="What runs the model: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), "
-        "transformers, or mock (no model, for measuring overhead). An engine that is named runs, or the start fails.",
+        "transformers, or mock (no model, for measuring overhead). A named engine runs, or the start fails.",
     )
     compile: str = Field(
         "", pattern="^(|auto|on|off)$", description="Deprecated: on is --engine native or cuda, off is transformers."
@@ -145,14 +145,12 @@ class WorkerSettings(Settings):
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
     kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
     prefix_tokens: int = Field(
-        -1, ge=-1, description="Tokens of ended sessions kept for others that begin alike; -1: what suits the device."
+        -1, ge=-1, description="Tokens of ended sessions kept for prefix matches; -1: chosen by the device."
     )
     pace: str = Field(
-        "", description="For benchmarks only: no step is faster, e.g. 1:40,16:40,32:80, milliseconds by its tokens."
+        "", description="For benchmarks only: shortest step by its tokens, milliseconds, e.g. 1:40,16:40,32:80."
     )
-    blur: str = Field(
-        "", description="With --pace: noise on what the model says from a position on, e.g. 200:1.5,400:0."
-    )
+    blur: str = Field("", description="With --pace: noise on the logits from a position on, e.g. 200:1.5,400:0.")
 
     @property
     def selected_engine(self) -> str:
@@ -168,7 +166,7 @@ class WorkerSettings(Settings):
 def selected_engine(engine: str, compile_: str) -> str:
     """Return --engine, or the meaning of the deprecated --compile. `fast` is native on a CPU and cuda on a GPU.
 
-    Raises StartupError where the two disagree.
+    Raise StartupError if the two disagree.
     """
     engine = "mock" if engine == "instant" else engine
     mapped = {"on": "fast", "off": "transformers"}.get(compile_, "auto")
@@ -192,7 +190,7 @@ def deprecated_options(engine: str, compile_: str) -> list[tuple[str, str]]:
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:
-    """A function that typer turns into a command line for `settings`."""
+    """Return a function that typer turns into a command line for `settings`."""
 
     def entry(**values: Any) -> None:
         try:
@@ -205,7 +203,7 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         try:
-            refuse_open_door(made)
+            require_keys_or_insecure(made)
             run(made)
         except OutriderError as error:
             typer.echo(f"{program}: {error.message}", err=True)
@@ -219,21 +217,21 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
 
 
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
-    """The whole of a service's `__main__`."""
+    """Run a service from its `__main__`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key
     app.command()(command(settings, run, program))
     app()
 
 
-def refuse_open_door(settings: Settings) -> None:
-    """Raise StartupError where anybody on the network could call and nobody has said that this is meant."""
-    asked: SecretStr | None = getattr(settings, "api_keys", None)  # what a coordinator asks clients for
+def require_keys_or_insecure(settings: Settings) -> None:
+    """Raise StartupError for a service that is open to the network without keys and without --insecure."""
+    asked: SecretStr | None = getattr(settings, "api_keys", None)  # a coordinator requires these of clients
     field, keys = settings.own_key if asked is None else ("api_keys", asked)
     if is_loopback(settings.host) or keys.get_secret_value() or settings.tls_client_auth or settings.insecure:
         return
     raise StartupError(
-        f"host is {settings.host} and there are no keys: anybody who reaches it could use it; give {_flag(field)}, or "
-        "--insecure if that is meant",
+        f"host is {settings.host} and there are no keys: every caller would be accepted; set {_flag(field)}, or "
+        "--insecure to allow that",
         field=field,
         value="empty",
         limit="keys, or --insecure",
@@ -241,9 +239,9 @@ def refuse_open_door(settings: Settings) -> None:
 
 
 def flags(settings: Settings) -> list[str]:
-    """The command line that makes these settings, where they differ from the defaults.
+    """Return the command line of the settings that differ from the defaults.
 
-    Secrets are left out: everybody on a machine may read a command line.
+    Secrets are left out: every user of a machine can read command lines.
     """
     line: list[str] = []
     for name, value in settings.model_dump(exclude_defaults=True).items():
@@ -277,7 +275,7 @@ def _flag(name: str) -> str:
 
 
 def _refuse_unknown_variables(settings: type[Settings]) -> None:
-    """A misspelt variable would otherwise be ignored in silence."""
+    """Raise ValueError for an unknown variable, so that a misspelt one is not silently ignored."""
     known = VARIABLES | {PREFIX + name.upper() for name in settings.model_fields}
     unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     if unknown:

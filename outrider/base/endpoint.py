@@ -1,4 +1,4 @@
-"""Which addresses load may go to: this machine's, unless somebody says otherwise."""
+"""Parsing of endpoints, and the rule that load goes to this machine unless remote hosts are allowed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _FORM = "host:port, or [address]:port for IPv6"
 
 
 def split(endpoint: str, *, lowest_port: int = 1) -> tuple[str, int]:
-    """`host:port` as its two parts."""
+    """Return the host and the port of `host:port`."""
     host, _, port = endpoint.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host or "/" in host:
-        host = ""  # a gRPC target such as dns:///name would hide who is meant
+        host = ""  # a gRPC target such as dns:///name would hide the host
     if not host or not (port.isascii() and port.isdigit()) or not lowest_port <= int(port) <= 65535:
         raise InvalidRequest.of("endpoint", endpoint, _FORM)
     return host, int(port)
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed(endpoints: str, *, allow_remote: bool, lowest_port: int = 1) -> list[str]:
-    """The endpoints of a comma-separated list, refused when one of them is another machine's."""
+    """Return the endpoints of a comma-separated list. Raise InvalidRequest for a remote one that is not allowed."""
     given = [part.strip() for part in endpoints.split(",") if part.strip()]
     if not given:
         raise InvalidRequest.of("endpoint", endpoints, _FORM)

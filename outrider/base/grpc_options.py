@@ -1,4 +1,4 @@
-"""gRPC channel and server options, the same in all services."""
+"""gRPC channel and server options of all services."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ KEEPALIVE_MS = 30_000
 
 KEEPALIVE_TIMEOUT_MS = 10_000
 
-IDLE_MS = 120_000  # without a call; a client that comes again connects again
+IDLE_MS = 120_000  # without a call; clients reconnect by themselves
 
 _OWN_DESCRIPTORS = 64  # for files, Redis and the like
 
 _MIB = 1024 * 1024
 
-# Of the compression algorithms only "none", bit 0. gRPC inflates a message before it looks at its size, and a megabyte
-# becomes a gigabyte. A peer that names another algorithm is refused by its headers.
+# Only bit 0, no compression. gRPC checks a message's size after inflating it, so a megabyte could become a gigabyte.
+# Other algorithms are refused when the headers arrive.
 _UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
 
 
@@ -30,7 +30,7 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Allow peers to ping as often as we do: the default of five minutes ends idle streams with "too many pings".
+        # Peers ping at our interval: the default of five minutes ends idle streams with "too many pings".
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
@@ -42,22 +42,22 @@ def server_options(settings: Settings) -> list[tuple[str, Any]]:
 
 
 def max_connections(settings: Settings) -> int:
-    """Of each port: a third of the descriptors for gRPC, a third for HTTP, a third for what we call ourselves."""
-    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # as many as `serve` will ask for
+    """Return the limit of each port: a third of the descriptors each for gRPC, HTTP and outgoing connections."""
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)  # `serve` raises the soft limit to this
     if descriptors == resource.RLIM_INFINITY:
         return settings.max_connections
     return max(1, min(settings.max_connections, (descriptors - _OWN_DESCRIPTORS) // 3))
 
 
 def raise_descriptor_limit() -> None:
-    """To what the system allows this process."""
+    """Raise the descriptor limit to the maximum of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def channel_options(max_message_mib: int = 32, receive_bytes: int | None = None) -> list[tuple[str, Any]]:
-    """`receive_bytes`: less than what is sent, where the other end has only little to say."""
+    """Return the options of a channel. `receive_bytes` limits replies of peers that send small messages only."""
     return [
         ("grpc.max_receive_message_length", receive_bytes or max_message_mib * _MIB),
         ("grpc.max_send_message_length", max_message_mib * _MIB),
@@ -65,12 +65,12 @@ def channel_options(max_message_mib: int = 32, receive_bytes: int | None = None)
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A restarted peer is found again within a second.
+        # Reconnect to a restarted peer within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # A proxy for the web is none for us.
+        # Do not use the HTTP proxy of the environment.
         ("grpc.enable_http_proxy", 0),
-        # Every channel its own connection: one peer's trouble stays its own.
+        # Give each channel its own connection, so that failures stay separate.
         ("grpc.use_local_subchannel_pool", 1),
         _UNCOMPRESSED,
     ]

@@ -1,4 +1,4 @@
-"""What keeps a log short and harmless: repeated lines are counted instead of written, strangers' values are cut."""
+"""Log limits: repeated lines are counted instead of written, and long values are cut."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 WINDOW_S = 10.0
-MOST = 1_000  # of the same event in a window
-MOST_WARNINGS = 20  # the same, from warnings upwards: these come with tracebacks
+MOST = 1_000  # lines of the same event in a window
+MOST_WARNINGS = 20  # of warnings and errors: these have tracebacks
 _QUIET = frozenset({"debug", "info"})
-_NAMED = 80  # characters of an event that make it the same
+_NAMED = 80  # characters that identify an event
 _NUMBERS = re.compile("[0-9]+")
 _KNOWN = 1_000
-_CHARACTERS = 4_000  # of a value; tracebacks are longer than what strangers may name
+_CHARACTERS = 4_000  # of a value; long enough for a traceback
 
 
 class RepeatLimiter:
-    """Counts lines by what they say. The first one of a new window tells how many of the last are missing."""
+    """Limit of equal log lines per window. The first line of the next window reports how many were left out."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # when the window began, lines since then
 
     def missing(self, level: str, event: str) -> int | None:
-        """None: not to be written. Else how many lines were left out before this one."""
+        """Return how many lines were left out before this one; None: leave this one out too."""
         key, now = (level, _NUMBERS.sub("0", event.partition("\n")[0][:_NAMED])), self._now()
         most = MOST if level in _QUIET else MOST_WARNINGS
         began, lines = self._seen.get(key, (now, 0))
@@ -41,7 +41,7 @@ class RepeatLimiter:
         return left_out if lines < most else None
 
     def process(self, _logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        """For structlog."""
+        """Process an event of structlog."""
         missing = self.missing(method, str(event.get("event")))
         if missing is None:
             raise structlog.DropEvent
@@ -50,7 +50,7 @@ class RepeatLimiter:
         return event
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For handlers of the standard library."""
+        """Filter a record of the standard library."""
         message = record.getMessage()
         missing = self.missing(record.levelname.lower(), f"{record.name}: {message}")
         if missing:
@@ -59,7 +59,7 @@ class RepeatLimiter:
 
 
 def cut_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """No value makes a line of megabytes."""
+    """Cut long values of an event."""
     for name, value in event.items():
         if isinstance(value, str) and len(value) > _CHARACTERS:
             event[name] = f"{value[:_CHARACTERS]}… ({len(value)} characters)"

@@ -1,9 +1,8 @@
 """Logs of a service on standard error, text or JSON; progress of its start on standard output.
 
-Whatever a library logs or warns of goes through the same door, so that with
-JSON every line is an object: timestamp, level, event, service, and where a
-request is spoken of its request_id and session_id (bound by `request_context` and by
-whoever opens the session).
+Logs and warnings of libraries take the same path, so that with JSON every
+line is an object: timestamp, level, event and service, and for a request its
+request_id and session_id (bound by `request_context` and the session's opener).
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from outrider.protocol.printable import printable
 
 
 class LossyStream(io.TextIOBase):
-    """A stream that loses lines where they cannot be written, on a full disk or a closed pipe, and says how many."""
+    """Stream that drops lines it cannot write (full disk, closed pipe) and reports their number later."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lost = 0
 
     def write(self, text: str) -> int:
-        told = f"{self._lost} log lines lost: they could not be written\n{text}" if self._lost else text
+        reported = f"{self._lost} log lines lost: they could not be written\n{text}" if self._lost else text
         try:
-            self._stream.write(told)
+            self._stream.write(reported)
             self._stream.flush()
         except (OSError, ValueError):  # ValueError: the stream is closed
             self._lost += 1
@@ -43,7 +42,7 @@ class LossyStream(io.TextIOBase):
 
 
 def set_up_logs(level: str, *, as_json: bool, service: str) -> None:
-    # gRPC's core writes past this module, a line for every stranger's fault.
+    # gRPC's core bypasses this module and writes a line for every fault of a caller.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     number = getattr(logging, level.upper())
 
@@ -103,12 +102,12 @@ def _redirect_libraries(
     logging.captureWarnings(True)
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and logger.handlers:
-            logger.handlers.clear()  # some libraries bring their own, in a form of their own
+            logger.handlers.clear()  # some libraries install their own, with another format
             logger.propagate = True
 
 
 def _without_peer_traceback(record: logging.LogRecord) -> bool:
-    """Reduce what gRPC logs of metadata that is not UTF-8: a peer sent it, and a traceback points at no fault here."""
+    """Shorten gRPC's report of metadata that is not UTF-8: the peer is at fault, a traceback would not help."""
     if record.name.startswith("grpc.") and str(record.msg).startswith("Invalid encoding"):
         record.exc_info = record.exc_text = None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
@@ -116,6 +115,6 @@ def _without_peer_traceback(record: logging.LogRecord) -> bool:
 
 
 def report_progress(text: str) -> None:
-    """One line on standard output per stage of starting; `outrider up` shows it beside the service's name."""
-    with contextlib.suppress(OSError):  # nobody is to end because it could not be said
+    """Print a stage of the start on standard output; `outrider up` shows it next to the service's name."""
+    with contextlib.suppress(OSError):  # a closed pipe must not end the process
         print(f"progress: {text}", flush=True)

@@ -1,11 +1,11 @@
-"""To be imported before anything else by a process that has no use for torch.
+"""Import this module first in a process that does not need torch.
 
-Where torch is installed transformers loads it just to read a tokenizer: two
-seconds of a start and half of the memory. It goes without where there is none.
+If torch is installed, transformers loads it even to read a tokenizer, which
+costs two seconds and half of the memory. Without torch it reads the tokenizer too.
 """
 
 import os
 import sys
 
-sys.modules["torch"] = None  # type: ignore[assignment]  # to everybody as if it were not installed
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # of torch missing
+sys.modules["torch"] = None  # type: ignore[assignment]  # imports fail as if it were not installed
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing

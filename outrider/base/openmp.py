@@ -1,10 +1,10 @@
-"""How long threads that share a model's work wait for each other before they sleep.
+"""OpenMP settings: how long the threads of a model spin before they sleep.
 
-GNU OpenMP lets them spin for milliseconds. As long as every thread has a core
-that is free, nothing is faster; but beside one other busy process each of the
-hundreds of short parallel parts of a step then waits for a whole time slice,
-and a step of 20 ms takes 200. A few microseconds cost nothing measurable when
-the machine is free and cost only the fair share when it is not.
+GNU OpenMP lets them spin for milliseconds. That is fastest as long as every
+thread has a free core. With one other busy process, each of the hundreds of
+parallel regions of a step waits for a whole time slice, and a step of 20 ms
+takes 200. Spinning for microseconds avoids this and costs nothing measurable
+on a free machine.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _PAUSE_HARD = 2
 
 
 def wait_briefly() -> None:
-    """To be called before torch is loaded, which reads this once. A user's own setting holds."""
+    """Shorten the spinning. Call it before torch is imported. A user setting wins."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def use_threads(count: int) -> None:
-    """Set how many threads a model's work is shared among; 0 leaves it to torch."""
+    """Set the number of threads of a model; 0: torch's default."""
     if count:
-        import torch  # here: `wait_briefly` comes before
+        import torch  # not at import time: `wait_briefly` must run first
 
         torch.set_num_threads(count)
 
 
-def let_go() -> None:
-    """End the threads that helped the calling thread so far; they come back when it next needs them.
+def release_threads() -> None:
+    """End the calling thread's OpenMP threads; OpenMP creates them again when needed.
 
-    OpenMP counts all threads that were ever made. A model that one thread loaded and another runs would make more than
-    there are cores, and they would then sleep and be woken between any two parts of a step: half as long again.
+    OpenMP counts all threads ever created. If one thread loads a model and another runs it, there are more threads
+    than cores; they then sleep between the parts of a step, which takes half as long again.
     """
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:

@@ -1,4 +1,4 @@
-"""What child processes need before they begin."""
+"""Preparation of child processes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent() -> None:
-    """In a new child: be told to stop when the process that started it dies, however it dies. Linux only."""
+    """Make the kernel send SIGTERM to this new child when its parent dies. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

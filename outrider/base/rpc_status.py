@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, and failed calls as errors."""
+"""Conversion of errors to gRPC statuses, and of failed calls to errors."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from outrider.v1 import common_pb2 as common
 
 
 def error_from_rpc(error: grpc.RpcError) -> OutriderError:
-    """What a failed call means: our own error if the peer sent one, else by the status."""
+    """Return the error that the peer sent, or one for the call's status."""
     for name, value in _trailing(error):
         if name == ERROR_KEY and isinstance(value, bytes):
             try:
                 return error_from_proto(common.Error.FromString(value))
             except DecodeError:
-                break  # the status says what there is to say
+                break  # use the status
     code: grpc.StatusCode = error.code()
     message = f"{code.name.lower()}: {error.details() or 'no details'}"
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message)
     if code == grpc.StatusCode.UNAUTHENTICATED:
-        return Unauthenticated(message)  # of something on the way that asks for keys too
+        return Unauthenticated(message)  # from a proxy that requires keys too
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"the peer is not an Outrider service: {message}")
     return PeerLost(message)
 
 
 def _trailing(error: Any) -> list[tuple[str, str | bytes]]:
-    """Synchronous and asynchronous errors both have it, in types of their own."""
+    """Return the trailing metadata; synchronous and asynchronous errors have different types for it."""
     return [(str(name), value) for name, value in error.trailing_metadata() or ()]
 
 

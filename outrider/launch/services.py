@@ -20,7 +20,7 @@ from pydantic import SecretStr, ValidationError
 
 from coordinator.settings import CoordinatorSettings
 from drafter.settings import DrafterSettings
-from outrider.base.config import PREFIX, VARIABLES, Settings, flags, refuse_open_door
+from outrider.base.config import PREFIX, VARIABLES, Settings, flags, require_keys_or_insecure
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
 from verifier.settings import VerifierSettings
@@ -130,7 +130,7 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
     """Raise StartupError for keys, certificates and ports that cannot work."""
     taken: dict[int, str] = {}
     for service in services:
-        refuse_open_door(service.settings)
+        require_keys_or_insecure(service.settings)
         Credentials(service.settings)
         for key in _PORTS:
             port = getattr(service.settings, key, 0)

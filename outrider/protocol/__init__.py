@@ -1,1 +1,1 @@
-"""What Outrider's services say to each other, as plain values, and its translation to protobuf."""
+"""Messages between Outrider's services as plain values, and their conversion to protobuf."""

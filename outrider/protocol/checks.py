@@ -9,7 +9,7 @@ from outrider.protocol.errors import InvalidRequest
 
 MAX_ID_CHARACTERS = 128
 
-MAX_EPOCH = 10**15 - 1  # as far as Redis counts exactly
+MAX_EPOCH = 10**15 - 1  # Redis counts exactly up to here
 
 MAX_SALT_CHARACTERS = 256
 
@@ -20,14 +20,14 @@ def check_salt(name: str, salt: str) -> None:
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:
-    """Every id must exist in the target's vocabulary."""
+    """Raise InvalidRequest unless every id exists in the target's vocabulary."""
     if tokens and max(tokens) >= vocab_size:
         index = next(i for i, token in enumerate(tokens) if token >= vocab_size)
         check_token(f"{name}[{index}]", tokens[index], vocab_size)
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    # Comparisons refuse NaN by being false, and whole numbers too large for a float without an error.
+    # A comparison with NaN is false, and integers too large for a float compare without an error.
     if low <= value <= high and not (open_low and value == low):
         return
     bracket = "(" if open_low else "["

@@ -1,4 +1,4 @@
-"""The contract and the messages: protobuf to dataclass and back. No translation happens anywhere else."""
+"""Conversion of messages between protobuf and dataclasses. Nothing else converts them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from outrider.v1 import verifier_pb2 as verifier
 StatsT = TypeVar("StatsT", DrafterStats, PlanStats)
 
 ERROR_KEY = "outrider-error-bin"
-# What HTTP/2 and gRPC add to a message: 9 bytes of frame header, 5 of message prefix.
+# HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
 FRAMING_BYTES = 14
 _MAX_POINTS = 64  # of a cost curve
 _MAX_STEP_MS = 600_000.0
@@ -75,7 +75,7 @@ def params_to_proto(params: SamplingParams) -> common.SamplingParams:
 
 
 def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
-    """Absent fields take the defaults. Says nothing about whether the values can be: see SamplingParams.check."""
+    """Return the parameters; absent fields take the defaults. SamplingParams.check validates the values."""
     if proto.verification not in common.Verification.values():
         raise InvalidRequest.of("params.verification", proto.verification, "one of the enum's values")
     given = {name: getattr(proto, name) for name in _OPTIONAL if proto.HasField(name)}  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def guess_from_proto(proto: common.Guess) -> Guess:
 
 
 def guess_bytes(proto: common.Guess) -> tuple[int, int]:
-    """Bytes that a guess takes on a hop: those of its tokens and probabilities alone, and all with framing."""
+    """Return a guess's bytes on a stream: its tokens and probabilities alone, and everything with framing."""
     payload = sum(varint_bytes(token) for token in proto.tokens) + len(proto.parents)
     payload += sum(distribution.ByteSize() for distribution in proto.draft_probs)
     return payload, proto.ByteSize() + FRAMING_BYTES
@@ -307,7 +307,7 @@ def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
 
 
 def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
-    """A curve that makes no sense counts as none."""
+    """Return the curve, or UNKNOWN_COST if it is malformed."""
     if not len(proto.rows) == len(proto.ms) <= _MAX_POINTS:
         return UNKNOWN_COST
     rows, ms = tuple(proto.rows), tuple(proto.ms)
@@ -368,7 +368,7 @@ def stats_from_proto(proto: coordinator.Stats) -> GenerationStats:
 
 
 def _same_fields(kind: type[StatsT], proto: Message) -> StatsT:
-    """Copy a message without nested messages to the dataclass with the same field names."""
+    """Copy a flat message to the dataclass with the same field names."""
     return kind(**{entry.name: getattr(proto, entry.name) for entry in fields(kind)})
 
 

@@ -1,4 +1,4 @@
-"""How long an engine step takes by the number of its tokens."""
+"""Cost curve: the time of an engine step by its number of tokens."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """How long a step takes by the tokens that go through it: the line between two points, the last slope after them.
+    """Step time by number of tokens: linear between the points, with the last slope after them.
 
-    Without points it is not known.
+    Without points the cost is unknown.
     """
 
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # tokens of a step; the name is the contract's
     ms: tuple[float, ...] = ()
 
     @classmethod
     def line(cls, first_ms: float, token_ms: float) -> CostCurve:
-        """So much for one token, so much for every further one."""
+        """Return the curve of a first token and equally expensive further ones."""
         return cls((1, 2), (first_ms, first_ms + token_ms))
 
     def at(self, tokens: float) -> float:
@@ -30,7 +30,7 @@ class CostCurve:
         return self.ms[before] + slope * (tokens - self.rows[before])
 
     def tokens_within(self, ms: float, most: int) -> int:
-        """The most tokens, up to `most`, that take no longer."""
+        """Return the largest number of tokens, up to `most`, that a step computes in this time."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

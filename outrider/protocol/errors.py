@@ -1,8 +1,7 @@
-"""The tree of errors, and the one table that maps them to gRPC and HTTP statuses.
+"""The exception tree, and the table that maps it to gRPC and HTTP statuses.
 
-Raised everywhere, turned into a status in one place per protocol
-(`error_interceptor` for gRPC) and back into an exception in one
-place (`error_from_rpc`).
+One place per protocol turns an exception into a status (`error_interceptor` for
+gRPC), and one place turns a status back into an exception (`error_from_rpc`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any, ClassVar
 from outrider.protocol.printable import printable
 
 MAX_SHOWN = 200  # characters of a value
-MAX_MESSAGE_BYTES = 1_500  # with everything else of an error it must fit into a header of gRPC
+MAX_MESSAGE_BYTES = 1_500  # the whole error must fit into a gRPC header
 _MAX_PART_BYTES = 800
 
 
 class OutriderError(Exception):
-    """Anything that Outrider itself reports. `code` is stable, the message is for people."""
+    """Base class of Outrider's errors. `code` is stable, the message is for people."""
 
     code: ClassVar[str] = "internal"
 
@@ -44,79 +43,79 @@ class OutriderError(Exception):
 
 
 class InvalidRequest(OutriderError):
-    """The caller sent something that can never work."""
+    """Error for a request that can never succeed."""
 
     code = "invalid_request"
 
     @classmethod
     def of(cls, field: str, value: Any, limit: str) -> InvalidRequest:
-        """The usual form: which field, what it was, what it may be."""
+        """Return the usual error: it names the field, its value and the limit."""
         return cls(f"{field} is {shorten(str(value))}, must be {limit}", field=field, value=value, limit=limit)
 
 
 class Unauthenticated(OutriderError):
-    """The caller showed no key, or none that opens this door."""
+    """Error for a call without an accepted API key."""
 
     code = "unauthenticated"
 
 
 class NotFound(OutriderError):
-    """What was named does not exist (any more)."""
+    """Error for something that does not exist, or no longer does."""
 
     code = "not_found"
 
 
 class Overloaded(OutriderError):
-    """No room now; the same request may work later."""
+    """Error for missing capacity; the same request may succeed later."""
 
     code = "overloaded"
 
 
 class Unavailable(OutriderError):
-    """Nobody is there to do the work yet, or this server is leaving."""
+    """Error for a service without workers yet, or one that is shutting down."""
 
     code = "unavailable"
 
 
 class PeerLost(OutriderError):
-    """The other end of a stream went away in the middle."""
+    """Error for a stream whose peer disconnected before the end."""
 
     code = "peer_lost"
 
 
 class ProtocolViolation(PeerLost):
-    """The other end sent what no honest peer sends: it is as good as gone, and is to be left alone for a while.
+    """Error for a peer that broke the protocol; it counts as lost and is avoided for a while.
 
-    Raised about a peer, never sent to one: on the wire it is a lost peer.
+    It is raised about a peer and never sent to one: on the wire it is a PeerLost.
     """
 
 
 class Fenced(OutriderError):
-    """Somebody with a higher epoch owns this session now."""
+    """Error for a session that another coordinator took over with a higher epoch."""
 
     code = "fenced"
 
 
 class Conflict(OutriderError):
-    """The request contradicts the state it refers to."""
+    """Error for a request that contradicts the state it refers to."""
 
     code = "conflict"
 
 
 class Expired(OutriderError):
-    """A deadline passed."""
+    """Error for a passed deadline."""
 
     code = "expired"
 
 
 class ModelMismatch(OutriderError):
-    """Two models that were to work together cannot."""
+    """Error for two models that cannot work together."""
 
     code = "model_mismatch"
 
 
 class StartupError(OutriderError):
-    """A service cannot start: port, model path, configuration."""
+    """Error for a service that cannot start: port, model path, configuration."""
 
     code = "startup"
 
@@ -139,7 +138,7 @@ KINDS: dict[str, type[OutriderError]] = {
     )
 }
 
-# One row per kind: name of the gRPC status, HTTP status.
+# The gRPC status's name and the HTTP status of each kind.
 STATUS: dict[type[OutriderError], tuple[str, int]] = {
     OutriderError: ("INTERNAL", 500),
     InvalidRequest: ("INVALID_ARGUMENT", 400),
@@ -165,18 +164,18 @@ def grpc_status_name(error: OutriderError) -> str:
 
 
 def _statuses(error: OutriderError) -> tuple[str, int]:
-    """A kind that has none of its own has its parent's."""
+    """Return the statuses of an error; a kind without an entry has its parent's."""
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
 def _bounded(text: str, most: int) -> str:
-    """What can be sent and shown: no lone surrogates, no control characters, so many bytes of UTF-8 at most."""
+    """Return a text that can be sent and shown: no lone surrogates or control characters, at most `most` bytes."""
     data = printable(text).encode()
     return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
 
 
 def shorten(text: str) -> str:
-    """Values come from strangers: never echo megabytes."""
+    """Return at most MAX_SHOWN characters; values come from callers and may be megabytes."""
     if len(text) <= MAX_SHOWN:
         return text
     size = f"… ({len(text)} characters)"

@@ -1,6 +1,6 @@
-"""How long the fields of requests may be: one table for gRPC and HTTP, clients and workers.
+"""Length limits of request fields: one table for gRPC and HTTP, clients and workers.
 
-A text that is named nowhere here has the limit of OTHER: a field that is added later is bounded from its first day.
+A text without an entry has the limit OTHER, so that fields added later are bounded too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import MAX_STOP_CHARACTERS
 
 OTHER = 256
-# Characters of a text, bytes of what is none. None: what reads it has a limit of its own, in bytes.
+# Characters of a text, bytes of binary data. None: its reader has its own limit, in bytes.
 LONGEST: dict[str, int | None] = {
     "address": 255 + 6,  # a host name and a port
     "cache_salt": MAX_SALT_CHARACTERS,
@@ -38,7 +38,7 @@ LONGEST: dict[str, int | None] = {
     "regex": None,
     "rows": None,
 }
-# Entries of a list. Lists of tokens, guesses and messages are bounded by what reads them.
+# Entries of a list. The readers of tokens, guesses and messages bound those lists.
 MOST = {"eos_token_ids": 256, "rows": 1024, "ms": 1024}
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
@@ -53,8 +53,8 @@ class _Field:
 
 
 def check_fields(message: Any) -> None:
-    """Raise InvalidRequest for a text or a list of a request that is longer than it may be."""
-    for field, where, value in _given(message, _plan(message.DESCRIPTOR), ""):
+    """Raise InvalidRequest for a text or list of a request that exceeds its limit."""
+    for field, where, value in _present_fields(message, _bounded_fields(message.DESCRIPTOR), ""):
         if field.most is not None and len(value) > field.most:
             raise InvalidRequest.of(where, f"{len(value)} entries", f"at most {field.most} entries")
         if field.longest is not None:
@@ -70,28 +70,28 @@ def _check_texts(field: _Field, where: str, value: Any) -> None:
             raise InvalidRequest.of(place, f"{len(text)} {unit}", f"at most {field.longest} {unit}")
 
 
-def _given(message: Any, fields: tuple[_Field, ...], where: str) -> Iterator[tuple[_Field, str, Any]]:
+def _present_fields(message: Any, fields: tuple[_Field, ...], where: str) -> Iterator[tuple[_Field, str, Any]]:
     for field in fields:
         place = where + field.name
         if not field.inside:
             yield field, place, getattr(message, field.name)
         elif field.repeated:
             for index, one in enumerate(getattr(message, field.name)):
-                yield from _given(one, field.inside, f"{place}[{index}].")
+                yield from _present_fields(one, field.inside, f"{place}[{index}].")
         elif message.HasField(field.name):
-            yield from _given(getattr(message, field.name), field.inside, f"{place}.")
+            yield from _present_fields(getattr(message, field.name), field.inside, f"{place}.")
 
 
 @cache
-def _plan(kind: Descriptor) -> tuple[_Field, ...]:
-    """The fields of a message, and of those inside, that have a limit here. No message holds itself."""
+def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
+    """Return the fields with a limit, nested messages included. No message contains itself."""
     return tuple(field for one in kind.fields if (field := _field(one)) is not None)
 
 
 def _field(one: FieldDescriptor) -> _Field | None:
     repeated = one.is_repeated
     if one.message_type is not None:
-        inside = () if one.message_type.GetOptions().map_entry else _plan(one.message_type)
+        inside = () if one.message_type.GetOptions().map_entry else _bounded_fields(one.message_type)
         return _Field(one.name, repeated, inside=inside) if inside else None
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
     most = MOST.get(one.name) if repeated else None

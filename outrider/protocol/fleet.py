@@ -10,7 +10,7 @@ from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model is. Equal fingerprints give equal text."""
+    """Identity and size of a model. Equal fingerprints give equal text."""
 
     name: str
     fingerprint: str

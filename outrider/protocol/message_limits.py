@@ -1,7 +1,7 @@
-"""How large a message from a peer may be: checked on the protobuf itself, before anything in Python loops over it.
+"""Size limits of messages from peers, checked on the protobuf before Python code loops over it.
 
-Lengths of repeated fields and `ByteSize` are known to protobuf's own code, so
-that a message of megabytes is refused as quickly as a short one.
+Protobuf's own code returns `ByteSize` and the lengths of repeated fields, so a
+message of megabytes is refused as quickly as a short one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 
-_ID_BYTES = 5  # of a varint of 32 bits
+_ID_BYTES = 5  # a varint of 32 bits
 _DISTRIBUTION_BYTES = MAX_CANDIDATES * (_ID_BYTES + 3) + 16
-# A message of guesses with everything that it may carry.
+# A guess message with every field at its limit.
 MAX_GUESS_BYTES = MAX_GAMMA * (_ID_BYTES + 1 + _DISTRIBUTION_BYTES) + 128
-MAX_OPEN_TOKENS = 4 * 1024 * 1024  # prompt and output; no context is as long
+MAX_OPEN_TOKENS = 4 * 1024 * 1024  # prompt and output; contexts are shorter
 MAX_EOS_IDS = 256
-MAX_SMALL_BYTES = 16 * 1024  # of a message without guesses, hidden states and logprobs
-# What a drafter may send at all: a message of guesses, what it says of itself, or its load.
+MAX_SMALL_BYTES = 16 * 1024  # a message without guesses, hidden states and logprobs
+# A drafter sends guesses, its description, or its load.
 MAX_DRAFTER_MESSAGE_BYTES = MAX_GUESS_BYTES + MAX_SMALL_BYTES
 
 
 def check_bytes(name: str, message: Message, limit: int) -> None:
-    """The whole message, with fields that this version does not know."""
+    """Raise InvalidRequest if the whole message, unknown fields included, exceeds the limit."""
     size = message.ByteSize()
     if size > limit:
         raise InvalidRequest.of(name, f"{size} bytes", f"at most {limit} bytes")
@@ -61,7 +61,7 @@ def _check_parents(guess: common.Guess) -> None:
 
 
 def check_hidden_states(name: str, features: common.Features) -> None:
-    """Whole rows of float16, and not too many."""
+    """Raise InvalidRequest unless the hidden states are whole float16 rows within the limit."""
     if not 1 <= features.width <= MAX_HIDDEN_WIDTH:
         raise InvalidRequest.of(f"{name}.width", features.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
     rows, rest = divmod(len(features.rows), 2 * features.width)
@@ -73,12 +73,12 @@ def check_hidden_states(name: str, features: common.Features) -> None:
 
 
 def check_verify_request(request: verify.VerifyRequest) -> None:
-    """What may follow the first message of a stream to a verifier."""
+    """Raise InvalidRequest for an oversized later message of a verifier stream."""
     check_bytes("message", request, MAX_GUESS_BYTES + MAX_SMALL_BYTES)
 
 
 def check_draft_request(request: draft.DraftRequest) -> None:
-    """What may follow the first message of a stream to a drafter."""
+    """Raise InvalidRequest for an oversized later message of a drafter stream."""
     committed = request.committed
     check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
     if committed.HasField("features"):

@@ -1,15 +1,15 @@
-"""Text of strangers as a terminal, a log or a header may have it."""
+"""Escapes that make untrusted text safe for terminals, logs and headers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Marks that turn the direction of writing: they make a line read as another.
+# Bidirectional marks: they can make a line read as another.
 _DIRECTIONS = frozenset({0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)})
 
 
 def printable(text: Any) -> str:
-    """With every control character as it is written in source: a terminal does what they say."""
+    """Return the text with control characters escaped, because a terminal executes them."""
     return "".join(map(_shown, str(text)))
 
 

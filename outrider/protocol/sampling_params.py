@@ -1,4 +1,4 @@
-"""How a request draws its tokens: parameters and grammar, checked here once for every edge."""
+"""Sampling parameters and grammar of a request, validated here once for gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 
 GRAMMAR_FORMS = ("json_schema", "json_object", "regex", "lark")
 
-# Under these, logits overflow and there is nothing left to draw from.
+# Below these, logits overflow and no token can be drawn.
 MIN_TEMPERATURE = 1e-6
 
 MIN_REPETITION_PENALTY = 0.01
@@ -40,13 +40,13 @@ class Verification(enum.Enum):
 
     @property
     def needs_draft_probs(self) -> bool:
-        """Whether guesses must carry the distribution that they were drawn from."""
+        """Return whether guesses must carry the distribution they were drawn from."""
         return self in (Verification.REJECTION, Verification.BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must be; exactly one of these is given. See Grammar in common.proto."""
+    """Constraint on an output; exactly one field is given. See Grammar in common.proto."""
 
     json_schema: str = ""
     json_object: bool = False
@@ -55,7 +55,7 @@ class Grammar:
 
     @property
     def form(self) -> str:
-        """The name of the one that is given."""
+        """Return the name of the given field."""
         return self._given[0]
 
     @property
@@ -71,7 +71,7 @@ class Grammar:
         return [name for name in GRAMMAR_FORMS if getattr(self, name)]
 
     def check(self) -> None:
-        """Whether it can be one at all; see `grammar.GrammarCompiler` for whether it says something."""
+        """Raise InvalidRequest for a malformed grammar; `grammar.GrammarCompiler` checks its content."""
         if len(self._given) != 1:
             given = " and ".join(self._given) or "empty"
             raise InvalidRequest.of("params.grammar", given, "one of json_schema, json_object (true), regex, lark")
@@ -92,7 +92,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws its tokens; the defaults are the documented ones."""
+    """Sampling parameters of one request."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -117,7 +117,7 @@ class SamplingParams:
 
     @property
     def mode(self) -> Verification:
-        """The verification in force: the one asked for, else the default."""
+        """Return the verification mode: the requested one, else the default."""
         return self.verification or (Verification.GREEDY if self.greedy else Verification.COUPLED)
 
     @property
@@ -128,7 +128,7 @@ class SamplingParams:
         return replace(self, seed=seed)
 
     def check(self, vocab_size: int | None = None) -> None:
-        """Raise InvalidRequest naming the first field that cannot be."""
+        """Raise InvalidRequest for the first invalid field."""
         check_number("params.temperature", self.temperature, 0.0, 10.0)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest.of("params.temperature", self.temperature, f"0 or at least {MIN_TEMPERATURE}")

@@ -1,4 +1,4 @@
-"""Guesses, verdicts and steering: what a session's services exchange in each round."""
+"""Guesses, verdicts and steering: the messages of each round of a session."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MAX_BRANCHES = 8
 
 MAX_NODES = 256  # guesses of a session that are open at the same time
 
-MAX_CANDIDATES = 64  # ids of a distribution that a guess was drawn from
+MAX_CANDIDATES = 64  # ids of a guess's distribution
 
-MAX_HIDDEN_WIDTH = 131_072  # numbers of one position's hidden states
+MAX_HIDDEN_WIDTH = 131_072  # numbers per position
 
-MAX_HIDDEN_POSITIONS = 512  # positions whose hidden states travel in one message
+MAX_HIDDEN_POSITIONS = 512  # positions per message
 
 MAX_DRAFT_WAIT_US = 10_000_000
 
-WHOLE = 65536  # the parts a Distribution is made of
+WHOLE = 65536  # sum of a Distribution's weights
 
 
 class TokenKind(enum.IntEnum):
-    """Where a committed token came from."""
+    """Origin of a committed token."""
 
     NONE = 0
     ACCEPTED = 1
@@ -47,7 +47,7 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """How a session is to be drafted: absent means unchanged."""
+    """Changes to how a session is drafted and verified; None leaves a value unchanged."""
 
     gamma: int | None = None
     branches: int | None = None
@@ -72,7 +72,7 @@ NO_STEERING = Steering()
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A sparse distribution in whole parts of 65536: small on the wire and exact on both sides."""
+    """Sparse distribution in integer parts of 65536: small on the wire, exact at both ends."""
 
     ids: tuple[int, ...]
     weights: tuple[int, ...]
@@ -136,7 +136,7 @@ class VerifyTimings:
 
 @dataclass(frozen=True, slots=True)
 class SourceTally:
-    """How one of a session's drafters did in a step."""
+    """Counts of one drafter's guesses in a step."""
 
     source: int
     proposed: int  # length of its longest path that was checked
@@ -145,7 +145,7 @@ class SourceTally:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one verifier step committed for one session."""
+    """Tokens that one verifier step committed for one session."""
 
     position: int
     tokens: tuple[int, ...]
@@ -159,8 +159,8 @@ class Verdict:
     hidden_states: HiddenStates | None = None
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
-    remaining_depth: int = 0  # longest guessed path that goes on from here
-    accepted_from_branch: int = 0  # accepted guesses that were not the first for their place
+    remaining_depth: int = 0  # longest guessed path after the committed tokens
+    accepted_from_branch: int = 0  # accepted guesses that were not the first for their position
 
     @property
     def kinds(self) -> tuple[TokenKind, ...]:
@@ -177,7 +177,7 @@ def check_opening(
     vocab_size: int,
     cache_salt: str = "",
 ) -> None:
-    """What must hold of the first message of a session's stream, at the verifier and at the drafter."""
+    """Raise InvalidRequest for an invalid first message of a session's stream to a verifier or drafter."""
     if not 1 <= len(session_id) <= MAX_ID_CHARACTERS:
         raise InvalidRequest.of("open.session_id", session_id, f"1 to {MAX_ID_CHARACTERS} characters")
     if not tokens:

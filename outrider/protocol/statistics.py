@@ -1,4 +1,4 @@
-"""What a coordinator reports of one generation and of itself."""
+"""Statistics that a coordinator reports: of one generation, and of itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.protocol.fleet import WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class PlanStats:
-    """One way to speculate: the throughput expected of it and the throughput measured."""
+    """Expected and measured throughput of one speculation plan."""
 
     plan: str  # label for people
     steps: int = 0  # 0: another plan was in force
@@ -19,7 +19,7 @@ class PlanStats:
 
 @dataclass(frozen=True, slots=True)
 class DrafterStats:
-    """The guesses of one kind of drafter for one request."""
+    """Guesses of one kind of drafter for one request."""
 
     kind: str
     attached_order: int = 0  # 1: the kind attached first
@@ -29,7 +29,7 @@ class DrafterStats:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Speculation and timing of one generation; see Stats in coordinator.proto."""
+    """Speculation statistics and timings of one generation; see Stats in coordinator.proto."""
 
     steps: int = 0
     drafts: int = 0
@@ -62,7 +62,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """One coordinator and the workers that it knows."""
+    """One coordinator and its workers."""
 
     version: str
     coordinator_id: str

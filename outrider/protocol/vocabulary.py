@@ -1,4 +1,4 @@
-"""What a model's token ids mean, so that models that disagree are never paired."""
+"""Vocabularies of models, compared so that mismatched models are never paired."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token text by id; ids that a tokenizer leaves out are empty."""
+    """Token text by id; ids without a token are empty."""
 
     tokens: tuple[str, ...]
 
@@ -40,8 +40,8 @@ class Vocabulary:
         return digest.hexdigest()[:32]
 
 
-def refuse_difference(target: Vocabulary, first_id: int, drafter_tokens: Iterable[str], *, last: bool) -> None:
-    """Raise ModelMismatch naming the first id on which a drafter's tokens differ from the target's."""
+def check_same_vocabulary(target: Vocabulary, first_id: int, drafter_tokens: Iterable[str], *, last: bool) -> None:
+    """Raise ModelMismatch for the first id at which a drafter's token differs from the target's."""
     token_id = first_id - 1
     for token_id, token in enumerate(drafter_tokens, start=first_id):
         wanted = target.tokens[token_id] if token_id < len(target.tokens) else None

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from outrider.base.atomic_files import replacing
+from outrider.base.atomic_files import atomic_write
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest, StartupError
@@ -140,7 +140,7 @@ class Dataset:
     ) -> None:
         """Generate the missing shards with the target."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self.folder / _RECIPE) as file:
+        with atomic_write(self.folder / _RECIPE) as file:
             file.write_text(json.dumps(asdict(self.recipe), indent=2))
         tokens = 0
         for shard in range(self.num_shards):
@@ -237,7 +237,7 @@ def _draw(logits: torch.Tensor, text: _RunningText) -> int:
 
 
 def _save(path: Path, examples: Sequence[Example]) -> None:
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         save_file(
             {
                 "tokens": torch.cat([example.tokens for example in examples]).to(torch.int32),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.base.atomic_files import replacing
+from outrider.base.atomic_files import atomic_write
 from outrider.protocol.errors import StartupError
 from outrider.train.data import Example
 from outrider.train.methods.interface import Batch, Method, acceptance, collate
@@ -190,7 +190,7 @@ class Training:
             "weights": {name: weight.detach() for name, weight in self._trained.items()},
             "optimizer": self._optimizer.state_dict(),
         }
-        with replacing(self._path) as file:
+        with atomic_write(self._path) as file:
             torch.save(state, file)
 
     def _resume(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from outrider.base.openmp import let_go
+from outrider.base.openmp import release_threads
 from outrider.engine.checks.step_cost import measure_cost
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.gguf import pretrained_source
@@ -109,7 +109,7 @@ def load_model(
         engine = ThrottledEngine(engine, parse_pace(options.pace), parse_blur(options.blur))
     progress("measuring what steps cost")
     cost = measure_cost(engine)
-    let_go()  # another thread may run the model
+    release_threads()  # another thread may run the model
     return LoadedModel(engine, tokenizer, vocabulary, cost)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from outrider.base.atomic_files import replacing
+from outrider.base.atomic_files import atomic_write
 from outrider.models.hub import CARD
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -66,10 +66,10 @@ class Card:
 def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor]) -> None:
     """Save a trained drafter; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / WEIGHTS) as file:
+    with atomic_write(folder / WEIGHTS) as file:
         save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
         file.chmod(0o644)  # services may run as other users
-    with replacing(folder / CARD) as file:
+    with atomic_write(folder / CARD) as file:
         file.write_text(json.dumps(asdict(card), indent=2) + "\n")
 
 

@@ -218,7 +218,7 @@ def test_home_and_redis_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host: str) -> None:
     key = "api_keys" if kind is CoordinatorSettings else "fleet_key"
     with pytest.raises(StartupError, match=f"{host}.*--{key.replace('_', '-')}.*--insecure"):
-        config.refuse_open_door(kind(host=host))
+        config.require_keys_or_insecure(kind(host=host))
     for more in (
         {key: "secret"},
         {"insecure": True},
@@ -226,4 +226,4 @@ def test_a_door_to_others_needs_keys_or_a_word(kind: type[config.Settings], host
         {"host": "127.0.0.1"},
         {"host": "::1"},
     ):
-        config.refuse_open_door(kind(**{"host": host} | more))
+        config.require_keys_or_insecure(kind(**{"host": host} | more))

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.protocol.errors import ModelMismatch
-from outrider.protocol.vocabulary import Vocabulary, refuse_difference
+from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.testing.toy_models import byte_tokenizer
 
 TARGET = Vocabulary(("a", "b", "c", "", "d"))
 
 
 def check(drafter: Sequence[str], *, first_id: int = 0, last: bool = True, target: Vocabulary = TARGET) -> None:
-    refuse_difference(target, first_id, drafter, last=last)
+    check_same_vocabulary(target, first_id, drafter, last=last)
 
 
 def refusal(drafter: Sequence[str], **where) -> ModelMismatch:

@@ -303,7 +303,7 @@ def test_threads_that_loaded_a_model_are_gone_before_another_runs_it(tmp_path: P
     code = f"""
 import os, time, torch
 from outrider.engine.loading.loader import load_model
-from outrider.base.openmp import let_go
+from outrider.base.openmp import release_threads
 torch.set_num_threads(3)
 def count():
     time.sleep(0.5)  # the kernel takes its time to bury a thread
@@ -311,7 +311,7 @@ def count():
 before = count()
 torch.ones(2_000_000).sum()
 spread = count()
-let_go()
+release_threads()
 print(before, spread, count(), end=" ")
 load_model({str(folder)!r})
 print(count())
