@@ -1,8 +1,8 @@
-"""The client for asyncio: what `client` does, without blocking.
+"""Asyncio client of the coordinator, with the interface of `sync`.
 
-One `AsyncClient` serves many requests at once, all in the event loop in which
-it was first used. Leave a stream before its end with `contextlib.aclosing`, or
-by cancelling the task that reads it: the coordinator then stops at once.
+One `AsyncClient` runs many requests concurrently, in the event loop of its
+first use. To end a stream early, use `contextlib.aclosing` or cancel the task
+that reads it: the coordinator then stops at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["AsyncClient", "Finished", "Generation", "Options", "Reply", "Started
 
 
 class AsyncClient:
-    """`endpoints` are coordinators of one fleet; the first is used until it fails."""
+    """Client of one fleet; of its coordinators' `endpoints` the first is used until it fails."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class AsyncClient:
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         self._access = Channels(tls, api_key)
-        self._channels: list[grpc.aio.Channel] = []  # opened by the first call: they belong to its event loop
+        self._channels: list[grpc.aio.Channel] = []  # opened by the first call, in its event loop
         self._turns = EndpointRotation(len(self._endpoints))
 
     async def __aenter__(self) -> Self:
@@ -65,20 +65,20 @@ class AsyncClient:
         return self._stream(StreamProgress(request_of(prompt, options), len(self._endpoints)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> AsyncGenerator[Reply, None]:
-        """Stream the rest of an output, from the output token at `position` on.
+        """Stream the rest of an output from the output token at `position`.
 
-        `tail` are tokens before it, as many as are at hand: in rejection and
-        block mode those that died with a coordinator cannot be made again.
+        `tail` are the known tokens before it: in rejection and block mode, tokens
+        lost with a coordinator cannot be computed again.
         """
         request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
         return self._stream(StreamProgress(request, len(self._endpoints)))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
-        """The same as `generate`, waiting for the end."""
+        """Return the complete output of `generate`."""
         return whole([reply async for reply in self.generate(prompt, **options)])
 
     async def cancel(self, session_id: str) -> bool:
-        """False: it had ended already."""
+        """Cancel a session; return False if it had already ended."""
         with our_errors():
             reply: pb.CancelReply = await self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S)
         return reply.cancelled
@@ -120,7 +120,7 @@ class AsyncClient:
             await asyncio.sleep(RETRY_S)
 
     def _call(self, progress: StreamProgress) -> Any:
-        """One stream, the first or one that goes on."""
+        """Start the first stream, or one that resumes."""
         request = progress.request()
         if isinstance(request, pb.ResumeRequest):
             return self._stub().Resume(request, timeout=self._timeout_s)

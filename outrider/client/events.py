@@ -1,4 +1,4 @@
-"""What a client asks of a coordinator and what streams back, as values: the same for both clients."""
+"""Requests and replies of both clients as plain values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from outrider.v1 import coordinator_pb2 as pb
 
 
 class Options(TypedDict, total=False):
-    """Of one request, beside its prompt. Instead of a prompt: `chat` or `tokens`."""
+    """Options of one request. `chat` or `tokens` replace its prompt."""
 
     chat: Sequence[tuple[str, str]]  # (role, content), through the target's template
     tokens: Sequence[int]
     params: SamplingParams | None
-    gamma: int | None  # from here to `ahead` None is: as pays best
+    gamma: int | None  # None, here and down to `ahead`: adaptive
     patience_us: int | None
     drafter: str
     branches: int | None
     ahead: bool | None
     idempotency_key: str
-    cache_salt: str  # requests of equal salt share what is cached of prompts that begin alike
+    cache_salt: str  # requests with equal salts share cached prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What came at once: text and, token by token, ids and kinds."""
+    """One chunk of an output: its text, and the id and kind of each token."""
 
     position: int
     text: str
     token_ids: tuple[int, ...]
     kinds: tuple[TokenKind, ...]
-    characters: tuple[int, ...]  # of the text, that each token adds
+    characters: tuple[int, ...]  # of the text, by token
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    text: str  # the last of it
+    text: str  # text after the last chunk
     finish_reason: FinishReason
     stop: str
     prompt_tokens: int
@@ -65,7 +65,7 @@ Reply = Started | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Everything of one request."""
+    """Complete output of one request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -75,7 +75,7 @@ class Generation:
 
 
 def whole(replies: Iterable[Reply]) -> Generation:
-    """A stream that ends as it should, in one."""
+    """Return the generation of a complete stream; raise PeerLost if it is not."""
     started: Started | None = None
     parts: list[Tokens] = []
     for reply in replies:
@@ -98,7 +98,7 @@ def whole(replies: Iterable[Reply]) -> Generation:
 def request_of(prompt: str | None, options: Options) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
-        # With a key a request can be sent again when the answer to it was lost.
+        # With a key a request can be repeated if its answer was lost.
         idempotency_key=options.get("idempotency_key") or secrets.token_hex(16),
         speculation=pb.Speculation(
             gamma=options.get("gamma"),
@@ -119,7 +119,7 @@ def request_of(prompt: str | None, options: Options) -> pb.GenerateRequest:
 
 
 def reply_from_proto(reply: pb.GenerateReply) -> Reply:
-    """Raises what the coordinator reports instead of an output."""
+    """Return a reply; raise the error that the coordinator reports in its place."""
     kind = reply.WhichOneof("message")
     if kind == "started":
         started = reply.started
@@ -137,7 +137,7 @@ def reply_from_proto(reply: pb.GenerateReply) -> Reply:
     if kind == "error":
         raise convert.error_from_proto(reply.error)
     if kind != "complete":
-        raise OutriderError(f"the coordinator sent a message that this client does not know: {kind}")
+        raise OutriderError(f"unknown message from the coordinator: {kind}")
     complete = reply.complete
     return Finished(
         complete.text,

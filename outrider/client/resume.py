@@ -1,4 +1,4 @@
-"""When a stream breaks: where to go on, with whom, and for how long to try. No I/O: both clients follow it."""
+"""Resumption of broken streams: position, endpoint and retry limit. The module has no I/O; both clients use it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outrider.v1 import coordinator_pb2 as pb
 
 RESUME_FOR_S = 30.0
 RETRY_S = 0.2
-_FIRST_TRIES = 2  # and one per endpoint, while nothing has been heard of a request
+_FIRST_TRIES = 2  # and one per endpoint, until the first reply
 
 
 class StreamProgress:
-    """One output on its way to a client: what has arrived, and so what to ask for next."""
+    """Received part of one output, and the request for the rest."""
 
     def __init__(self, request: pb.GenerateRequest | pb.ResumeRequest, endpoints: int) -> None:
         self._request = request
@@ -28,23 +28,23 @@ class StreamProgress:
         if isinstance(request, pb.ResumeRequest):
             self._session_id, self._position = request.session_id, request.from_position
             self._tail.extend(request.tail)
-        self._heard = False
+        self._started = False
         self._first_tries = _FIRST_TRIES + endpoints
-        self._since = 0  # the position at which the present stream began
+        self._since = 0  # position at which the present stream started
         self._give_up: float | None = None
 
     def request(self) -> pb.GenerateRequest | pb.ResumeRequest:
-        """For the next stream: the first, or one that goes on where the last broke off."""
+        """Return the request of the next stream: the first, or one that resumes."""
         self._since = self._position
         if not self._session_id:
             return self._request
         return pb.ResumeRequest(session_id=self._session_id, from_position=self._position, tail=self._tail)
 
     def take(self, reply: pb.GenerateReply) -> Reply | None:
-        """What the caller is to get of it: every stream begins with Started, which is told once."""
+        """Record a reply; return it unless it is a repeated Started, with which every stream begins."""
         news = reply_from_proto(reply)
         if isinstance(news, Started):
-            again, self._heard = self._heard, True
+            again, self._started = self._started, True
             self._session_id = news.session_id
             return None if again else news
         if isinstance(news, Tokens):
@@ -53,29 +53,29 @@ class StreamProgress:
         return news
 
     def may_go_on(self, now: float) -> bool:
-        """After a break at this time, in seconds of a monotonic clock: whether to try once more."""
+        """Return whether to retry after a break at this time of a monotonic clock."""
         self._first_tries -= 1
         if self._position > self._since or self._give_up is None:
             self._give_up = now + RESUME_FOR_S
-        return now <= self._give_up and (self._heard or self._first_tries > 0)
+        return now <= self._give_up and (self._started or self._first_tries > 0)
 
 
 class EndpointRotation:
-    """Which of a client's endpoints is in use, by all its requests together."""
+    """Choice of a client's endpoint, shared by all its requests."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self.present = 0
 
     def leave(self, endpoint: int) -> None:
-        """A stream broke there: the next one's turn. Of many that break at once only the first moves on."""
+        """Switch to the next endpoint after a failure; of concurrent failures only the first switches."""
         if endpoint == self.present:
             self.present = (endpoint + 1) % self._count
 
 
 @contextlib.contextmanager
 def our_errors() -> Iterator[None]:
-    """gRPC's errors, of both kinds of stubs, as ours."""
+    """Convert gRPC errors, of both kinds of stubs, to OutriderErrors."""
     try:
         yield
     except grpc.RpcError as error:

@@ -1,8 +1,8 @@
-"""A client of the coordinator over gRPC, synchronous: for the command line, load tests and programs.
+"""Synchronous client of the coordinator over gRPC, for the command line, load tests and programs.
 
-`Client.generate` yields `Started`, `Tokens` and at last `Finished`; a stream
-that breaks is resumed, here or on the next endpoint, without a token lost or
-doubled. `async_client` has the same for asyncio.
+`Client.generate` yields `Started`, `Tokens` and finally `Finished`. A broken
+stream is resumed, on the same or the next endpoint, without lost or repeated
+tokens. `aio` has the same client for asyncio.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 __all__ = ["DEFAULT_ENDPOINT", "Client", "Finished", "Generation", "Options", "Reply", "Started", "Tls", "Tokens"]
 
 DEFAULT_ENDPOINT = "127.0.0.1:50050"
-SHORT_S = 10.0  # for calls that are answered at once
+SHORT_S = 10.0  # timeout of unary calls
 
 
 class Client:
-    """`endpoints` are coordinators of one fleet; the first is used until it fails."""
+    """Client of one fleet; of its coordinators' `endpoints` the first is used until it fails."""
 
     def __init__(
         self,
@@ -63,20 +63,20 @@ class Client:
         return self._stream(StreamProgress(request_of(prompt, options), len(self._channels)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
-        """Stream the rest of an output, from the output token at `position` on.
+        """Stream the rest of an output from the output token at `position`.
 
-        `tail` are tokens before it, as many as are at hand: in rejection and
-        block mode those that died with a coordinator cannot be made again.
+        `tail` are the known tokens before it: in rejection and block mode, tokens
+        lost with a coordinator cannot be computed again.
         """
         request = pb.ResumeRequest(session_id=session_id, from_position=position, tail=tail)
         return self._stream(StreamProgress(request, len(self._channels)))
 
     def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
-        """The same as `generate`, waiting for the end."""
+        """Return the complete output of `generate`."""
         return whole(self.generate(prompt, **options))
 
     def cancel(self, session_id: str) -> bool:
-        """False: it had ended already."""
+        """Cancel a session; return False if it had already ended."""
         with our_errors():
             return self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S).cancelled
 
@@ -115,7 +115,7 @@ class Client:
             time.sleep(RETRY_S)
 
     def _call(self, progress: StreamProgress) -> Any:
-        """One stream, the first or one that goes on."""
+        """Start the first stream, or one that resumes."""
         request = progress.request()
         if isinstance(request, pb.ResumeRequest):
             return self._stub().Resume(request, timeout=self._timeout_s)

@@ -1,1 +1,1 @@
-"""Metrics, traces and the context of a request."""
+"""Metrics, traces and request context."""

@@ -1,4 +1,4 @@
-"""Kinds of metrics that prometheus_client lacks: read when scraped, counted by position, shown under vLLM's names."""
+"""Metric types that prometheus_client lacks: read when scraped, counted by position, exported under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Readings = Iterable[tuple[Sequence[str], float]]
 
 
 class CallbackGauge:
-    """A gauge that is read when somebody looks: `source` gives label values and a number for each."""
+    """Gauge that is read when scraped: `source` returns label values and a number for each."""
 
     _kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
 
@@ -40,13 +40,13 @@ class CallbackGauge:
 
 
 class CallbackCounter(CallbackGauge):
-    """The same for a counter that somebody keeps already."""
+    """Counter that is read when scraped, for counts kept elsewhere."""
 
     _kind = CounterMetricFamily
 
 
 class PerPosition:
-    """A counter per place along a path, 0 the first, made from how long paths were: one addition for each path."""
+    """Counter per position of a path, from 0, computed from path lengths: one addition per path."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._family = (PREFIX + name, text, ("model_name", "position"))
@@ -54,7 +54,7 @@ class PerPosition:
         registry.register(self)
 
     def lengths(self, model: str) -> Tally[int]:
-        """Where to count paths by their length."""
+        """Return the counts of a model's paths by length."""
         return self._lengths.setdefault(model, Tally({1: 0}))
 
     def describe(self) -> Iterable[Metric]:
@@ -76,7 +76,7 @@ class PerPosition:
 
 
 class UnderVllmNames:
-    """Show counters a second time as vLLM's, for the tools that look for these names. Nothing is counted twice."""
+    """Export of counters under vLLM's names too, for tools that expect them. Nothing is counted twice."""
 
     def __init__(self, counters: Iterable[Counter | PerPosition], registry: CollectorRegistry) -> None:
         self._counters = tuple(counters)
@@ -90,7 +90,7 @@ class UnderVllmNames:
 
 
 def _as_vllm(family: Metric) -> Metric:
-    """Rename a counter's family. Its creation times are left out: some parsers take them for counts."""
+    """Return a counter's family under vLLM's name, without creation times, which some parsers take for counts."""
     renamed = Metric(_vllm_name(family.name), family.documentation, "counter")
     for sample in family.samples:
         if sample.name.endswith("_total"):

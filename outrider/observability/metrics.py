@@ -1,10 +1,10 @@
-"""Every metric of the three services: name, type, labels, meaning. Nowhere else is one made.
+"""Every metric of the three services: name, type, labels, help. No other module defines one.
 
-Each service makes its own set, in a registry of its own, so that several live
-in one process. What vLLM has too has vLLM's name and type, with the prefix
-`outrider_`; what benchmark tools look for is shown under vLLM's own names as
-well. What changes with every verdict is bound to its labels beforehand: the
-token path only adds.
+Each service has its own set in its own registry, so that several fit in one
+process. Metrics that vLLM has too have vLLM's name and type with the prefix
+`outrider_`; those that benchmark tools read are exported under vLLM's own names
+as well. Metrics that change with every verdict are bound to their labels
+beforehand, so the token path only adds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.observability.collectors import (
 from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
-ABANDONED = "abandoned"  # in place of a finish reason: its clients went away, and it can be resumed
+ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -48,25 +48,25 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Metrics:
-    """What the sets of all services have."""
+    """Metrics of every service."""
 
     def __init__(self, service: str, refused: str) -> None:
-        """`refused`: what of this service may be refused, as in `requests_refused`."""
+        """Make the set; `refused` is the noun in the metric `{refused}_refused`."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        build = Info(f"{PREFIX}build", "Which version of which service this is.", registry=self.registry)
+        build = Info(f"{PREFIX}build", "Service and version.", registry=self.registry)
         build.info({"version": version("outrider"), "service": service})
-        self._refused = self._counter(f"{refused}_refused", "Refused before they began, by the error's code.", "code")
+        self._refused = self._counter(f"{refused}_refused", "Rejected before they started, by error code.", "code")
         for code in KINDS:
             self._refused.labels(code)
 
     def render(self) -> tuple[bytes, str]:
-        """All of it as text for Prometheus, and the content type to send it with."""
+        """Return the metrics as text for Prometheus, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Count what is refused inside."""
+        """Count the errors raised inside the block."""
         try:
             yield
         except OutriderError as error:
@@ -85,29 +85,29 @@ class Metrics:
 
 class CoordinatorMetrics(Metrics):
     def __init__(self, ways: Iterable[str] = ()) -> None:
-        """`ways`: to speculate, that there are; shown from the start."""
+        """Make the set; `ways` are the speculation plans, exported from the start."""
         super().__init__("coordinator", "requests")
         self._ways = tuple(ways)
         self._targets: dict[str, TargetMetrics] = {}
         model = "model_name"
 
         # Requests.
-        self.running = self._reading("num_requests_running", "Requests that have begun to bring tokens.", model)
+        self.running = self._reading("num_requests_running", "Requests that have produced tokens.", model)
         self.waiting = self._reading(
-            "num_requests_waiting", "Requests without a token yet: for lack of room, or their prompt is read.", model
+            "num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model
         )
         self.success = self._counter(
-            "request_success", "Requests that ended without an error, by why.", model, "finished_reason"
+            "request_success", "Requests that ended without an error, by finish reason.", model, "finished_reason"
         )
-        self.failed = self._counter("requests_failed", "Requests that ended by an error, by its code.", model, "code")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that were begun.", model)
+        self.failed = self._counter("requests_failed", "Requests that ended by an error, by error code.", model, "code")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.", model)
         self.generation_tokens = self._counter("generation_tokens", "Tokens committed.", model)
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S, model
         )
         self.between = self._histogram(
             "inter_token_latency_seconds",
-            "Between two verdicts of a request that follow each other; each may bring several tokens.",
+            "Time between consecutive verdicts of a request; each may commit several tokens.",
             _BETWEEN_TOKENS_S,
             model,
         )
@@ -132,41 +132,41 @@ class CoordinatorMetrics(Metrics):
         )
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens accepted.", model)
         self.accepted_at = PerPosition(
-            "spec_decode_num_accepted_tokens_per_pos", "Steps that accepted a guess so far ahead.", self.registry
+            "spec_decode_num_accepted_tokens_per_pos", "Steps that accepted a guess at this position.", self.registry
         )
         self.offered_at = PerPosition(
-            "spec_decode_num_draft_tokens_per_pos", "Steps that checked a guess so far ahead.", self.registry
+            "spec_decode_num_draft_tokens_per_pos", "Steps that checked a guess at this position.", self.registry
         )
-        # These four and no more: `vllm bench serve` adds up every name that contains one of theirs.
+        # Only these four: `vllm bench serve` adds up every metric whose name contains one of its names.
         UnderVllmNames((self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_at), self.registry)
         self.gamma = self._histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
-        self.plan_steps = self._counter("plan_steps", "Verifier steps by the way to speculate in force.", model, "way")
+        self.plan_steps = self._counter("plan_steps", "Verifier steps by speculation plan.", model, "way")
         self.guessed_tokens = self._counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
         self.guess_bytes = self._counter(
-            "guess_bytes", "Guess messages on the drafter hop, framing included, bytes.", model, "drafter"
+            "guess_bytes", "Guess messages from drafters, framing included, bytes.", model, "drafter"
         )
         self.accepted_guesses = self._counter(
-            "accepted_guesses", "Accepted tokens by who had guessed them; several may have.", model, "drafter"
+            "accepted_guesses", "Accepted tokens by drafter; several may have guessed the same token.", model, "drafter"
         )
         self.bytes_per_accepted = self._histogram(
             "bytes_per_accepted_token", "Per finished request: bytes of guesses per accepted token.", _BYTES, model
         )
         self.hidden_bytes = self._counter(
-            "hidden_state_bytes", "Hidden states that crossed to drafters, bytes, counted when a request ends.", model
+            "hidden_state_bytes", "Hidden states sent to drafters, bytes, counted when a request ends.", model
         )
 
         # The fleet.
-        self.failovers = self._counter("failovers", "Verifiers lost in the middle of a request.", model)
-        self.drafter_losses = self._counter("drafter_losses", "Drafters lost in the middle of a request.", model)
+        self.failovers = self._counter("failovers", "Verifiers lost during a request.", model)
+        self.drafter_losses = self._counter("drafter_losses", "Drafters lost during a request.", model)
         self.workers = self._reading(
             "workers",
-            "Workers known: usable, draining, resting after a failure, or shunned after breaking the protocol.",
+            "Registered workers: usable, draining, resting after a failure, or shunned after a protocol violation.",
             "role",
             "state",
         )
         self.violations = CallbackCounter(
             "protocol_violations",
-            "Times that a worker sent what no honest one sends.",
+            "Protocol violations by workers.",
             ("role",),
             self.registry,
         )
@@ -174,13 +174,13 @@ class CoordinatorMetrics(Metrics):
             "worker_round_trip_seconds", "Round trip to a worker, smoothed.", "role", "kind", "worker"
         )
         self.worker_sessions = self._reading(
-            "worker_sessions", "Sessions that this coordinator has at a worker.", "role", "kind", "worker"
+            "worker_sessions", "Sessions of this coordinator on a worker.", "role", "kind", "worker"
         )
         self.redis_up = self._reading("redis_up", "1 while Redis answers: sessions survive this coordinator.")
-        self.unwritten = self._reading("unwritten_sessions", "Sessions with news that Redis does not have yet.")
+        self.unwritten = self._reading("unwritten_sessions", "Sessions with changes not yet written to Redis.")
         self.records_skipped = self._counter(
             "redis_records_skipped",
-            "Records in Redis that were not believed, by what they are and why.",
+            "Records in Redis that were skipped as invalid, by kind and reason.",
             "record",
             "reason",
         )
@@ -189,7 +189,7 @@ class CoordinatorMetrics(Metrics):
         self.records_skipped.labels(record, reason).inc()
 
     def of(self, model: str) -> TargetMetrics:
-        """What is counted for requests to this target."""
+        """Return the metrics of requests to this target."""
         if model not in self._targets:
             self._targets[model] = TargetMetrics.bound(self, model, self._ways)
         return self._targets[model]
@@ -197,7 +197,7 @@ class CoordinatorMetrics(Metrics):
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind:
-    """What is counted for one kind of drafter."""
+    """Metrics of one kind of drafter."""
 
     guessed_tokens: Counter
     guess_bytes: Counter
@@ -210,7 +210,7 @@ class DrafterKind:
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:
-    """A coordinator's metrics bound to one target."""
+    """Coordinator metrics bound to one target."""
 
     metrics: CoordinatorMetrics
     model: str
@@ -267,7 +267,7 @@ class TargetMetrics:
         return self.drafters[kind]
 
     def judged(self, verdict: Verdict, gamma: int, way: str) -> None:
-        """The token path: microseconds."""
+        """Record a verdict. This is on the token path and takes microseconds."""
         self.generation_tokens.inc(len(verdict.tokens))
         self.gamma.observe(gamma)
         self.plan_steps[way].inc()
@@ -287,14 +287,14 @@ class TargetMetrics:
             self.metrics.per_token.labels(self.model).observe(per_token_s)
 
     def left_off(self, code: str = "") -> None:
-        """A request has ended unfinished: by an error, or because nobody reads it any more."""
+        """Record a request that ended unfinished: by an error, or abandoned by its clients."""
         if code:
             self.metrics.failed.labels(self.model, code).inc()
         else:
             self.metrics.success.labels(self.model, ABANDONED).inc()
 
     def crossed(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
-        """What one request has cost the wire."""
+        """Record the bytes that one request took on the network."""
         if bytes_per_accepted is not None:
             self.metrics.bytes_per_accepted.labels(self.model).observe(bytes_per_accepted)
         self.metrics.hidden_bytes.labels(self.model).inc(hidden_bytes)
@@ -305,37 +305,38 @@ class VerifierMetrics(Metrics):
         super().__init__("verifier", "verifier_sessions")
         self._model = model
         name = "model_name"
-        self.sessions = self._reading("verifier_sessions", "Sessions that have room in the cache.", name)
-        self.waiting = self._reading("verifier_sessions_waiting", "Sessions that wait for room in the cache.", name)
+        self.sessions = self._reading("verifier_sessions", "Sessions with space in the KV cache.", name)
+        self.waiting = self._reading("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.", name)
         self.cache_usage = self._reading("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", name)
         self.cache_idle = self._reading(
             "kv_cache_idle_ratio",
-            "Share of the KV cache with tokens of ended sessions, for others that begin alike.",
+            "Share of the KV cache in evictable blocks of ended sessions, kept for prefix matches.",
             name,
         )
         self.queued = self._histogram(
-            "request_queue_time_seconds", "From a session's opening until it had room.", _FIRST_TOKEN_S, name
+            "request_queue_time_seconds",
+            "From a session's opening until it had space in the KV cache.",
+            _FIRST_TOKEN_S,
+            name,
         ).labels(model)
-        self.prefix_queries = self._counter("prefix_cache_queries", "Tokens that sessions began with.", name).labels(
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix index.", name
+        ).labels(model)
+        self.prefix_hits = self._counter("prefix_cache_hits", "Of these, tokens found in the KV cache.", name).labels(
             model
         )
-        self.prefix_hits = self._counter(
-            "prefix_cache_hits", "Of these, tokens that were found in the cache.", name
-        ).labels(model)
         self.step_s = self._histogram(
-            "verifier_step_seconds", "A step: forward pass, sampling and acceptance.", _STEP_S, name
+            "verifier_step_seconds", "Time of a step: forward pass, sampling and acceptance.", _STEP_S, name
         ).labels(model)
         self.forward_s = self._histogram(
-            "verifier_forward_seconds", "The forward pass of a step.", _STEP_S, name
+            "verifier_forward_seconds", "Time of a step's forward pass.", _STEP_S, name
         ).labels(model)
         self.batch = self._histogram("verifier_batch_sessions", "Sessions that shared a step.", _SESSIONS, name).labels(
             model
         )
-        self.rows = self._histogram(
-            "verifier_step_rows", "Tokens that went through the model in a step.", _ROWS, name
-        ).labels(model)
+        self.rows = self._histogram("verifier_step_rows", "Tokens of a step's batch.", _ROWS, name).labels(model)
         self.guesses_refused = self._counter(
-            "verifier_guesses_refused", "Guesses and steers that were not taken.", name
+            "verifier_guesses_refused", "Guesses and steering messages rejected.", name
         ).labels(model)
 
     def shows(self, reading: CallbackGauge, source: Callable[[], float]) -> None:
@@ -357,9 +358,9 @@ class DrafterMetrics(Metrics):
         super().__init__("drafter", "drafter_sessions")
         self._labels = (model, kind)
         names = ("model_name", "kind")
-        self.sessions = self._reading("drafter_sessions", "Sessions that are drafted for.", *names)
+        self.sessions = self._reading("drafter_sessions", "Open sessions.", *names)
         self.step_s = self._histogram(
-            "drafter_step_seconds", "A step: guesses for all sessions that ask.", _STEP_S, *names
+            "drafter_step_seconds", "Time of a drafting step for all waiting sessions.", _STEP_S, *names
         ).labels(model, kind)
         self.batch = self._histogram(
             "drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS, *names

@@ -1,4 +1,4 @@
-"""A worker's metrics over HTTP, for Prometheus to scrape. The coordinator's own edge serves its metrics."""
+"""HTTP server of a worker's metrics, for Prometheus. The coordinator's HTTP API serves its own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from outrider.security.credentials import Credentials
 
 log = structlog.get_logger(__name__)
 
-MOST = 16  # requests at once; more are hung up on
-REQUEST_S = 10.0  # for all of one, however slowly it is said
+MOST = 16  # concurrent requests; further ones are disconnected
+REQUEST_S = 10.0  # for one request, however slowly it arrives
 
 _App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class MetricsServer:
-    """/metrics at --metrics-port, from `open` to `close`; without that port nothing."""
+    """Server of /metrics at --metrics-port, from `open` to `close`; without that port, none."""
 
     def __init__(self, metrics: Metrics, settings: WorkerSettings, credentials: Credentials) -> None:
         self._host, self._port = settings.host, settings.metrics_port
@@ -71,7 +71,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
-    """A thread for each of at most MOST requests. Handshake and request together end after REQUEST_S."""
+    """Server with a thread for each of at most MOST requests; handshake and request take at most REQUEST_S."""
 
     daemon_threads = True
     block_on_close = False
@@ -84,7 +84,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         self.set_app(app)
 
     def server_bind(self) -> None:
-        """Skip what HTTPServer adds: it asks the resolver for our own name, which may take seconds."""
+        """Bind without HTTPServer's lookup of the own host name, which may take seconds."""
         socket_address = self.server_address
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(socket_address)
@@ -95,7 +95,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         if self._seats.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
-            log.warning("metrics request refused: too many at once", limit=MOST)
+            log.warning("metrics request rejected: too many at once", limit=MOST)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -126,7 +126,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it may have ended by itself
+    with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,7 +1,7 @@
-"""Where a call comes from: the id of the request and its trace, taken up at every edge and sent on to the next hop.
+"""Request context: a call's request id and trace, read at every edge and sent on to the next service.
 
-The same two travel over gRPC as metadata and over HTTP as headers. Logs of
-the task that took them up, and of those it starts, name the request.
+Both are gRPC metadata or HTTP headers. Log lines of the call's task, and of
+tasks it starts, have the request id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.observability.tracing import CARRIED, Span
 from outrider.protocol.checks import MAX_ID_CHARACTERS
 
 REQUEST_ID = "x-request-id"
-_SOUND = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")  # nothing that could forge a line of a log
+_SOUND = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")  # no characters that could forge a log line
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RequestContext:
     carrier: Mapping[str, str] = field(default_factory=dict)  # of its trace
 
     def metadata(self, span: Span) -> tuple[tuple[str, str], ...]:
-        """What the next hop is told; `span` is what is asked of it. Untraced here, a trace goes on all the same."""
+        """Return the metadata for the next service's call, `span`. A trace continues even if this service has none."""
         named = ((REQUEST_ID, self.request_id),) if self.request_id else ()
         return (*named, *(span.carrier() or self.carrier).items())
 
@@ -36,9 +36,10 @@ _HERE: ContextVar[RequestContext] = ContextVar("origin")
 
 
 def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
-    """Once per call, in its own task. `first`: nobody before us may have named the request, so we do.
+    """Read and bind a call's context; call this once, in the call's own task.
 
-    Keys are lower case, as gRPC and HTTP servers give them.
+    With `first`, a request without an id gets one. Keys are lower case, as in
+    gRPC and HTTP servers.
     """
     given = {key: value for key, value in metadata if isinstance(value, str)}
     request_id = given.get(REQUEST_ID, "")
@@ -52,5 +53,5 @@ def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False)
 
 
 def current() -> RequestContext:
-    """Of the call that this task works for."""
+    """Return the context of this task's call."""
     return _HERE.get(RequestContext())

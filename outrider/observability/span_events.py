@@ -1,4 +1,4 @@
-"""What one stream of a worker did, told to its trace and its log when it ends."""
+"""Span and log lines of one worker stream, written when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 
 class StreamSpan:
-    """Around the stream of one session. Logs of its task name the session from then on."""
+    """Span of one session's stream. It adds the session id to the log lines of its task."""
 
     def __init__(self, tracing: Tracing, name: str, origin: RequestContext, session_id: str) -> None:
         bind_contextvars(session_id=session_id)

@@ -1,8 +1,8 @@
 """Traces: one per request, across the services, sent to a collector over OTLP/HTTP.
 
-The only room that knows OpenTelemetry, and it loads it only where an endpoint
-is set. Elsewhere spans do nothing. What else there is to set (sampling,
-headers, batching) OpenTelemetry reads from its own OTEL_ variables.
+Only this module imports OpenTelemetry, and only if an endpoint is set; without
+one, spans do nothing. OpenTelemetry reads further settings (sampling, headers,
+batching) from its own OTEL_ variables.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-FLUSH_S = 3.0  # for the last spans, when a service leaves
-CARRIED = ("traceparent", "tracestate")  # what crosses a hop
+FLUSH_S = 3.0  # for the last spans, when a service stops
+CARRIED = ("traceparent", "tracestate")  # headers sent from service to service
 _PATH = "/v1/traces"
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 
 class Span:
-    """One service's part of a request. This one is seen by nobody."""
+    """One service's part of a request. The base class records nothing."""
 
     def child(self, name: str, attributes: Attributes) -> Span:
-        """What is asked of another service."""
+        """Return the span of a call to another service."""
         return self
 
     def carrier(self) -> dict[str, str]:
-        """What the next hop must be told."""
+        """Return the headers for the next service."""
         return {}
 
     def set(self, attributes: Attributes) -> None: ...
@@ -56,21 +56,21 @@ UNSEEN = Span()
 
 
 class Tracing:
-    """Begins the spans of one service. This one begins none."""
+    """Factory of one service's spans. The base class records nothing."""
 
     def start(self, name: str, carrier: Mapping[str, str], attributes: Attributes) -> Span:
-        """The span of a request that came in with `carrier`."""
+        """Return the span of a request that arrived with `carrier`."""
         return UNSEEN
 
     async def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
 
 
 OFF = Tracing()
 
 
 def tracing_to(endpoint: str, service: str) -> Tracing:
-    """Spans of `service` go to the collector at `endpoint`; nowhere when that is empty."""
+    """Return the tracing of `service` to the collector at `endpoint`; empty: none."""
     return _Exported(endpoint, service) if endpoint else OFF
 
 
@@ -133,7 +133,7 @@ class _Exported(Tracing):
                 "service.version": version("outrider"),
             }
         )
-        # Leaving is `close`'s business: at exit OpenTelemetry would wait half a minute for a collector that is gone.
+        # `close` shuts down: at exit OpenTelemetry would wait half a minute for an unreachable collector.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=FLUSH_S)))
         self._tracer = self._provider.get_tracer("outrider", version("outrider"))
@@ -148,15 +148,15 @@ class _Exported(Tracing):
         return _Recorded(span, self._tracer, self._propagator)
 
     async def close(self) -> None:
-        # In a thread that is left behind should the collector not answer.
+        # The thread is abandoned if the collector does not answer.
         sending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         sending.start()
         if not await until(lambda: not sending.is_alive(), FLUSH_S):
-            log.warning("the collector did not take the last spans")
+            log.warning("last spans not sent: collector does not answer")
 
 
 def _url(endpoint: str) -> str:
-    """Where spans go, from the address of a collector."""
+    """Return the URL for spans at the address of a collector."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StartupError(

@@ -1,1 +1,1 @@
-"""Running a service: listen, report health, register, drain."""
+"""Runtime of the services: listen, report health, register, drain."""

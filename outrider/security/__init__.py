@@ -1,1 +1,1 @@
-"""Keys, certificates, channels, and the interceptors that check callers."""
+"""API keys, certificates, channels, and the interceptors that check callers."""

@@ -1,7 +1,7 @@
-"""The keys that open a door: read from a setting, compared with what a caller shows.
+"""API keys: read from a setting, compared with a caller's header.
 
-One rule for both edges: gRPC's metadata and HTTP's header are the same
-`authorization: Bearer KEY`. No key is ever logged or printed.
+gRPC metadata and HTTP headers have the same form, `authorization: Bearer KEY`.
+Keys are never logged or printed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_session
 
 @dataclass(slots=True)
 class _Ring:
-    """Keys of one setting. Each field is replaced as a whole: other threads read it."""
+    """Keys of one setting. Fields are replaced as a whole, because other threads read them."""
 
     first: str
     holders: tuple[tuple[bytes, Tenant], ...]  # by the keys' digests
 
 
 class ApiKeys:
-    """Any of them opens. Without any the door stands open.
+    """Set of keys, each of which is accepted. An empty set accepts every caller.
 
-    What is made of several with `|` changes with each of them.
+    A union made with `|` follows later changes of its parts.
     """
 
     __slots__ = ("_rings",)
 
     def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
-        """`holders`: one per key; absent: a tenant of its own for each."""
+        """Make a set; `holders` has one tenant per key, by default a separate one for each."""
         given = list(keys)
         held = dict(zip(given, holders or [Tenant.of_key(key) for key in given], strict=True))
         pairs = tuple((_digest(key), holder) for key, holder in held.items())
@@ -47,17 +47,17 @@ class ApiKeys:
 
     @classmethod
     def parse(cls, text: str, field: str) -> ApiKeys:
-        """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raises StartupError, which never quotes a key.
+        """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raise StartupError, which never quotes a key.
 
-        An entry is a key, perhaps with a name before it and limits behind:
-        `web: KEY requests_per_minute=60 max_sessions=8`. Keys of one name
+        An entry is a key, optionally with a name before it and limits after it:
+        `web: KEY requests_per_minute=60 max_sessions=8`. Keys with the same name
         belong to one tenant.
         """
         if not text.strip():
             return cls()
         entries = _lines(text[1:], field) if text.startswith("@") else [entry.strip() for entry in text.split(",")]
         if not entries:
-            # Not the same as no setting: somebody wanted a locked door.
+            # An empty file is an error: without keys every caller would be accepted.
             raise StartupError(f"{field}: {text[1:]} holds no key", field=field, value=text, limit="a key a line")
         keys: dict[str, Tenant] = {}
         holders: dict[str, Tenant] = {}
@@ -85,7 +85,7 @@ class ApiKeys:
         return f"ApiKeys({len(self._held)})"
 
     def become(self, other: ApiKeys) -> None:
-        """Hold the keys of another from now on, wherever this object is used."""
+        """Replace the keys by those of another set, for every user of this object."""
         (ring,), (new,) = self._rings, other._rings
         ring.holders, ring.first = new.holders, new.first
 
@@ -99,25 +99,25 @@ class ApiKeys:
 
     @property
     def first(self) -> str:
-        """The one to show to others; empty: none."""
+        """Return the key for outgoing calls; empty: none."""
         return next((ring.first for ring in self._rings if ring.first), "")
 
     def shares(self, other: ApiKeys) -> bool:
-        """Whether a key is in both."""
+        """Return whether both sets contain the same key."""
         return bool({digest for digest, _ in self._held} & {digest for digest, _ in other._held})
 
     def derived(self, purpose: bytes) -> list[bytes]:
-        """A secret of each key, the one to show first, that tells nothing of the key and serves only this purpose."""
+        """Return a secret per key for this purpose only, the first key's first. It does not reveal the key."""
         return [hmac.digest(digest, purpose, "sha256") for digest, _ in self._held]
 
     def allows(self, header: str | bytes | None) -> bool:
-        """Whether what a caller sent as `authorization` opens."""
+        """Return whether an `authorization` header contains an accepted key."""
         return self.holder(header) is not None
 
     def holder(self, header: str | bytes | None) -> Tenant | None:
-        """Return whose key a caller sent as `authorization`; None: it does not open.
+        """Return the tenant of an `authorization` header; None: key not accepted.
 
-        The time it takes tells nothing of any key.
+        The comparison takes constant time.
         """
         held = self._held
         if not held:
@@ -133,12 +133,12 @@ class ApiKeys:
 
 
 def bearer(key: str) -> str:
-    """The header's value."""
+    """Return the value of the `authorization` header."""
     return f"Bearer {key}"
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, whatever the key's."""
+    """Return a digest, which has the same length for every key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -146,7 +146,7 @@ def _lines(path: str, field: str) -> list[str]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise StartupError(f"{field}: cannot read {path}: {reason}", field=field, value=path) from error
     return [key for line in lines if (key := line.strip()) and not key.startswith("#")]
 
@@ -156,7 +156,7 @@ def _entry(entry: str, where: str, field: str) -> tuple[str, Tenant]:
     name, separator, rest = entry.partition(": ")
     if separator and not _NAME.fullmatch(name):
         raise StartupError(
-            f"{where} has a name that is no name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-",
+            f"{where} has an invalid name: 1 to 64 of A-Z a-z 0-9 . _ -, not beginning with key-",
             field=field,
             limit=_ENTRY,
         )
@@ -177,6 +177,6 @@ def _limits(words: Sequence[str], where: str, field: str) -> TenantLimits:
             or name in given
             or not (number.isascii() and number.isdigit())
         ):
-            raise StartupError(f"{where} is followed by something that is no limit", field=field, limit=_ENTRY)
+            raise StartupError(f"{where} has an invalid limit", field=field, limit=_ENTRY)
         given[name] = int(number)
     return TenantLimits(**given)

@@ -1,4 +1,4 @@
-"""Who may call what: the gRPC interceptor that asks for keys, the same in all three services."""
+"""The gRPC interceptor that checks API keys, in all three services."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from outrider.security.tenants import act_for
 log = structlog.get_logger(__name__)
 
 
-# A caller that is still writing when its call ends may see INTERNAL instead of the reason (grpc issue 36066).
-# Nothing that a stranger says is read, so it gets this long to finish a short message into the connection's buffer.
+# A caller that is still writing when its call ends may get INTERNAL instead of the reason (grpc issue 36066).
+# The request of a rejected call is not read: the delay lets a short message reach the connection's buffer.
 REFUSAL_S = 0.02
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """`doors`: the keys of each service by its full name.
+    """Check of the API key of every call; `doors` has the keys of each service by its full name.
 
-    Health is open to all, for probes. What has no door of its own, such as
-    reflection, opens to `others`, by default any of the keys: a service that
-    somebody adds and forgets here is closed.
+    Health needs no key, for probes. Services without an entry, such as
+    reflection, require one of `others`, by default any of the keys: a service
+    that is added and not listed stays closed.
     """
 
     def __init__(self, doors: Mapping[str, ApiKeys], others: ApiKeys | None = None) -> None:
         self._doors = dict(doors) | {health.SERVICE_NAME: ApiKeys()}
         self._others = reduce(or_, doors.values(), ApiKeys()) if others is None else others
-        # For calls of every kind: a stream's handler runs before gRPC reads the first message, a unary one's after.
+        # One handler for calls of every kind: a stream's runs before gRPC reads the first message, a unary one's after.
         self._refused: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
@@ -52,7 +52,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return self._refused
 
     async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        log.debug("call without a valid key", peer=context.peer())
+        log.debug("call rejected: API key not accepted", peer=context.peer())
         await asyncio.sleep(REFUSAL_S)
         await abort(
             context,

@@ -1,4 +1,4 @@
-"""How we reach others: encrypted or not, and the key that we show. The one place that opens channels."""
+"""Outgoing gRPC channels with their TLS and API key. All channels are opened here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from outrider.security.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Without `tls` in plain text, without `key` as nobody in particular."""
+    """Factory of channels: in plain text without `tls`, without credentials if `key` is empty."""
 
     tls: Tls | None = None
     key: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, credentials: Credentials) -> Self:
-        """A service's, to other services, as it is now."""
+        """Return the channels from a service to others, with its present credentials."""
         return cls(credentials.tls, credentials.own_keys.first)
 
     def channel(self, address: str) -> grpc.Channel:
-        """For synchronous stubs."""
+        """Return a channel for synchronous stubs."""
         if self.tls is None:
             channel = grpc.insecure_channel(address, options=channel_options())
         else:
@@ -36,7 +36,7 @@ class Channels:
         return cast("grpc.Channel", _Keyed(channel, self.key)) if self.key else channel
 
     def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
-        """For asynchronous stubs; only inside the event loop that will use it. `receive_bytes`: of one message."""
+        """Return a channel for asynchronous stubs of the running event loop; `receive_bytes` limits a message."""
         options = channel_options(receive_bytes=receive_bytes)
         if self.tls is None:
             channel = grpc.aio.insecure_channel(address, options=options)
@@ -50,11 +50,10 @@ PLAIN = Channels()
 
 
 class _Keyed:
-    """A channel whose every call shows a key.
+    """Channel that adds the API key to every call.
 
-    gRPC's own call credentials refuse plain text, and its interceptors put
-    themselves between a stream and each of its messages; this costs a header
-    per call.
+    gRPC's call credentials require TLS, and its interceptors wrap every message
+    of a stream; this adds one header per call.
     """
 
     def __init__(self, channel: Any, key: str) -> None:

@@ -1,4 +1,4 @@
-"""The keys and certificates of one service: read from their files at start, and again whenever a file changes."""
+"""Keys and certificates of one service: read at start, and again when a file changes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _Contents = tuple[bytes | None, ...]
 
 @dataclass(slots=True)
 class _Watched:
-    """Files that are used together; `load` puts what they hold in force, or raises StartupError and changes nothing."""
+    """Files that belong together; `load` applies their content, or raises StartupError and changes nothing."""
 
     name: str
     paths: list[Path]
     load: Callable[[], None]
-    used: _Contents = field(init=False)  # or refused
-    seen: _Contents = field(init=False)  # at the last look
+    used: _Contents = field(init=False)  # last content that was loaded or refused
+    seen: _Contents = field(init=False)  # content at the last poll
 
     def __post_init__(self) -> None:
         self.used = self.seen = self._contents()
 
     def look(self) -> None:
-        """Load a change that two looks in a row have seen: files may be half written, or one of a pair be missing."""
+        """Load a change once two polls have read the same content: files may be half written."""
         before, self.seen = self.seen, self._contents()
         if self.seen == self.used or self.seen != before:
             return
@@ -45,16 +45,16 @@ class _Watched:
             self.load()
         except (StartupError, OSError) as error:
             message = error.message if isinstance(error, StartupError) else str(error)
-            log.error("changed file not usable, the values read before stay in force", setting=self.name, error=message)
+            log.error("credentials not reloaded, previous values stay in force", setting=self.name, error=message)
         else:
-            log.info("changed file read again", setting=self.name)
+            log.info("credentials reloaded", setting=self.name)
 
     def _contents(self) -> _Contents:
         return tuple(_content(path) for path in self.paths)
 
 
 class Credentials:
-    """Keys given as @FILE and certificates, current. Whoever keeps `ApiKeys` of it sees them change."""
+    """Current keys and certificates. The `ApiKeys` that `keys` returns are updated in place."""
 
     def __init__(self, settings: Settings) -> None:
         """Raise StartupError for a file that cannot be used."""
@@ -75,7 +75,7 @@ class Credentials:
 
     @property
     def own_keys(self) -> ApiKeys:
-        """What this service and others of the fleet show each other."""
+        """Return the keys that this service shares with the fleet."""
         name, _ = self._settings.own_key
         return self._keys[name]
 
@@ -86,7 +86,7 @@ class Credentials:
             return None
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """None: go on with the last one."""
+            """Return a changed configuration; None: keep the last one."""
             nonlocal shown
             if self.tls is None or self.tls == shown:
                 return None
@@ -100,7 +100,7 @@ class Credentials:
         )
 
     async def follow(self) -> None:
-        """Look at the files every few seconds."""
+        """Poll the files every few seconds."""
         while self._watched:
             await asyncio.sleep(LOOK_S)
             for watched in self._watched:
@@ -114,7 +114,7 @@ class Credentials:
         return keys
 
     def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Call it before the first `load`: then no change is missed."""
+        """Watch files; call this before the first `load`, so that no change is missed."""
         self._watched.append(_Watched(name, [Path(file).expanduser() for file in files], load))
 
     def _load_tls(self) -> None:

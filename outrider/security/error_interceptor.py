@@ -25,17 +25,17 @@ UNREAD_STATUS_S = 1.0
 
 
 class _Undecodable:
-    """Stands in for a request whose bytes are no message."""
+    """Placeholder for a request that cannot be decoded."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns exceptions into statuses, in one place, and bytes that are no message into INVALID_ARGUMENT."""
+    """Conversion of exceptions to statuses, and of undecodable requests to INVALID_ARGUMENT."""
 
     def __init__(self, write_timeout_s: float | None = None) -> None:
-        """`write_timeout_s`: how long the other end of a stream may leave a reply unread."""
+        """Set the longest time for a peer to read a reply of a stream."""
         self._write_timeout_s = write_timeout_s
 
     async def intercept_service(
@@ -61,7 +61,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(
                 _guard_unary(handler.unary_unary), decode, handler.response_serializer
             )
-        return handler  # library services that write to their context by themselves
+        return handler  # library services that write to their context themselves
 
 
 def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -117,7 +117,7 @@ def _guard_stream(
         except _Gone:
             log.debug("caller is gone", peer=context.peer())
         except _Unread as error:
-            # What is unread stands in the way of the status too: it is left to gRPC, and the call ends here.
+            # Unread replies block the status too: gRPC keeps it, and the call ends here.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(UNREAD_STATUS_S):
                     await abort(context, error.meant)
@@ -128,7 +128,7 @@ def _guard_stream(
 
 
 class _Gone(Exception):
-    """The caller hung up while it was written to: there is nobody to tell anything."""
+    """The caller disconnected during a write; no status can be sent."""
 
 
 class _Unread(Exception):
@@ -143,21 +143,21 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeou
     except cygrpc.ExecuteBatchError as error:
         raise _Gone from error
     except TimeoutError as error:
-        log.info("peer does not read", peer=context.peer(), seconds=timeout_s)
+        log.info("stream ended: peer does not read", peer=context.peer(), seconds=timeout_s)
         raise _Unread(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
-    """End a call with a status and the error itself as trailing metadata."""
+    """End a call with a status and the error as trailing metadata."""
     metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small
     await context.abort(grpc_status(error), details, trailing_metadata=metadata)
 
 
 def expected(error: Exception) -> OutriderError:
-    """Return the error itself, or for a fault of ours one that names where the log tells of it."""
+    """Return an OutriderError as it is; log any other and return one with its reference in the log."""
     if isinstance(error, OutriderError):
         return error
     reference = secrets.token_hex(6)
     log.error("request failed", reference=reference, exc_info=error)
-    return OutriderError(f"internal error: {type(error).__name__}; the log tells more under {reference}")
+    return OutriderError(f"internal error: {type(error).__name__}; see the log under {reference}")

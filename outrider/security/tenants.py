@@ -1,7 +1,7 @@
-"""Tenants: the holders of API keys. What belongs to one is closed to the others.
+"""Tenants: the holders of API keys. A tenant cannot access what belongs to another.
 
-The edges (`auth_interceptor` for gRPC, `coordinator.api.http.limits` for HTTP) find the
-tenant by the key of a call; everything that the call leads to asks `tenant()`.
+The edges (`auth_interceptor` for gRPC, `coordinator.api.http.limits` for HTTP) set the
+tenant of a call by its key; the code below them reads it with `tenant()`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ID_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """None: the default of all keys; 0: no limit."""
+    """Limits of one tenant. None: the default of all keys; 0: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and outputs together
@@ -26,7 +26,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`id` is the name of the key, else a part of its digest; empty where no keys are asked for."""
+    """Holder of API keys. `id` is the key's name, else a part of its digest; empty if no keys are required."""
 
     id: str = ""
     limits: TenantLimits = TenantLimits()
@@ -50,12 +50,12 @@ _HERE: ContextVar[Tenant] = ContextVar("tenant", default=ANYBODY)
 
 
 def act_for(tenant: Tenant) -> None:
-    """Set the tenant of a call, in the call's own task. Log lines name it from now on."""
+    """Set the tenant of a call, in the call's own task, and add it to the task's log lines."""
     _HERE.set(tenant)
     if tenant.id:
         bind_contextvars(tenant=tenant.id)
 
 
 def tenant() -> Tenant:
-    """Return the tenant of the call that this task works for."""
+    """Return the tenant of this task's call."""
     return _HERE.get()

@@ -1,8 +1,8 @@
-"""Certificates: who we are, whom we trust, and gRPC's credentials made of that.
+"""TLS: certificates, trusted authorities, and the gRPC credentials made from them.
 
-One rule for a whole fleet: a service that has any of these settings speaks
-TLS only, when it listens and when it calls. Imports little: health checks
-start it every few seconds.
+A service with any of these settings uses TLS only, for incoming and outgoing
+connections. The module imports little, because health checks start it every few
+seconds.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import grpc
 from outrider.protocol.errors import StartupError
 
 if TYPE_CHECKING:
-    from outrider.base.config import Settings  # which health checks need not wait for
+    from outrider.base.config import Settings  # slow to import, and health checks do not need it
 
-SYSTEM = "system"  # as --tls-ca: the authorities that gRPC brings along
+SYSTEM = "system"  # as --tls-ca: the authorities that come with gRPC
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM, as it was when it was read. Without a certificate of our own we can call but not listen."""
+    """Certificates and key in PEM. Without a certificate a process can call but not listen."""
 
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
-    ca: bytes = b""  # empty: the authorities that gRPC brings along
+    ca: bytes = b""  # empty: the authorities that come with gRPC
     client_auth: bool = False
-    name: str = ""  # that the certificates of those we call must hold; empty: the host that we call
-    # To listen without gRPC: asking callers for what gRPC asks them for, and for nothing.
+    name: str = ""  # required in the certificates of servers; empty: the host of the call
+    # For servers other than gRPC's: with the client authentication of gRPC, and without any.
     context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
     lenient_context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def load(cls, *, cert: str = "", key: str = "", ca: str = "", name: str = "") -> Self | None:
-        """From files; None when none is named. Raises StartupError for what can never work."""
+        """Read the files; return None if none is named. Raise StartupError for settings that cannot work."""
         if not (cert or key or ca):
             if name:
                 message = "tls_name is given without tls_cert or tls_ca: nothing would be encrypted"
@@ -60,7 +60,7 @@ class Tls:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """A service's: it must be able to listen, and to tell who calls when it is to ask them."""
+        """Return the TLS settings of a service. Raise StartupError if it could not listen or check its clients."""
         named = {"cert": settings.tls_cert, "key": settings.tls_key, "ca": settings.tls_ca}
         given = cls.load(**named, name=settings.tls_name)
         if given is not None and not given.cert:
@@ -73,7 +73,7 @@ class Tls:
             return given
         if given is None or not given.ca:
             raise StartupError(
-                "tls_client_auth needs tls_cert, tls_key and a tls_ca file: whose certificates may callers show?",
+                "tls_client_auth needs tls_cert, tls_key and a tls_ca file, the authority of client certificates",
                 field="tls_ca",
                 value=settings.tls_ca,
                 limit="a file",
@@ -81,7 +81,7 @@ class Tls:
         asking = _context(settings.tls_cert, settings.tls_key)
         asking.verify_mode = ssl.CERT_REQUIRED
         _trust(asking, settings.tls_ca)
-        # A session that is taken up again shows no certificate, not even one whose authority is trusted no more.
+        # A resumed TLS session would skip the certificate check, even after its authority was removed.
         asking.num_tickets = 0
         asking.options |= ssl.OP_NO_TICKET
         return replace(given, client_auth=True, context=asking)
@@ -92,7 +92,7 @@ class Tls:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Our own certificate goes along, for those who ask callers for one."""
+        """Return the credentials of outgoing calls, with our certificate for servers that require one."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.ca or None, private_key=self.key or None, certificate_chain=self.cert or None
         )
@@ -102,9 +102,9 @@ class Tls:
 
 
 def certified_names(cert: str, key: str, ca: str) -> list[str]:
-    """Return the names in a certificate that callers who trust `ca` would believe, hosts before addresses.
+    """Return the names in a certificate that is valid for callers who trust `ca`, hosts before addresses.
 
-    Raises StartupError for one that they would not. The two ends of a connection in memory find it out, as callers do.
+    Raise StartupError for a certificate that such callers would refuse; a handshake in memory checks it.
     """
     caller = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     caller.check_hostname = False
@@ -148,10 +148,10 @@ def _read(field: str, path: str) -> bytes:
 
 
 def _context(cert: str, key: str) -> ssl.SSLContext:
-    """Also a check: gRPC itself would listen with files that do not fit, and fail every caller."""
+    """Return a server context. Raise StartupError for a mismatched pair: gRPC would listen and fail every call."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # A key with a password would otherwise be asked for at the terminal.
+        # Without this, OpenSSL would prompt for the password of an encrypted key.
         context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password=_no_password)
     except (ssl.SSLError, ValueError) as error:
         _refuse("tls_key", key, f"tls_cert {cert} and tls_key {key} are no pair of a certificate and its key", error)

@@ -1,1 +1,1 @@
-"""Toy models and an emulated link, for tests and benchmarks."""
+"""Toy models and a link emulator, for tests and benchmarks."""

@@ -1,12 +1,12 @@
-"""A bad network on one machine: a TCP port that forwards to another with delay, jitter, a bandwidth, cuts and stalls.
+"""Link emulator: a TCP proxy with delay, jitter, limited bandwidth, resets and stalls.
 
-    async with Link("127.0.0.1", 50051, Shape(delay_ms=20)) as link:
-        ...  # connect to link.address; link.stall(), link.heal(), link.cut() on the way
+    async with EmulatedLink("127.0.0.1", 50051, LinkShape(delay_ms=20)) as link:
+        ...  # connect to link.address, then call link.stall(), link.heal() or link.cut()
 
-For tests and experiments; by hand: `python -m outrider.testing.link_emulator --to
-127.0.0.1:50051 --delay-ms 20`. Order is kept. What is under way waits for its
-own due time only, so delay does not limit throughput. Delays are kept to
-about a millisecond, which is what asyncio's timers can do.
+From a shell: `python -m outrider.testing.link_emulator --to 127.0.0.1:50051
+--delay-ms 20`. Order is kept. Data in flight waits for its own due time only,
+so delay does not limit throughput. Delays are exact to about a millisecond,
+the resolution of asyncio's timers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from outrider.base.endpoint import allowed, split
 from outrider.protocol.errors import InvalidRequest
 
 CHUNK = 64 * 1024
-_LINGER_0 = struct.pack("ii", 1, 0)  # closing then sends RST instead of FIN
-_AHEAD_S = 0.005  # how far the sender may be ahead of a bandwidth: more would be a queue that no wire has
+_LINGER_0 = struct.pack("ii", 1, 0)  # close with RST instead of FIN
+_AHEAD_S = 0.005  # the sender's lead over the bandwidth; more would emulate a queue
 
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """What the network is like, each way. Replace `EmulatedLink.shape` to change it in the middle of things."""
+    """Properties of the network in each direction. Assign `EmulatedLink.shape` to change them while it runs."""
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0  # added to the delay, uniform in [0, jitter_ms]
     bytes_per_s: float = 0.0  # shared by all connections; 0: no limit
-    window_bytes: int = 32 * 1024 * 1024  # at most this much under way per connection
+    window_bytes: int = 32 * 1024 * 1024  # in flight per connection
 
     def __post_init__(self) -> None:
         for name in ("delay_ms", "jitter_ms", "bytes_per_s"):
@@ -49,14 +49,14 @@ class LinkShape:
 
     @property
     def chunk(self) -> int:
-        """Bytes to take at once: with a bandwidth, about what passes in the time that a sender may be ahead."""
+        """Return the bytes to read at once: with a bandwidth, about those that pass within _AHEAD_S."""
         if not self.bytes_per_s:
             return CHUNK
         return int(min(CHUNK, max(256, self.bytes_per_s * _AHEAD_S)))
 
 
 class EmulatedLink:
-    """Listens while it is entered. `up` is what clients sent and the target got, `down` the other way."""
+    """Proxy that listens while it is entered. `up` is the direction from clients to the target, `down` the reverse."""
 
     def __init__(
         self,
@@ -103,21 +103,21 @@ class EmulatedLink:
 
     @property
     def connections(self) -> int:
-        """Open now."""
+        """Return the number of open connections."""
         return len(self._pipes)
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Reset every connection, both ends. New ones are taken, or reset at once until `heal`."""
+        """Reset every connection at both ends. New ones are accepted, or with `refuse` reset until `heal`."""
         self._refusing = refuse
         for pipe in list(self._pipes):
             pipe.reset()
 
     def stall(self) -> None:
-        """Half-open: connections stay, nothing passes, neither end is told. New ones get no answer either."""
+        """Stop all data without closing connections. New connections get no answer either."""
         self._flowing.clear()
 
     def heal(self) -> None:
-        """After a stall what was held goes on, as TCP would send it again; after a refusing cut, take connections."""
+        """End a stall, delivering held data as TCP would retransmit it; after a refusing `cut`, accept connections."""
         self._refusing = False
         self._flowing.set()
 
@@ -133,7 +133,7 @@ class EmulatedLink:
         try:
             await self._carry(pipe, reader)
         except asyncio.CancelledError:
-            pass  # by `reset`; Python 3.11 would report a cancelled callback of a server as an error
+            pass  # `reset` cancels; Python 3.11 would report it as an error of the server's callback
         finally:
             pipe.reset()
             self._pipes.discard(pipe)
@@ -145,24 +145,24 @@ class EmulatedLink:
         try:
             await pipe.carry(reader, *await asyncio.open_connection(*self._target))
         except OSError:
-            await self.flowing()  # one end has reset, or is not there; in a stall the other must not learn it
+            await self.flowing()  # one end reset or is unreachable; a stall hides that from the other
 
 
 class LinkLane:
-    """One direction of a link: when its wire is free again, and what has passed."""
+    """One direction of a link: the time at which it is free, and its byte count."""
 
     def __init__(self) -> None:
         self.num_bytes = 0  # delivered
         self._free_at = 0.0
 
     async def wait_for_room(self) -> None:
-        """Until a sender may put more on the wire: TCP slows it down from there."""
+        """Wait until a sender may send more; TCP's flow control does the rest."""
         loop = asyncio.get_running_loop()
         while (early := self._free_at - _AHEAD_S - loop.time()) > 0:
             await asyncio.sleep(early)
 
     def book(self, size: int, link: EmulatedLink) -> float:
-        """Put so many bytes on the wire; when they are at its other end."""
+        """Reserve the link for this many bytes; return their arrival time."""
         shape = link.shape
         self._free_at = max(asyncio.get_running_loop().time(), self._free_at)
         if shape.bytes_per_s:
@@ -171,7 +171,7 @@ class LinkLane:
 
 
 class _Pipe:
-    """One connection through a link: two streams each way, and the task that carries between them."""
+    """One proxied connection and its task."""
 
     def __init__(self, link: EmulatedLink, task: asyncio.Task[None], client: asyncio.StreamWriter) -> None:
         self.task = task
@@ -181,7 +181,7 @@ class _Pipe:
     async def carry(
         self, from_client: asyncio.StreamReader, from_target: asyncio.StreamReader, target: asyncio.StreamWriter
     ) -> None:
-        """Until both directions have ended, or one has broken."""
+        """Forward until both directions have ended, or one has failed."""
         client = self._writers[0]
         self._writers.append(target)
         flights = (
@@ -199,7 +199,7 @@ class _Pipe:
             await asyncio.gather(*jobs, return_exceptions=True)
 
     def reset(self) -> None:
-        """Send RST to both ends; harmless on what is closed already."""
+        """Send RST to both ends that are still open."""
         for writer in self._writers:
             if writer.transport.is_closing():
                 continue
@@ -211,7 +211,7 @@ class _Pipe:
 
 
 class _Flight:
-    """What is under way in one direction of one connection."""
+    """Data in flight in one direction of one connection."""
 
     def __init__(
         self, link: EmulatedLink, lane: LinkLane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -225,7 +225,7 @@ class _Flight:
         self._room = asyncio.Event()
 
     async def take(self) -> None:
-        """From the sender onto the wire. No bytes are its end."""
+        """Read from the sender until its end, and queue each chunk with its due time."""
         data = b"-"
         while data:
             await self._wait_for_room()
@@ -234,7 +234,7 @@ class _Flight:
             self._under_way.put_nowait((self._lane.book(len(data), self._link), data))
 
     async def deliver(self) -> None:
-        """From the wire to the receiver, each chunk when it is due and never before the one ahead of it."""
+        """Write each chunk to the receiver when it is due, in order."""
         loop = asyncio.get_running_loop()
         while True:
             due, data = await self._under_way.get()
@@ -261,12 +261,14 @@ class _Flight:
 def main(
     to: Annotated[str, typer.Option(help="host:port to forward to.")],
     listen: Annotated[str, typer.Option(help="host:port to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
-    delay_ms: Annotated[float, typer.Option(min=0, help="One way, so a round trip takes twice that.")] = 0.0,
-    jitter_ms: Annotated[float, typer.Option(min=0, help="At most this is added to each delay.")] = 0.0,
+    delay_ms: Annotated[
+        float, typer.Option(min=0, help="Delay in each direction; a round trip takes twice that.")
+    ] = 0.0,
+    jitter_ms: Annotated[float, typer.Option(min=0, help="Largest random addition to each delay.")] = 0.0,
     kib_per_s: Annotated[float, typer.Option(min=0, help="Bandwidth each way; 0: no limit.")] = 0.0,
     cut_every_s: Annotated[float, typer.Option(min=0, help="Reset every connection this often; 0: never.")] = 0.0,
-    stall_every_s: Annotated[float, typer.Option(min=0, help="Stop passing anything this often; 0: never.")] = 0.0,
-    stall_for_s: Annotated[float, typer.Option(min=0, help="How long a stall lasts.")] = 1.0,
+    stall_every_s: Annotated[float, typer.Option(min=0, help="Stall all data this often; 0: never.")] = 0.0,
+    stall_for_s: Annotated[float, typer.Option(min=0, help="Duration of a stall.")] = 1.0,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Permit addresses of other machines.")] = False,
 ) -> None:
     """Forward a port over a bad network until interrupted."""

@@ -1,5 +1,4 @@
-"""Tiny models with seeded random weights and a byte-level tokenizer, made on the spot: for tests, and for benchmarks of
-what does not depend on a model."""
+"""Toy models with seeded random weights and a byte-level tokenizer, for tests and model-independent benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(extra: tuple[str, ...] = (), letters: Sequence[str] | None = None) -> PreTrainedTokenizerFast:
-    """256 bytes, or these of them in this order, one end token, and what a test wants besides."""
+    """Return a tokenizer of the 256 bytes, or of `letters` in this order, an end token and `extra` tokens."""
     alphabet = letters or sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -43,8 +42,11 @@ def make_model(
     focus: float = 1.0,
     letters: Sequence[str] | None = None,
 ) -> Path:
-    """A Llama of random weights. `sharpness` scales the logits, `focus` what attention adds: little makes the text
-    repeat itself. `like` and `blur` make a near copy of another model."""
+    """Make a Llama with random weights.
+
+    `sharpness` scales the logits, `focus` the output of attention: with little of it the text repeats itself. `like`
+    and `blur` make a near copy of another model.
+    """
     tokenizer = byte_tokenizer(extra_tokens, letters)
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -78,7 +80,7 @@ def make_model(
 
 
 def respelt(folder: Path, source: Path) -> Path:
-    """A model that says what the other says, in a vocabulary of its own: the same bytes by other ids."""
+    """Make a copy of a model that generates the same text with permuted token ids."""
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)
     end = tokenizer.eos_token_id

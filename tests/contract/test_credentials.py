@@ -48,9 +48,9 @@ NO_REDIS = "redis://127.0.0.1:1"
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPT = "ab ab ab ab"
 TLS = "tls_cert, tls_key, tls_ca"
-READ = "changed file read again"
+READ = "credentials reloaded"
 LOST = "verifier lost"
-NOT_USED = "changed file not usable, the values read before stay in force"
+NOT_USED = "credentials not reloaded, previous values stay in force"
 
 
 @pytest.fixture(autouse=True)
