@@ -9,7 +9,7 @@ from drafter.settings import DrafterSettings
 from outrider.base.config import main
 from outrider.base.openmp import use_threads
 from outrider.models.hub import AUTO, MODEL_FREE, choose_drafter
-from outrider.observability.tracing import tracing_to
+from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service
 
@@ -57,7 +57,7 @@ def serve(settings: DrafterSettings) -> None:
     from outrider.runtime.worker import run_worker
 
     def build(progress: Callable[[str], None]) -> Service:
-        tracing = tracing_to(settings.otlp_endpoint, "drafter")
+        tracing = make_tracing(settings.otlp_endpoint, "drafter")
         progress(f"preparing the {settings.kind} drafter")
         return DrafterService(make(settings, progress), settings, tracing)
 

@@ -37,7 +37,7 @@ class DraftingLoop:
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
-        metrics.shows(metrics.sessions, lambda: len(self._sessions))
+        metrics.bind_gauge(metrics.sessions, lambda: len(self._sessions))
 
     def open(self, opening: DraftOpening, grammar_cursor: GrammarCursor | None = None) -> DraftSession:
         if self._draining:
@@ -122,6 +122,6 @@ class DraftingLoop:
     ) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
         tokens = sum(len(result.tokens) for result in results)
-        self._metrics.stepped(sessions=len(scheduled), tokens=tokens, seconds=spent_s)
+        self._metrics.record_step(sessions=len(scheduled), tokens=tokens, seconds=spent_s)
         for (session, _), result in zip(scheduled, results, strict=True):
             session.add_result(result, int(spent_s * 1e6))

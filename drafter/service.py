@@ -17,7 +17,7 @@ from drafter.settings import DrafterSettings
 from outrider.base.aio import background, critical_task, first_message
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.metrics_server import MetricsServer
-from outrider.observability.request_context import take_up
+from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
@@ -47,7 +47,7 @@ class DrafterService(rpc.DrafterServicer):
         self.credentials = Credentials(settings)
         self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
-        self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
+        self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = TargetGrammars(settings)
         self._identity = WorkerIdentity(settings)
         self._registration = RegistrationClient(
@@ -69,7 +69,7 @@ class DrafterService(rpc.DrafterServicer):
 
     def drain(self) -> None:
         self._draining = True
-        self._registration.tell()
+        self._registration.send_update()
         self._loop.drain()
 
     def busy(self) -> bool:
@@ -89,8 +89,8 @@ class DrafterService(rpc.DrafterServicer):
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DraftReply]:
-        request_context = take_up(context.invocation_metadata() or ())
-        with self._metrics.refusals():
+        request_context = bind_context(context.invocation_metadata() or ())
+        with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
             session = self._loop.open(opening, await self._grammar_cursor(opening))

@@ -17,7 +17,7 @@ from outrider.engine.loading.options import EngineOptions
 from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.models.tokenizer import save_tokenizer
-from outrider.observability.tracing import tracing_to
+from outrider.observability.tracing import make_tracing
 from outrider.runtime.serving import Service
 from outrider.runtime.worker import run_worker
 from verifier.service import VerifierService
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 def build(
     settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
 ) -> VerifierService:
-    tracing = tracing_to(settings.otlp_endpoint, "verifier")
+    tracing = make_tracing(settings.otlp_endpoint, "verifier")
     if settings.selected_engine == "mock":
         log.warning("mock engine selected: no model, for measuring overhead only")
         mock = MockEngine()

@@ -44,9 +44,9 @@ class Admission:
         self._closed: list[VerifySession] = []
         self.running: dict[str, VerifySession] = {}
         self.reserved_tokens = 0
-        metrics.shows(metrics.sessions, lambda: len(self.running))
-        metrics.shows(metrics.waiting, lambda: len(self._waiting))
-        metrics.shows(metrics.cache_usage, lambda: self.reserved_tokens / limits.kv_tokens)
+        metrics.bind_gauge(metrics.sessions, lambda: len(self.running))
+        metrics.bind_gauge(metrics.waiting, lambda: len(self._waiting))
+        metrics.bind_gauge(metrics.cache_usage, lambda: self.reserved_tokens / limits.kv_tokens)
 
     @property
     def num_waiting(self) -> int:

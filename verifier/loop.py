@@ -53,7 +53,7 @@ class VerificationLoop:
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
-        metrics.shows(metrics.cache_idle, lambda: engine.evictable_tokens / limits.kv_tokens)
+        metrics.bind_gauge(metrics.cache_idle, lambda: engine.evictable_tokens / limits.kv_tokens)
 
     # Called by the streams.
 
@@ -135,7 +135,7 @@ class VerificationLoop:
                 session.prefix_matched = True
                 length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
                 session.cache_length = session.num_cached_tokens = length
-                self._metrics.began(tokens=len(session.committed), found=length)
+                self._metrics.record_prefix_lookup(tokens=len(session.committed), num_cached_tokens=length)
 
     async def _wait(self, seconds: float | None) -> None:
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake.set)
@@ -148,7 +148,7 @@ class VerificationLoop:
     def _record(self, batch: Sequence[ScheduledSession], step: VerifyStep) -> None:
         num_tokens = sum(item.num_tokens for item in batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
-        self._metrics.stepped(sessions=len(batch), rows=num_tokens, forward_us=step.forward_us, step_us=step.step_us)
+        self._metrics.record_step(sessions=len(batch), rows=num_tokens, forward_us=step.forward_us, step_us=step.step_us)
         self._batching.record(batch, step.step_us / 1000)
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:

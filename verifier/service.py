@@ -14,7 +14,7 @@ from outrider.base.aio import background, critical_task, first_message
 from outrider.engine import Engine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.metrics_server import MetricsServer
-from outrider.observability.request_context import take_up
+from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
@@ -76,7 +76,7 @@ class VerifierService(rpc.VerifierServicer):
             self._metrics,
             cost,
         )
-        self.guard = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
+        self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = GrammarCompiler(self._tokenizer, engine.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
         self._registration = RegistrationClient(
@@ -99,7 +99,7 @@ class VerifierService(rpc.VerifierServicer):
     def drain(self) -> None:
         self._draining = True
         self._loop.drain()
-        self._registration.tell()
+        self._registration.send_update()
 
     def busy(self) -> bool:
         return self._loop.busy
@@ -118,8 +118,8 @@ class VerifierService(rpc.VerifierServicer):
     async def Verify(
         self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.VerifyReply]:
-        request_context = take_up(context.invocation_metadata() or ())
-        with self._metrics.refusals():
+        request_context = bind_context(context.invocation_metadata() or ())
+        with self._metrics.count_refusals():
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
             session = self._loop.open(opening, await self._guide(opening))

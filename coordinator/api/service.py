@@ -25,7 +25,7 @@ from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
 from outrider.base.aio import cancel_all
-from outrider.observability.request_context import REQUEST_ID, take_up
+from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import Expired, OutriderError, grpc_status_name
 from outrider.security.auth_interceptor import AuthInterceptor
@@ -55,7 +55,7 @@ class CoordinatorService(rpc.OutriderServicer):
         self.fleet = FleetKeys.of(self.credentials)
         # The drafter key allows only registration.
         allowed = {CLIENTS: self.api_keys, REGISTRY: self.fleet.registration}
-        self.guard = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
+        self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         self._registry = RegistryService(self.sessions.worker_pool, settings, self.fleet)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
@@ -227,7 +227,7 @@ def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
 
 async def _set_request_id(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """Send the request id to the client, whether given or new."""
-    request_context = take_up(context.invocation_metadata() or (), first=True)
+    request_context = bind_context(context.invocation_metadata() or (), first=True)
     await context.send_initial_metadata(((REQUEST_ID, request_context.request_id),))
 
 

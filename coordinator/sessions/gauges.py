@@ -10,7 +10,7 @@ from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.session import Session
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.observability.collectors import Readings
+from outrider.observability.collectors import GaugeValues
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.fleet import Role
 
@@ -38,7 +38,7 @@ def connect_gauges(
     metrics.unwritten.source = lambda: [((), write_behind.unwritten)]
 
 
-def _sessions(sessions: Mapping[str, Session], worker_pool: WorkerPool, *, waiting: bool) -> Readings:
+def _sessions(sessions: Mapping[str, Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
     """Return the number of sessions by model, with 0 for the present target if there are none."""
     counts = Counter({worker_pool.target.info.name: 0} if worker_pool.target is not None else {})
     counts.update(
@@ -49,7 +49,7 @@ def _sessions(sessions: Mapping[str, Session], worker_pool: WorkerPool, *, waiti
     return [((model,), count) for model, count in counts.items()]
 
 
-def _workers(worker_pool: WorkerPool) -> Readings:
+def _workers(worker_pool: WorkerPool) -> GaugeValues:
     counts = Counter((connection.info.role, worker_pool.state(connection)) for connection in worker_pool.connections())
     return [((_role(role), state), counts[role, state]) for role in Role for state in _STATES]
 

@@ -33,7 +33,7 @@ from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
-from outrider.observability.tracing import tracing_to
+from outrider.observability.tracing import make_tracing
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, OutriderError, Unavailable
 from outrider.protocol.fleet import WorkerInfo
@@ -76,7 +76,7 @@ class SessionManager:
             on_target=lambda target: self.metrics.of(target.name),
         )
         drafting = DraftingContext(self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session)
-        self._tracing = tracing_to(settings.otlp_endpoint, "coordinator")
+        self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
         self._context = SessionContext(
             self.worker_pool,
@@ -163,7 +163,7 @@ class SessionManager:
     def admission(self) -> Iterator[None]:
         """Count and log every refusal of a request before its session exists."""
         try:
-            with self.metrics.refusals():
+            with self.metrics.count_refusals():
                 yield
         except OutriderError as error:
             log.info("request refused", code=error.code, error=error.message)

@@ -12,7 +12,7 @@ from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from outrider.observability.metrics import ABANDONED, TargetMetrics
 from outrider.observability.request_context import current
-from outrider.observability.tracing import UNSEEN, Span
+from outrider.observability.tracing import NO_SPAN, Span
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.speculation import TokenKind, Verdict
@@ -27,7 +27,7 @@ class RequestStats:
 
     def __init__(self, metrics: TargetMetrics) -> None:
         self._metrics = metrics
-        self.span: Span = UNSEEN
+        self.span: Span = NO_SPAN
         self._started = time.monotonic()
         self._first_token: float | None = None
         self._last_token = self._started
@@ -83,7 +83,7 @@ class RequestStats:
     def record_guess(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = convert.guess_bytes(guess)
         kind = self._kinds[guess.source]
-        self._metrics.drafter(kind).guessed(len(guess.tokens), wire_bytes)
+        self._metrics.drafter(kind).record_guess(len(guess.tokens), wire_bytes)
         self._proposed_by[kind] += len(guess.tokens)
         self._messages += 1
         self._draft_us += guess.draft_us
@@ -93,7 +93,7 @@ class RequestStats:
 
     def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
-        self._metrics.judged(verdict, plan.gamma, plan.mode)
+        self._metrics.record_verdict(verdict, plan.gamma, plan.mode)
         self._steps += 1
         self._gamma_sum += plan.gamma
         self._step_us += verdict.timings.step_us
@@ -128,7 +128,7 @@ class RequestStats:
         reason = record.finish_reason.name.lower() if record.finished else ABANDONED
         if record.finished and error is None:
             after_first = self._tokens - self._tokens_at_first
-            self._metrics.finished(
+            self._metrics.record_finished(
                 seconds=seconds,
                 per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
                 prompt=len(record.request.prompt),
@@ -136,8 +136,8 @@ class RequestStats:
                 reason=reason,
             )
         else:
-            self._metrics.left_off(error.code if error is not None else "")
-        self._metrics.crossed(
+            self._metrics.record_unfinished(error.code if error is not None else "")
+        self._metrics.record_bytes(
             bytes_per_accepted=self._wire_bytes / accepted if accepted else None, hidden_bytes=self.hidden_bytes
         )
         self._finish_trace(record, error, reason)

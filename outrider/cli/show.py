@@ -26,11 +26,11 @@ LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("
 
 def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:
     """A chunk of text as it arrives, coloured by what became of the guesses if so wished."""
-    text: Text | str = coloured(tokens, console) if colour else harmless(tokens.text, console)
+    text: Text | str = coloured(tokens, console) if colour else escaped(tokens.text, console)
     console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
 
 
-def harmless(text: str, console: Console) -> str:
+def escaped(text: str, console: Console) -> str:
     """What a model wrote must not command a terminal; what is piped elsewhere is handed on as it is."""
     return printable(text) if console.is_terminal else text
 
@@ -39,7 +39,7 @@ def coloured(tokens: Tokens, console: Console) -> Text:
     text = Text()
     start = 0
     for kind, count in zip(tokens.kinds, tokens.characters, strict=True):
-        text.append(harmless(tokens.text[start : start + count], console), STYLES[kind])
+        text.append(escaped(tokens.text[start : start + count], console), STYLES[kind])
         start += count
     return text
 

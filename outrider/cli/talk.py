@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli import options
-from outrider.cli.show import LEGEND, as_json, explanation, harmless, show_tokens, summary
+from outrider.cli.show import LEGEND, as_json, escaped, explanation, show_tokens, summary
 from outrider.client.sync import DEFAULT_ENDPOINT, Client, Finished, Tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.printable import printable
@@ -159,7 +159,7 @@ def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: b
                 show_tokens(out, reply, colour=colour)
             elif isinstance(reply, Finished):
                 parts.append(reply.text)
-                out.print(harmless(reply.text, out), markup=False, soft_wrap=True)
+                out.print(escaped(reply.text, out), markup=False, soft_wrap=True)
                 notes.print(summary(reply.stats, reply), style="dim")
                 if explain:
                     notes.print(explanation(reply.stats))

@@ -15,8 +15,8 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, our_errors
+from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, outrider_errors
 from outrider.client.sync import DEFAULT_ENDPOINT, SHORT_S
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
@@ -46,7 +46,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._access = Channels(tls, api_key)
         self._channels: list[grpc.aio.Channel] = []  # opened by the first call, in its event loop
-        self._turns = EndpointRotation(len(self._endpoints))
+        self._endpoint_rotation = EndpointRotation(len(self._endpoints))
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,7 +62,7 @@ class AsyncClient:
 
     def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> AsyncGenerator[Reply, None]:
         """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
-        return self._stream(StreamProgress(request_of(prompt, options), len(self._endpoints)))
+        return self._stream(StreamProgress(make_request(prompt, options), len(self._endpoints)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> AsyncGenerator[Reply, None]:
         """Stream the rest of an output from the output token at `position`.
@@ -75,46 +75,46 @@ class AsyncClient:
 
     async def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """Return the complete output of `generate`."""
-        return whole([reply async for reply in self.generate(prompt, **options)])
+        return collect([reply async for reply in self.generate(prompt, **options)])
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had already ended."""
-        with our_errors():
+        with outrider_errors():
             reply: pb.CancelReply = await self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S)
         return reply.cancelled
 
     async def model(self) -> ModelInfo:
-        with our_errors():
+        with outrider_errors():
             info: common.ModelInfo = await self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S)
         return convert.model_from_proto(info)
 
     async def server(self) -> ServerInfo:
-        with our_errors():
+        with outrider_errors():
             info: pb.ServerInfo = await self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
         return convert.server_info_from_proto(info)
 
     def _stub(self) -> rpc.OutriderAsyncStub:
         if not self._channels:
             self._channels = [self._access.aio_channel(endpoint) for endpoint in self._endpoints]
-        return rpc.OutriderStub(self._channels[self._turns.present])  # type: ignore[return-value]
+        return rpc.OutriderStub(self._channels[self._endpoint_rotation.present])  # type: ignore[return-value]
 
     async def _stream(self, progress: StreamProgress) -> AsyncGenerator[Reply, None]:
         while True:
-            endpoint = self._turns.present
+            endpoint = self._endpoint_rotation.present
             call = self._call(progress)
             try:
-                with our_errors():
+                with outrider_errors():
                     async for reply in call:
-                        if (news := progress.take(reply)) is None:
+                        if (received := progress.take(reply)) is None:
                             continue
-                        yield news
-                        if isinstance(news, Finished):
+                        yield received
+                        if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")
             except (PeerLost, Unavailable):
-                if not progress.may_go_on(time.monotonic()):
+                if not progress.may_retry(time.monotonic()):
                     raise
-                self._turns.leave(endpoint)
+                self._endpoint_rotation.leave(endpoint)
             finally:
                 call.cancel()
             await asyncio.sleep(RETRY_S)

@@ -74,7 +74,7 @@ class Generation:
     finished: Finished
 
 
-def whole(replies: Iterable[Reply]) -> Generation:
+def collect(replies: Iterable[Reply]) -> Generation:
     """Return the generation of a complete stream; raise PeerLost if it is not."""
     started: Started | None = None
     parts: list[Tokens] = []
@@ -95,7 +95,7 @@ def whole(replies: Iterable[Reply]) -> Generation:
     raise PeerLost("the stream ended before the output was complete")
 
 
-def request_of(prompt: str | None, options: Options) -> pb.GenerateRequest:
+def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         params=convert.params_to_proto(options.get("params") or SamplingParams()),
         # With a key a request can be repeated if its answer was lost.

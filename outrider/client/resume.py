@@ -42,17 +42,17 @@ class StreamProgress:
 
     def take(self, reply: pb.GenerateReply) -> Reply | None:
         """Record a reply; return it unless it is a repeated Started, with which every stream begins."""
-        news = reply_from_proto(reply)
-        if isinstance(news, Started):
+        received = reply_from_proto(reply)
+        if isinstance(received, Started):
             again, self._started = self._started, True
-            self._session_id = news.session_id
-            return None if again else news
-        if isinstance(news, Tokens):
-            self._position += len(news.token_ids)
-            self._tail.extend(news.token_ids)
-        return news
+            self._session_id = received.session_id
+            return None if again else received
+        if isinstance(received, Tokens):
+            self._position += len(received.token_ids)
+            self._tail.extend(received.token_ids)
+        return received
 
-    def may_go_on(self, now: float) -> bool:
+    def may_retry(self, now: float) -> bool:
         """Return whether to retry after a break at this time of a monotonic clock."""
         self._first_tries -= 1
         if self._position > self._since or self._give_up is None:
@@ -74,7 +74,7 @@ class EndpointRotation:
 
 
 @contextlib.contextmanager
-def our_errors() -> Iterator[None]:
+def outrider_errors() -> Iterator[None]:
     """Convert gRPC errors, of both kinds of stubs, to OutriderErrors."""
     try:
         yield

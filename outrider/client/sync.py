@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, request_of, whole
-from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, our_errors
+from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
+from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, outrider_errors
 from outrider.protocol import convert
 from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.fleet import ModelInfo
@@ -44,7 +44,7 @@ class Client:
         self._timeout_s = timeout_s
         access = Channels(tls, api_key)
         self._channels = [access.channel(endpoint) for endpoint in endpoints]
-        self._turns = EndpointRotation(len(self._channels))
+        self._endpoint_rotation = EndpointRotation(len(self._channels))
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +60,7 @@ class Client:
 
     def generate(self, prompt: str | None = None, **options: Unpack[Options]) -> Iterator[Reply]:
         """Stream one output. Give a prompt, or a chat as (role, content) pairs, or tokens."""
-        return self._stream(StreamProgress(request_of(prompt, options), len(self._channels)))
+        return self._stream(StreamProgress(make_request(prompt, options), len(self._channels)))
 
     def resume(self, session_id: str, position: int = 0, tail: Sequence[int] = ()) -> Iterator[Reply]:
         """Stream the rest of an output from the output token at `position`.
@@ -73,43 +73,43 @@ class Client:
 
     def complete(self, prompt: str | None = None, **options: Unpack[Options]) -> Generation:
         """Return the complete output of `generate`."""
-        return whole(self.generate(prompt, **options))
+        return collect(self.generate(prompt, **options))
 
     def cancel(self, session_id: str) -> bool:
         """Cancel a session; return False if it had already ended."""
-        with our_errors():
+        with outrider_errors():
             return self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S).cancelled
 
     def model(self) -> ModelInfo:
-        with our_errors():
+        with outrider_errors():
             return convert.model_from_proto(self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S))
 
     def server(self) -> ServerInfo:
-        with our_errors():
+        with outrider_errors():
             return convert.server_info_from_proto(
                 self._stub().GetServerInfo(pb.GetServerInfoRequest(), timeout=SHORT_S)
             )
 
     def _stub(self) -> rpc.OutriderStub:
-        return rpc.OutriderStub(self._channels[self._turns.present])
+        return rpc.OutriderStub(self._channels[self._endpoint_rotation.present])
 
     def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:
-            endpoint = self._turns.present
+            endpoint = self._endpoint_rotation.present
             call = self._call(progress)
             try:
-                with our_errors():
+                with outrider_errors():
                     for reply in call:
-                        if (news := progress.take(reply)) is None:
+                        if (received := progress.take(reply)) is None:
                             continue
-                        yield news
-                        if isinstance(news, Finished):
+                        yield received
+                        if isinstance(received, Finished):
                             return
                 raise PeerLost("the stream ended before the output was complete")
             except (PeerLost, Unavailable):
-                if not progress.may_go_on(time.monotonic()):
+                if not progress.may_retry(time.monotonic()):
                     raise
-                self._turns.leave(endpoint)
+                self._endpoint_rotation.leave(endpoint)
             finally:
                 call.cancel()
             time.sleep(RETRY_S)

@@ -14,7 +14,7 @@ PREFIX = "outrider_"
 _VLLM_PREFIX = "vllm:"
 _VLLM_ENGINE = "0"  # vLLM numbers the engines of a server; a coordinator is one
 
-Readings = Iterable[tuple[Sequence[str], float]]
+GaugeValues = Iterable[tuple[Sequence[str], float]]
 
 
 class CallbackGauge:
@@ -24,7 +24,7 @@ class CallbackGauge:
 
     def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._family = (PREFIX + name, text, labels)
-        self.source: Callable[[], Readings] = tuple
+        self.source: Callable[[], GaugeValues] = tuple
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:

@@ -44,7 +44,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _GAMMA = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _BYTES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 400, 800, 1600)
 _SESSIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Metrics:
@@ -65,7 +65,7 @@ class Metrics:
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     @contextmanager
-    def refusals(self) -> Iterator[None]:
+    def count_refusals(self) -> Iterator[None]:
         """Count the errors raised inside the block."""
         try:
             yield
@@ -79,7 +79,7 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(PREFIX + name, text, labels, registry=self.registry, buckets=buckets)
 
-    def _reading(self, name: str, text: str, *labels: str) -> CallbackGauge:
+    def _gauge(self, name: str, text: str, *labels: str) -> CallbackGauge:
         return CallbackGauge(name, text, labels, self.registry)
 
 
@@ -92,8 +92,8 @@ class CoordinatorMetrics(Metrics):
         model = "model_name"
 
         # Requests.
-        self.running = self._reading("num_requests_running", "Requests that have produced tokens.", model)
-        self.waiting = self._reading(
+        self.running = self._gauge("num_requests_running", "Requests that have produced tokens.", model)
+        self.waiting = self._gauge(
             "num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model
         )
         self.success = self._counter(
@@ -158,7 +158,7 @@ class CoordinatorMetrics(Metrics):
         # The fleet.
         self.failovers = self._counter("failovers", "Verifiers lost during a request.", model)
         self.drafter_losses = self._counter("drafter_losses", "Drafters lost during a request.", model)
-        self.workers = self._reading(
+        self.workers = self._gauge(
             "workers",
             "Registered workers: usable, draining, resting after a failure, or shunned after a protocol violation.",
             "role",
@@ -170,14 +170,14 @@ class CoordinatorMetrics(Metrics):
             ("role",),
             self.registry,
         )
-        self.round_trips = self._reading(
+        self.round_trips = self._gauge(
             "worker_round_trip_seconds", "Round trip to a worker, smoothed.", "role", "kind", "worker"
         )
-        self.worker_sessions = self._reading(
+        self.worker_sessions = self._gauge(
             "worker_sessions", "Sessions of this coordinator on a worker.", "role", "kind", "worker"
         )
-        self.redis_up = self._reading("redis_up", "1 while Redis answers: sessions survive this coordinator.")
-        self.unwritten = self._reading("unwritten_sessions", "Sessions with changes not yet written to Redis.")
+        self.redis_up = self._gauge("redis_up", "1 while Redis answers: sessions survive this coordinator.")
+        self.unwritten = self._gauge("unwritten_sessions", "Sessions with changes not yet written to Redis.")
         self.records_skipped = self._counter(
             "redis_records_skipped",
             "Records in Redis that were skipped as invalid, by kind and reason.",
@@ -203,7 +203,7 @@ class DrafterKind:
     guess_bytes: Counter
     accepted_guesses: Counter
 
-    def guessed(self, tokens: int, wire_bytes: int) -> None:
+    def record_guess(self, tokens: int, wire_bytes: int) -> None:
         self.guessed_tokens.inc(tokens)
         self.guess_bytes.inc(wire_bytes)
 
@@ -266,7 +266,7 @@ class TargetMetrics:
             )
         return self.drafters[kind]
 
-    def judged(self, verdict: Verdict, gamma: int, way: str) -> None:
+    def record_verdict(self, verdict: Verdict, gamma: int, way: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
         self.generation_tokens.inc(len(verdict.tokens))
         self.gamma.observe(gamma)
@@ -278,7 +278,9 @@ class TargetMetrics:
             self.offered_lengths[verdict.proposed] += 1
             self.accepted_lengths[verdict.accepted] += 1
 
-    def finished(self, *, seconds: float, per_token_s: float | None, prompt: int, output: int, reason: str) -> None:
+    def record_finished(
+        self, *, seconds: float, per_token_s: float | None, prompt: int, output: int, reason: str
+    ) -> None:
         self.metrics.success.labels(self.model, reason).inc()
         self.metrics.whole.labels(self.model).observe(seconds)
         self.metrics.prompt.labels(self.model).observe(prompt)
@@ -286,14 +288,14 @@ class TargetMetrics:
         if per_token_s is not None:
             self.metrics.per_token.labels(self.model).observe(per_token_s)
 
-    def left_off(self, code: str = "") -> None:
+    def record_unfinished(self, code: str = "") -> None:
         """Record a request that ended unfinished: by an error, or abandoned by its clients."""
         if code:
             self.metrics.failed.labels(self.model, code).inc()
         else:
             self.metrics.success.labels(self.model, ABANDONED).inc()
 
-    def crossed(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
+    def record_bytes(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
         """Record the bytes that one request took on the network."""
         if bytes_per_accepted is not None:
             self.metrics.bytes_per_accepted.labels(self.model).observe(bytes_per_accepted)
@@ -305,10 +307,10 @@ class VerifierMetrics(Metrics):
         super().__init__("verifier", "verifier_sessions")
         self._model = model
         name = "model_name"
-        self.sessions = self._reading("verifier_sessions", "Sessions with space in the KV cache.", name)
-        self.waiting = self._reading("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.", name)
-        self.cache_usage = self._reading("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", name)
-        self.cache_idle = self._reading(
+        self.sessions = self._gauge("verifier_sessions", "Sessions with space in the KV cache.", name)
+        self.waiting = self._gauge("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.", name)
+        self.cache_usage = self._gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", name)
+        self.cache_idle = self._gauge(
             "kv_cache_idle_ratio",
             "Share of the KV cache in evictable blocks of ended sessions, kept for prefix matches.",
             name,
@@ -334,23 +336,25 @@ class VerifierMetrics(Metrics):
         self.batch = self._histogram("verifier_batch_sessions", "Sessions that shared a step.", _SESSIONS, name).labels(
             model
         )
-        self.rows = self._histogram("verifier_step_rows", "Tokens of a step's batch.", _ROWS, name).labels(model)
+        self.tokens = self._histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS, name).labels(
+            model
+        )
         self.guesses_refused = self._counter(
             "verifier_guesses_refused", "Guesses and steering messages rejected.", name
         ).labels(model)
 
-    def shows(self, reading: CallbackGauge, source: Callable[[], float]) -> None:
-        reading.source = lambda: [((self._model,), source())]
+    def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
+        gauge.source = lambda: [((self._model,), source())]
 
-    def began(self, *, tokens: int, found: int) -> None:
+    def record_prefix_lookup(self, *, tokens: int, num_cached_tokens: int) -> None:
         self.prefix_queries.inc(tokens)
-        self.prefix_hits.inc(found)
+        self.prefix_hits.inc(num_cached_tokens)
 
-    def stepped(self, *, sessions: int, rows: int, forward_us: int, step_us: int) -> None:
+    def record_step(self, *, sessions: int, tokens: int, forward_us: int, step_us: int) -> None:
         self.step_s.observe(step_us / 1e6)
         self.forward_s.observe(forward_us / 1e6)
         self.batch.observe(sessions)
-        self.rows.observe(rows)
+        self.tokens.observe(tokens)
 
 
 class DrafterMetrics(Metrics):
@@ -358,7 +362,7 @@ class DrafterMetrics(Metrics):
         super().__init__("drafter", "drafter_sessions")
         self._labels = (model, kind)
         names = ("model_name", "kind")
-        self.sessions = self._reading("drafter_sessions", "Open sessions.", *names)
+        self.sessions = self._gauge("drafter_sessions", "Open sessions.", *names)
         self.step_s = self._histogram(
             "drafter_step_seconds", "Time of a drafting step for all waiting sessions.", _STEP_S, *names
         ).labels(model, kind)
@@ -369,10 +373,10 @@ class DrafterMetrics(Metrics):
             model, kind
         )
 
-    def shows(self, reading: CallbackGauge, source: Callable[[], float]) -> None:
-        reading.source = lambda: [(self._labels, source())]
+    def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
+        gauge.source = lambda: [(self._labels, source())]
 
-    def stepped(self, *, sessions: int, tokens: int, seconds: float) -> None:
+    def record_step(self, *, sessions: int, tokens: int, seconds: float) -> None:
         self.step_s.observe(seconds)
         self.batch.observe(sessions)
         self.guessed.inc(tokens)

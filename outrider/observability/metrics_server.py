@@ -32,7 +32,7 @@ class MetricsServer:
 
     def __init__(self, metrics: Metrics, settings: WorkerSettings, credentials: Credentials) -> None:
         self._host, self._port = settings.host, settings.metrics_port
-        self._app = _guarded(make_wsgi_app(metrics.registry), credentials.keys("metrics_key"))
+        self._app = _with_key_check(make_wsgi_app(metrics.registry), credentials.keys("metrics_key"))
         if settings.metrics_tls and credentials.tls is None:
             raise StartupError("metrics_tls needs tls_cert and tls_key", field="metrics_tls", limit="a certificate")
         self._tls = credentials if settings.metrics_tls else None
@@ -79,7 +79,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, app: _App, tls: Credentials | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tls = tls
-        self._seats = threading.BoundedSemaphore(MOST)
+        self._slots = threading.BoundedSemaphore(MOST)
         super().__init__((host, port), _Handler)
         self.set_app(app)
 
@@ -92,7 +92,7 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._seats.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             log.warning("metrics request rejected: too many at once", limit=MOST)
@@ -102,14 +102,14 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._seats.release()
+            self._slots.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(REQUEST_S)
-        watched = request.dup()
-        late = threading.Timer(REQUEST_S, _hang_up, (watched,))
-        late.daemon = True
-        late.start()
+        connection = request.dup()
+        timer = threading.Timer(REQUEST_S, _disconnect, (connection,))
+        timer.daemon = True
+        timer.start()
         try:
             tls = None if self._tls is None else self._tls.tls
             if tls is None or tls.lenient_context is None:
@@ -118,19 +118,19 @@ class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
                 with tls.lenient_context.wrap_socket(request, server_side=True) as encrypted:
                     super().finish_request(encrypted, client_address)
         finally:
-            late.cancel()
-            watched.close()
+            timer.cancel()
+            connection.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("metrics request failed", peer=str(client_address), exc_info=True)
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _disconnect(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _guarded(app: _App, keys: ApiKeys) -> _App:
+def _with_key_check(app: _App, keys: ApiKeys) -> _App:
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if keys.allows(environ.get("HTTP_AUTHORIZATION")):
             return app(environ, start_response)

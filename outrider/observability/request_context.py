@@ -32,10 +32,10 @@ class RequestContext:
         return (*named, *(span.carrier() or self.carrier).items())
 
 
-_HERE: ContextVar[RequestContext] = ContextVar("origin")
+_CURRENT: ContextVar[RequestContext] = ContextVar("request_context")
 
 
-def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
+def bind_context(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
     """Read and bind a call's context; call this once, in the call's own task.
 
     With `first`, a request without an id gets one. Keys are lower case, as in
@@ -45,13 +45,13 @@ def take_up(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False)
     request_id = given.get(REQUEST_ID, "")
     if not _SOUND.fullmatch(request_id):
         request_id = secrets.token_hex(16) if first else ""
-    origin = RequestContext(request_id, {key: given[key] for key in CARRIED if key in given})
-    _HERE.set(origin)
+    context = RequestContext(request_id, {key: given[key] for key in CARRIED if key in given})
+    _CURRENT.set(context)
     if request_id:
         bind_contextvars(request_id=request_id)
-    return origin
+    return context
 
 
 def current() -> RequestContext:
     """Return the context of this task's call."""
-    return _HERE.get(RequestContext())
+    return _CURRENT.get(RequestContext())

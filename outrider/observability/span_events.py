@@ -18,10 +18,10 @@ log = structlog.get_logger(__name__)
 class StreamSpan:
     """Span of one session's stream. It adds the session id to the log lines of its task."""
 
-    def __init__(self, tracing: Tracing, name: str, origin: RequestContext, session_id: str) -> None:
+    def __init__(self, tracing: Tracing, name: str, context: RequestContext, session_id: str) -> None:
         bind_contextvars(session_id=session_id)
-        identity = {"outrider.session_id": session_id, "outrider.request_id": origin.request_id}
-        self._span = tracing.start(name, origin.carrier, identity)
+        identity = {"outrider.session_id": session_id, "outrider.request_id": context.request_id}
+        self._span = tracing.start(name, context.carrier, identity)
         self._name = name
         self._steps = 0
         self._tokens = 0

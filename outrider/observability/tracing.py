@@ -52,7 +52,7 @@ class Span:
     def end(self) -> None: ...
 
 
-UNSEEN = Span()
+NO_SPAN = Span()
 
 
 class Tracing:
@@ -60,7 +60,7 @@ class Tracing:
 
     def start(self, name: str, carrier: Mapping[str, str], attributes: Attributes) -> Span:
         """Return the span of a request that arrived with `carrier`."""
-        return UNSEEN
+        return NO_SPAN
 
     async def close(self) -> None:
         """Send the remaining spans."""
@@ -69,7 +69,7 @@ class Tracing:
 OFF = Tracing()
 
 
-def tracing_to(endpoint: str, service: str) -> Tracing:
+def make_tracing(endpoint: str, service: str) -> Tracing:
     """Return the tracing of `service` to the collector at `endpoint`; empty: none."""
     return _Exported(endpoint, service) if endpoint else OFF
 

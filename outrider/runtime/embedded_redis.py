@@ -31,7 +31,7 @@ _MAX_RESTART_S = 30.0
 _POLL_S = 0.02
 _LAST_CHARACTERS = 400
 _APPEND_FOLDER = "appendonlydir"
-_UNREADABLE = ("append only file", "AOF", "loading DB")  # the server's messages about damaged data contain one
+_DAMAGED = ("append only file", "AOF", "loading DB")  # the server's messages about damaged data contain one
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ class _Server:
         self._kept = data is not None
         self._data = data or scratch
         self._holding = holding
-        self._leaving = threading.Event()
+        self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes]
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class _Server:
         pause = _RESTART_S
         while True:
             status = self._process.wait()
-            if self._leaving.is_set():
+            if self._stopping.is_set():
                 return
             log.warning("embedded redis ended, restarting", status=_named(status))
             try:
@@ -99,12 +99,12 @@ class _Server:
             else:
                 pause = _RESTART_S
                 log.info("embedded redis restarted")
-            if self._leaving.wait(pause):
+            if self._stopping.wait(pause):
                 _end(self._process)  # `stop` may have run before this process existed
                 return
 
     def stop(self) -> None:
-        self._leaving.set()
+        self._stopping.set()
         _end(self._process)
 
     def _launch(self) -> None:
@@ -113,7 +113,7 @@ class _Server:
         except ValkeyServerError as error:
             raise _failed(str(error)) from error
         where = ("--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700", "--dir", str(self._data))
-        # Append every change: a crash of the server loses nothing. Sync only data that must survive a crash of the machine.
+        # Append every change: a crash of the server loses nothing. A crash of the machine matters for kept data only.
         keep = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec" if self._kept else "no")
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -136,11 +136,11 @@ class _Server:
         while not _answers(self.socket):
             if (status := self._process.poll()) is not None:
                 output = self._log.read_text(errors="replace")[-_LAST_CHARACTERS:].strip()
-                damaged = status > 0 and any(word in output for word in _UNREADABLE)
+                damaged = status > 0 and any(word in output for word in _DAMAGED)
                 raise _failed(f"it ended with {_named(status)}: {output}", _DamagedData if damaged else StartupError)
             if time.monotonic() > deadline:
                 raise _failed(f"it does not answer within {_START_S:g} s")
-            if self._leaving.wait(_POLL_S):
+            if self._stopping.wait(_POLL_S):
                 raise _failed("it was stopped")
 
 

@@ -42,7 +42,7 @@ class RegistrationClient:
         self._access = access
         self._changed = asyncio.Event()
 
-    def tell(self) -> None:
+    def send_update(self) -> None:
         """Send the worker's state now instead of with the next heartbeat."""
         self._changed.set()
 

@@ -40,7 +40,7 @@ class Service(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     @property
-    def guard(self) -> grpc.aio.ServerInterceptor:
+    def auth_interceptor(self) -> grpc.aio.ServerInterceptor:
         """Return the interceptor that checks API keys."""
         ...
 
@@ -134,7 +134,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
     """Return the interceptors of every call. Write timeouts of a coordinator's clients belong to its sessions."""
     write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
-    return [service.guard, ErrorInterceptor(write_timeout_s), *service.interceptors]
+    return [service.auth_interceptor, ErrorInterceptor(write_timeout_s), *service.interceptors]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.protocol.errors import StartupError
-from outrider.security.tenants import ANYBODY, Tenant, TenantLimits
+from outrider.security.tenants import NO_TENANT, Tenant, TenantLimits
 
 HEADER = "authorization"
 _SCHEME = "bearer"
@@ -23,7 +23,7 @@ _ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_session
 
 
 @dataclass(slots=True)
-class _Ring:
+class _KeySet:
     """Keys of one setting. Fields are replaced as a whole, because other threads read them."""
 
     first: str
@@ -36,14 +36,14 @@ class ApiKeys:
     A union made with `|` follows later changes of its parts.
     """
 
-    __slots__ = ("_rings",)
+    __slots__ = ("_key_sets",)
 
     def __init__(self, keys: Iterable[str] = (), holders: Sequence[Tenant] = ()) -> None:
         """Make a set; `holders` has one tenant per key, by default a separate one for each."""
         given = list(keys)
         held = dict(zip(given, holders or [Tenant.of_key(key) for key in given], strict=True))
         pairs = tuple((_digest(key), holder) for key, holder in held.items())
-        self._rings: tuple[_Ring, ...] = (_Ring(given[0] if given else "", pairs),)
+        self._key_sets: tuple[_KeySet, ...] = (_KeySet(given[0] if given else "", pairs),)
 
     @classmethod
     def parse(cls, text: str, field: str) -> ApiKeys:
@@ -74,54 +74,54 @@ class ApiKeys:
         return cls(keys, list(keys.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._pairs)
 
     def __or__(self, other: ApiKeys) -> ApiKeys:
         either = ApiKeys()
-        either._rings = self._rings + other._rings
+        either._key_sets = self._key_sets + other._key_sets
         return either
 
     def __repr__(self) -> str:
-        return f"ApiKeys({len(self._held)})"
+        return f"ApiKeys({len(self._pairs)})"
 
-    def become(self, other: ApiKeys) -> None:
+    def replace_by(self, other: ApiKeys) -> None:
         """Replace the keys by those of another set, for every user of this object."""
-        (ring,), (new,) = self._rings, other._rings
-        ring.holders, ring.first = new.holders, new.first
+        (key_set,), (new,) = self._key_sets, other._key_sets
+        key_set.holders, key_set.first = new.holders, new.first
 
     @property
-    def _held(self) -> list[tuple[bytes, Tenant]]:
-        return [pair for ring in self._rings for pair in ring.holders]
+    def _pairs(self) -> list[tuple[bytes, Tenant]]:
+        return [pair for key_set in self._key_sets for pair in key_set.holders]
 
     @property
     def num_holders(self) -> int:
-        return len({holder.id for _, holder in self._held})
+        return len({holder.id for _, holder in self._pairs})
 
     @property
     def first(self) -> str:
         """Return the key for outgoing calls; empty: none."""
-        return next((ring.first for ring in self._rings if ring.first), "")
+        return next((key_set.first for key_set in self._key_sets if key_set.first), "")
 
     def shares(self, other: ApiKeys) -> bool:
         """Return whether both sets contain the same key."""
-        return bool({digest for digest, _ in self._held} & {digest for digest, _ in other._held})
+        return bool({digest for digest, _ in self._pairs} & {digest for digest, _ in other._pairs})
 
     def derived(self, purpose: bytes) -> list[bytes]:
         """Return a secret per key for this purpose only, the first key's first. It does not reveal the key."""
-        return [hmac.digest(digest, purpose, "sha256") for digest, _ in self._held]
+        return [hmac.digest(digest, purpose, "sha256") for digest, _ in self._pairs]
 
     def allows(self, header: str | bytes | None) -> bool:
         """Return whether an `authorization` header contains an accepted key."""
-        return self.holder(header) is not None
+        return self.tenant_of(header) is not None
 
-    def holder(self, header: str | bytes | None) -> Tenant | None:
+    def tenant_of(self, header: str | bytes | None) -> Tenant | None:
         """Return the tenant of an `authorization` header; None: key not accepted.
 
         The comparison takes constant time.
         """
-        held = self._held
+        held = self._pairs
         if not held:
-            return ANYBODY
+            return NO_TENANT
         text = header.decode("latin-1") if isinstance(header, bytes) else header or ""
         scheme, _, key = text.partition(" ")
         shown = _digest(key.strip())

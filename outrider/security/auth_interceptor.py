@@ -15,7 +15,7 @@ from grpc_health.v1 import health
 from outrider.protocol.errors import Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
 from outrider.security.error_interceptor import abort
-from outrider.security.tenants import act_for
+from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
 
@@ -26,16 +26,16 @@ REFUSAL_S = 0.02
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Check of the API key of every call; `doors` has the keys of each service by its full name.
+    """Check of the API key of every call; `keys_by_service` has the keys of each service by its full name.
 
     Health needs no key, for probes. Services without an entry, such as
     reflection, require one of `others`, by default any of the keys: a service
     that is added and not listed stays closed.
     """
 
-    def __init__(self, doors: Mapping[str, ApiKeys], others: ApiKeys | None = None) -> None:
-        self._doors = dict(doors) | {health.SERVICE_NAME: ApiKeys()}
-        self._others = reduce(or_, doors.values(), ApiKeys()) if others is None else others
+    def __init__(self, keys_by_service: Mapping[str, ApiKeys], others: ApiKeys | None = None) -> None:
+        self._keys_by_service = dict(keys_by_service) | {health.SERVICE_NAME: ApiKeys()}
+        self._others = reduce(or_, keys_by_service.values(), ApiKeys()) if others is None else others
         # One handler for calls of every kind: a stream's runs before gRPC reads the first message, a unary one's after.
         self._refused: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
 
@@ -43,11 +43,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         method: str = handler_call_details.method
-        keys = self._doors.get(method.strip("/").partition("/")[0], self._others)
+        keys = self._keys_by_service.get(method.strip("/").partition("/")[0], self._others)
         shown = dict(handler_call_details.invocation_metadata or ())
-        holder = keys.holder(shown.get(HEADER))
+        holder = keys.tenant_of(shown.get(HEADER))
         if holder is not None:
-            act_for(holder)
+            set_tenant(holder)
             return await continuation(handler_call_details)
         return self._refused
 

@@ -33,7 +33,7 @@ class Channels:
         else:
             options = [*channel_options(), *self.tls.channel_options()]
             channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return cast("grpc.Channel", _Keyed(channel, self.key)) if self.key else channel
+        return cast("grpc.Channel", _ChannelWithKey(channel, self.key)) if self.key else channel
 
     def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
         """Return a channel for asynchronous stubs of the running event loop; `receive_bytes` limits a message."""
@@ -43,13 +43,13 @@ class Channels:
         else:
             options += self.tls.channel_options()
             channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return cast("grpc.aio.Channel", _Keyed(channel, self.key)) if self.key else channel
+        return cast("grpc.aio.Channel", _ChannelWithKey(channel, self.key)) if self.key else channel
 
 
 PLAIN = Channels()
 
 
-class _Keyed:
+class _ChannelWithKey:
     """Channel that adds the API key to every call.
 
     gRPC's call credentials require TLS, and its interceptors wrap every message
@@ -61,16 +61,16 @@ class _Keyed:
         self._metadata = ((HEADER, bearer(key)),)
 
     def unary_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._showing(self._channel.unary_unary(*method, **more))
+        return self._with_key(self._channel.unary_unary(*method, **more))
 
     def unary_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._showing(self._channel.unary_stream(*method, **more))
+        return self._with_key(self._channel.unary_stream(*method, **more))
 
     def stream_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._showing(self._channel.stream_unary(*method, **more))
+        return self._with_key(self._channel.stream_unary(*method, **more))
 
     def stream_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._showing(self._channel.stream_stream(*method, **more))
+        return self._with_key(self._channel.stream_stream(*method, **more))
 
     def close(self, *grace: Any) -> Any:
         return self._channel.close(*grace)
@@ -89,7 +89,7 @@ class _Keyed:
     async def __aexit__(self, *error: Any) -> None:
         await self._channel.__aexit__(*error)
 
-    def _showing(self, call: Any) -> Callable[..., Any]:
+    def _with_key(self, call: Any) -> Callable[..., Any]:
         def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
             return call(*request, metadata=(*self._metadata, *metadata), **more)
 

@@ -109,8 +109,8 @@ class Credentials:
     def _watch_keys(self, name: str, text: str) -> ApiKeys:
         keys = ApiKeys()
         if text.startswith("@"):
-            self._watch(name, [text[1:]], lambda: keys.become(ApiKeys.parse(text, name)))
-        keys.become(ApiKeys.parse(text, name))
+            self._watch(name, [text[1:]], lambda: keys.replace_by(ApiKeys.parse(text, name)))
+        keys.replace_by(ApiKeys.parse(text, name))
         return keys
 
     def _watch(self, name: str, files: Sequence[str], load: Callable[[], None]) -> None:

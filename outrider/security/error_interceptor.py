@@ -47,19 +47,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         decode = _lenient(handler.request_deserializer)
         if inspect.isasyncgenfunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream, self._write_timeout_s, streams_in=True),
+                _checked_stream_handler(handler.stream_stream, self._write_timeout_s, streams_in=True),
                 decode,
                 handler.response_serializer,
             )
         if inspect.isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream, self._write_timeout_s, streams_in=False),
+                _checked_stream_handler(handler.unary_stream, self._write_timeout_s, streams_in=False),
                 decode,
                 handler.response_serializer,
             )
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary), decode, handler.response_serializer
+                _checked_unary_handler(handler.unary_unary), decode, handler.response_serializer
             )
         return handler  # library services that write to their context themselves
 
@@ -91,22 +91,22 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield _checked(request)
 
 
-def _guard_unary(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(_checked(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await abort(context, expected(error))
+            await abort(context, as_outrider_error(error))
 
-    return guarded
+    return checked
 
 
-def _guard_stream(
+def _checked_stream_handler(
     behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float | None, *, streams_in: bool
 ) -> Callable[..., Any]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             given = _checked_stream(request) if streams_in else _checked(request)
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
@@ -114,26 +114,26 @@ def _guard_stream(
                     await _write(context, reply, write_timeout_s)
         except grpc.aio.AbortError:
             raise
-        except _Gone:
+        except _CallerDisconnected:
             log.debug("caller is gone", peer=context.peer())
-        except _Unread as error:
+        except _NotRead as error:
             # Unread replies block the status too: gRPC keeps it, and the call ends here.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(UNREAD_STATUS_S):
-                    await abort(context, error.meant)
+                    await abort(context, error.reported)
         except Exception as error:
-            await abort(context, expected(error))
+            await abort(context, as_outrider_error(error))
 
-    return guarded
+    return checked
 
 
-class _Gone(Exception):
+class _CallerDisconnected(Exception):
     """The caller disconnected during a write; no status can be sent."""
 
 
-class _Unread(Exception):
-    def __init__(self, meant: OutriderError) -> None:
-        self.meant = meant
+class _NotRead(Exception):
+    def __init__(self, reported: OutriderError) -> None:
+        self.reported = reported
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeout_s: float | None) -> None:
@@ -141,10 +141,10 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeou
         async with asyncio.timeout(timeout_s):
             await context.write(reply)
     except cygrpc.ExecuteBatchError as error:
-        raise _Gone from error
+        raise _CallerDisconnected from error
     except TimeoutError as error:
         log.info("stream ended: peer does not read", peer=context.peer(), seconds=timeout_s)
-        raise _Unread(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
+        raise _NotRead(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
@@ -154,7 +154,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
     await context.abort(grpc_status(error), details, trailing_metadata=metadata)
 
 
-def expected(error: Exception) -> OutriderError:
+def as_outrider_error(error: Exception) -> OutriderError:
     """Return an OutriderError as it is; log any other and return one with its reference in the log."""
     if isinstance(error, OutriderError):
         return error

@@ -45,17 +45,17 @@ class Tenant:
         return f"{self.id}\0{given}" if self.id else given
 
 
-ANYBODY = Tenant()
-_HERE: ContextVar[Tenant] = ContextVar("tenant", default=ANYBODY)
+NO_TENANT = Tenant()
+_CURRENT: ContextVar[Tenant] = ContextVar("tenant", default=NO_TENANT)
 
 
-def act_for(tenant: Tenant) -> None:
+def set_tenant(tenant: Tenant) -> None:
     """Set the tenant of a call, in the call's own task, and add it to the task's log lines."""
-    _HERE.set(tenant)
+    _CURRENT.set(tenant)
     if tenant.id:
         bind_contextvars(tenant=tenant.id)
 
 
 def tenant() -> Tenant:
     """Return the tenant of this task's call."""
-    return _HERE.get()
+    return _CURRENT.get()

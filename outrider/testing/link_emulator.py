@@ -4,7 +4,7 @@
         ...  # connect to link.address, then call link.stall(), link.heal() or link.cut()
 
 From a shell: `python -m outrider.testing.link_emulator --to 127.0.0.1:50051
---delay-ms 20`. Order is kept. Data in flight waits for its own due time only,
+--delay-ms 20`. Order is kept. Data in transfer waits for its own due time only,
 so delay does not limit throughput. Delays are exact to about a millisecond,
 the resolution of asyncio's timers.
 """
@@ -38,7 +38,7 @@ class LinkShape:
     delay_ms: float = 0.0
     jitter_ms: float = 0.0  # added to the delay, uniform in [0, jitter_ms]
     bytes_per_s: float = 0.0  # shared by all connections; 0: no limit
-    window_bytes: int = 32 * 1024 * 1024  # in flight per connection
+    window_bytes: int = 32 * 1024 * 1024  # in transfer per connection
 
     def __post_init__(self) -> None:
         for name in ("delay_ms", "jitter_ms", "bytes_per_s"):
@@ -71,8 +71,8 @@ class EmulatedLink:
         self.shape = shape or LinkShape()
         self.host = listen_host
         self.port = listen_port
-        self.up = LinkLane()
-        self.down = LinkLane()
+        self.up = LinkDirection()
+        self.down = LinkDirection()
         self.accepted = 0
         self.random = random.Random(seed)
         self._target = (target_host, target_port)
@@ -148,20 +148,20 @@ class EmulatedLink:
             await self.flowing()  # one end reset or is unreachable; a stall hides that from the other
 
 
-class LinkLane:
+class LinkDirection:
     """One direction of a link: the time at which it is free, and its byte count."""
 
     def __init__(self) -> None:
         self.num_bytes = 0  # delivered
         self._free_at = 0.0
 
-    async def wait_for_room(self) -> None:
+    async def wait_for_budget(self) -> None:
         """Wait until a sender may send more; TCP's flow control does the rest."""
         loop = asyncio.get_running_loop()
         while (early := self._free_at - _AHEAD_S - loop.time()) > 0:
             await asyncio.sleep(early)
 
-    def book(self, size: int, link: EmulatedLink) -> float:
+    def reserve(self, size: int, link: EmulatedLink) -> float:
         """Reserve the link for this many bytes; return their arrival time."""
         shape = link.shape
         self._free_at = max(asyncio.get_running_loop().time(), self._free_at)
@@ -184,11 +184,11 @@ class _Pipe:
         """Forward until both directions have ended, or one has failed."""
         client = self._writers[0]
         self._writers.append(target)
-        flights = (
-            _Flight(self._link, self._link.up, from_client, target),
-            _Flight(self._link, self._link.down, from_target, client),
+        transfers = (
+            _Transfer(self._link, self._link.up, from_client, target),
+            _Transfer(self._link, self._link.down, from_target, client),
         )
-        jobs = [asyncio.create_task(job) for flight in flights for job in (flight.take(), flight.deliver())]
+        jobs = [asyncio.create_task(job) for transfer in transfers for job in (transfer.take(), transfer.deliver())]
         try:
             await asyncio.gather(*jobs)
             for writer in self._writers:
@@ -210,34 +210,34 @@ class _Pipe:
             self.task.cancel()
 
 
-class _Flight:
-    """Data in flight in one direction of one connection."""
+class _Transfer:
+    """Data in transfer in one direction of one connection."""
 
     def __init__(
-        self, link: EmulatedLink, lane: LinkLane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, link: EmulatedLink, direction: LinkDirection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._link = link
-        self._lane = lane
+        self._direction = direction
         self._reader = reader
         self._writer = writer
-        self._under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        self._in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         self._num_bytes = 0
-        self._room = asyncio.Event()
+        self._budget = asyncio.Event()
 
     async def take(self) -> None:
         """Read from the sender until its end, and queue each chunk with its due time."""
         data = b"-"
         while data:
-            await self._wait_for_room()
+            await self._wait_for_budget()
             data = await self._reader.read(self._link.shape.chunk)
             self._num_bytes += len(data)
-            self._under_way.put_nowait((self._lane.book(len(data), self._link), data))
+            self._in_flight.put_nowait((self._direction.reserve(len(data), self._link), data))
 
     async def deliver(self) -> None:
         """Write each chunk to the receiver when it is due, in order."""
         loop = asyncio.get_running_loop()
         while True:
-            due, data = await self._under_way.get()
+            due, data = await self._in_flight.get()
             if (early := due - loop.time()) > 0:
                 await asyncio.sleep(early)
             await self._link.flowing()
@@ -245,17 +245,17 @@ class _Flight:
                 self._writer.write_eof()
                 return
             self._writer.write(data)
-            self._lane.num_bytes += len(data)
+            self._direction.num_bytes += len(data)
             await self._writer.drain()
             self._num_bytes -= len(data)
-            self._room.set()
+            self._budget.set()
 
-    async def _wait_for_room(self) -> None:
+    async def _wait_for_budget(self) -> None:
         await self._link.flowing()
-        await self._lane.wait_for_room()
+        await self._direction.wait_for_budget()
         while self._num_bytes > self._link.shape.window_bytes - CHUNK:
-            self._room.clear()
-            await self._room.wait()
+            self._budget.clear()
+            await self._budget.wait()
 
 
 def main(

@@ -79,7 +79,7 @@ def make_model(
     return folder
 
 
-def respelt(folder: Path, source: Path) -> Path:
+def permuted_vocabulary(folder: Path, source: Path) -> Path:
     """Make a copy of a model that generates the same text with permuted token ids."""
     model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -17,7 +17,7 @@ from outrider.base.aio import until
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.speculation import FinishReason, TokenKind
-from outrider.testing.toy_models import byte_tokenizer, make_model, respelt
+from outrider.testing.toy_models import byte_tokenizer, make_model, permuted_vocabulary
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
 from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1, letters=LETTERS)
     draft = make_model(folder / "draft", seed=99, like=target, blur=0.05, letters=LETTERS)
-    respelt(folder / "respelt", draft)
+    permuted_vocabulary(folder / "permuted_vocabulary", draft)
     (folder / "ids.json").write_text(json.dumps(SOME))
     return folder
 
@@ -55,8 +55,8 @@ WAYS: dict[str, tuple[dict[str, str], int]] = {
     "suffix and model with branches": ({"kind": "suffix+model", "model": "draft"}, 3),
     "part of the vocabulary": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 1),
     "part of the vocabulary with branches": ({"kind": "model", "model": "draft", "draft_vocabulary": "ids.json"}, 2),
-    "another vocabulary": ({"kind": "translate", "model": "respelt"}, 1),
-    "suffix and another vocabulary": ({"kind": "suffix+translate", "model": "respelt"}, 3),
+    "another vocabulary": ({"kind": "translate", "model": "permuted_vocabulary"}, 1),
+    "suffix and another vocabulary": ({"kind": "suffix+translate", "model": "permuted_vocabulary"}, 3),
 }
 
 
@@ -152,6 +152,6 @@ async def test_modes_with_probabilities_run(home: Home, way: str, mode: int) -> 
 
 async def test_another_vocabulary_is_refused_without_the_targets_tokenizer(home: Home, folder: Path) -> None:
     async with drafter_serving(
-        kind="model", model=str(folder / "respelt"), device="cpu", threads=1, coordinators=home._address
+        kind="model", model=str(folder / "permuted_vocabulary"), device="cpu", threads=1, coordinators=home._address
     ):
         assert not await until(lambda: len(home._service.sessions.worker_pool.connections()) > 1, 1.0)

@@ -14,10 +14,10 @@ from coordinator.admission.byte_budget import ByteBudget, ByteShare
 from coordinator.api.http.connections import KNOWN
 from coordinator.api.http.failures import respond
 from outrider.base.aio import background
-from outrider.observability.request_context import REQUEST_ID, take_up
+from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.security.api_keys import HEADER, ApiKeys
-from outrider.security.tenants import act_for
+from outrider.security.tenants import set_tenant
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = take_up(Headers(scope=scope).items(), first=True)
+        context = bind_context(Headers(scope=scope).items(), first=True)
         status, started = 0, time.monotonic()
 
         async def send_on(message: Message) -> None:
@@ -70,13 +70,13 @@ class KeyAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            holder = self._keys.holder(Headers(scope=scope).get(HEADER))
+            holder = self._keys.tenant_of(Headers(scope=scope).get(HEADER))
             if holder is None and scope["path"] not in self._open:
                 error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
                 await respond(error)(scope, receive, send)
                 return
             if holder is not None:
-                act_for(holder)
+                set_tenant(holder)
                 scope[KNOWN] = True
         await self._app(scope, receive, send)
 

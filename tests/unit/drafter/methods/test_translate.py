@@ -21,7 +21,7 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.testing.toy_models import EOS, byte_tokenizer, respelt
+from outrider.testing.toy_models import EOS, byte_tokenizer, permuted_vocabulary
 from tests.conftest import Models
 
 TEXT = (
@@ -279,7 +279,7 @@ def test_a_model_with_the_targets_vocabulary_needs_no_translation(models: Models
 
 
 def test_a_real_model_of_other_ids_says_what_the_same_model_says(models: Models, tmp_path: Path) -> None:
-    other = respelt(tmp_path / "model", models.draft)
+    other = permuted_vocabulary(tmp_path / "model", models.draft)
     drafter, plain = made(other, models.target), made(models.draft, models.draft)
     assert isinstance(drafter, TranslatingDrafter)
     assert drafter.info.vocabulary_digest == plain.info.vocabulary_digest

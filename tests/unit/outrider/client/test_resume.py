@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.client.events import Finished, Started, Tokens, request_of, whole
+from outrider.client.events import Finished, Started, Tokens, collect, make_request
 from outrider.client.resume import RESUME_FOR_S, EndpointRotation, StreamProgress
 from outrider.protocol.errors import Overloaded, PeerLost
 from outrider.protocol.sampling_params import SamplingParams
@@ -25,13 +25,13 @@ def complete(tokens: int) -> pb.GenerateReply:
 
 
 def asked(endpoints: int = 1) -> StreamProgress:
-    return StreamProgress(request_of("Hello", {"params": SamplingParams(seed=7)}), endpoints)
+    return StreamProgress(make_request("Hello", {"params": SamplingParams(seed=7)}), endpoints)
 
 
 def test_what_was_never_heard_of_is_sent_again_as_it_was() -> None:
     progress = asked()
     first = progress.request()
-    assert progress.may_go_on(0.0)
+    assert progress.may_retry(0.0)
     assert progress.request() == first
     assert first.idempotency_key, "or it would be generated twice"
 
@@ -41,7 +41,7 @@ def test_goes_on_from_the_tokens_at_hand() -> None:
     progress.request()
     assert isinstance(progress.take(STARTED), Started)
     assert isinstance(progress.take(chunk(0, 5, 6)), Tokens)
-    assert progress.may_go_on(0.0)
+    assert progress.may_retry(0.0)
     assert progress.request() == pb.ResumeRequest(session_id="s", from_position=2, tail=[5, 6])
     assert progress.take(STARTED) is None, "told once"
     assert isinstance(progress.take(chunk(2, 7)), Tokens)
@@ -71,7 +71,7 @@ def test_gives_up_soon_when_nobody_ever_answered(endpoints: int) -> None:
     while True:
         progress.request()
         tries += 1
-        if not progress.may_go_on(0.0):
+        if not progress.may_retry(0.0):
             break
     assert tries == 2 + endpoints
 
@@ -80,11 +80,11 @@ def test_gives_up_when_nothing_more_comes_for_long() -> None:
     progress = asked()
     progress.request()
     progress.take(STARTED)
-    assert progress.may_go_on(100.0)
+    assert progress.may_retry(100.0)
     for now in (100.0, 110.0, 100.0 + RESUME_FOR_S):
         progress.request()
-        assert progress.may_go_on(now)
-    assert not progress.may_go_on(100.0 + RESUME_FOR_S + 0.1)
+        assert progress.may_retry(now)
+    assert not progress.may_retry(100.0 + RESUME_FOR_S + 0.1)
 
 
 def test_every_token_buys_new_time() -> None:
@@ -93,7 +93,7 @@ def test_every_token_buys_new_time() -> None:
     for now in (0.0, 29.0, 58.0, 87.0):
         progress.request()
         progress.take(chunk(0, 1))
-        assert progress.may_go_on(now)
+        assert progress.may_retry(now)
 
 
 def test_many_streams_that_break_at_once_leave_together() -> None:
@@ -109,7 +109,7 @@ def test_many_streams_that_break_at_once_leave_together() -> None:
 def test_whole_is_all_of_it() -> None:
     progress = asked()
     replies = [progress.take(reply) for reply in (STARTED, chunk(0, 5, 6), chunk(2, 7), complete(3))]
-    made = whole(reply for reply in replies if reply is not None)
+    made = collect(reply for reply in replies if reply is not None)
     assert (made.text, made.token_ids, made.started.seed) == ("xxx!", (5, 6, 7), 7)
     with pytest.raises(PeerLost):
-        whole(reply for reply in replies[:-1] if reply is not None)
+        collect(reply for reply in replies[:-1] if reply is not None)

@@ -66,7 +66,7 @@ def test_several_sets_live_in_one_process() -> None:
 
 def test_a_plain_verdict_is_no_draft() -> None:
     metrics = CoordinatorMetrics(WAYS)
-    metrics.of("target").judged(verdict(tokens=1), 0, "plain")
+    metrics.of("target").record_verdict(verdict(tokens=1), 0, "plain")
     assert value(metrics, "generation_tokens_total", model_name="target") == 1
     assert value(metrics, "spec_decode_num_drafts_total", model_name="target") == 0
     assert value(metrics, "plan_steps_total", model_name="target", way="plain") == 1
@@ -78,7 +78,7 @@ def test_verdicts_are_counted_by_position() -> None:
     metrics = CoordinatorMetrics(WAYS)
     target = metrics.of("target")
     for offered, accepted in ((4, 4), (4, 2), (3, 0), (1, 1)):
-        target.judged(verdict(tokens=accepted + 1, offered=offered, accepted=accepted), 4, "in turns")
+        target.record_verdict(verdict(tokens=accepted + 1, offered=offered, accepted=accepted), 4, "in turns")
 
     def at(name: str) -> list[float | None]:
         name = f"spec_decode_num_{name}_tokens_per_pos_total"
@@ -95,7 +95,7 @@ def test_verdicts_are_counted_by_position() -> None:
 
 def test_an_absurd_verdict_does_not_stall_who_looks() -> None:
     metrics = CoordinatorMetrics(WAYS)
-    metrics.of("target").judged(verdict(tokens=1, offered=2**40, accepted=2**40), 1, "plain")
+    metrics.of("target").record_verdict(verdict(tokens=1, offered=2**40, accepted=2**40), 1, "plain")
     positions = {
         sample.labels["position"]
         for family in families(metrics)
@@ -119,9 +119,9 @@ def test_what_may_come_is_there_from_the_start() -> None:
 
 def test_refusals_are_counted_and_go_on() -> None:
     metrics = VerifierMetrics("target")
-    with pytest.raises(Overloaded), metrics.refusals():
+    with pytest.raises(Overloaded), metrics.count_refusals():
         raise Overloaded("full")
-    with pytest.raises(KeyError), metrics.refusals():
+    with pytest.raises(KeyError), metrics.count_refusals():
         raise KeyError
     assert value(metrics, "verifier_sessions_refused_total", code="overloaded") == 1
     assert sum(value(metrics, "verifier_sessions_refused_total", code=code) or 0 for code in KINDS) == 1

@@ -9,8 +9,8 @@ from typing import TypeVar
 import pytest
 from structlog.contextvars import get_contextvars
 
-from outrider.observability.request_context import REQUEST_ID, RequestContext, current, take_up
-from outrider.observability.tracing import UNSEEN, Span
+from outrider.observability.request_context import REQUEST_ID, RequestContext, bind_context, current
+from outrider.observability.tracing import NO_SPAN, Span
 
 T = TypeVar("T")
 TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "a=b"}
@@ -23,10 +23,10 @@ def apart(function: Callable[[], T]) -> T:
 
 def test_what_came_is_taken_up_bound_to_the_logs_and_sent_on() -> None:
     def call() -> None:
-        origin = take_up([(REQUEST_ID, "r-1"), *TRACE.items(), ("user-agent", "x"), ("key-bin", b"\x00")])
+        origin = bind_context([(REQUEST_ID, "r-1"), *TRACE.items(), ("user-agent", "x"), ("key-bin", b"\x00")])
         assert origin == current() == RequestContext("r-1", TRACE)
         assert get_contextvars() == {"request_id": "r-1"}
-        assert dict(origin.metadata(UNSEEN)) == {REQUEST_ID: "r-1", **TRACE}, "untraced here, it goes on all the same"
+        assert dict(origin.metadata(NO_SPAN)) == {REQUEST_ID: "r-1", **TRACE}, "untraced here, it goes on all the same"
 
     apart(call)
     assert current() == RequestContext()
@@ -42,14 +42,14 @@ def test_a_traced_hop_is_told_of_our_span() -> None:
 
 
 def test_the_first_edge_names_what_has_no_name() -> None:
-    one, other = (apart(lambda: take_up((), first=True).request_id) for _ in range(2))
+    one, other = (apart(lambda: bind_context((), first=True).request_id) for _ in range(2))
     assert one
     assert other
     assert one != other
-    assert apart(lambda: take_up(()).request_id) == "", "a worker makes nothing up"
+    assert apart(lambda: bind_context(()).request_id) == "", "a worker makes nothing up"
 
 
 @pytest.mark.parametrize("forged", ["", "two words", "line\nbreak", "ü", "x" * 129, "\x1b[31m"])
 def test_an_id_that_would_spoil_a_log_is_not_taken(forged: str) -> None:
-    assert apart(lambda: take_up([(REQUEST_ID, forged)]).request_id) == ""
-    assert apart(lambda: take_up([(REQUEST_ID, forged)], first=True).request_id) not in ("", forged)
+    assert apart(lambda: bind_context([(REQUEST_ID, forged)]).request_id) == ""
+    assert apart(lambda: bind_context([(REQUEST_ID, forged)], first=True).request_id) not in ("", forged)

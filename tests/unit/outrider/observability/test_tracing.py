@@ -8,17 +8,17 @@ import sys
 
 import pytest
 
-from outrider.observability.tracing import FLUSH_S, OFF, UNSEEN, tracing_to
+from outrider.observability.tracing import FLUSH_S, NO_SPAN, OFF, make_tracing
 from outrider.protocol.errors import StartupError
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 def test_without_an_endpoint_nothing_is_traced_and_nothing_loaded() -> None:
-    assert tracing_to("", "coordinator") is OFF
+    assert make_tracing("", "coordinator") is OFF
     span = OFF.start("generate", PARENT, {})
-    assert span is UNSEEN
-    assert span.child("verify", {}) is UNSEEN
+    assert span is NO_SPAN
+    assert span.child("verify", {}) is NO_SPAN
     assert span.carrier() == {}
     imports = "outrider.observability.span_events, outrider.observability.request_context"
     script = f"import sys, {imports}; assert 'opentelemetry' not in sys.modules"
@@ -28,7 +28,7 @@ def test_without_an_endpoint_nothing_is_traced_and_nothing_loaded() -> None:
 @pytest.mark.parametrize("endpoint", ["collector:4318", "grpc://collector:4317", "http://", "4318"])
 def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
     with pytest.raises(StartupError, match=r"otlp_endpoint is .*http://collector:4318"):
-        tracing_to(endpoint, "coordinator")
+        make_tracing(endpoint, "coordinator")
 
 
 def test_without_opentelemetry_an_endpoint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_without_opentelemetry_an_endpoint_says_what_to_install(monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(StartupError, match=r"pip install 'outrider\[tracing\]'"):
-        tracing_to("http://127.0.0.1:4318", "coordinator")
+        make_tracing("http://127.0.0.1:4318", "coordinator")
 
 
 def test_a_collector_that_does_not_answer_does_not_keep_a_service_from_leaving() -> None:
@@ -46,9 +46,9 @@ def test_a_collector_that_does_not_answer_does_not_keep_a_service_from_leaving()
         silent.listen()
         script = f"""
 import asyncio, time
-from outrider.observability.tracing import tracing_to
+from outrider.observability.tracing import make_tracing
 async def leave():
-    tracing = tracing_to("http://127.0.0.1:{silent.getsockname()[1]}", "coordinator")
+    tracing = make_tracing("http://127.0.0.1:{silent.getsockname()[1]}", "coordinator")
     for _ in range(2000):
         tracing.start("generate", {{}}, {{}}).end()
     began = time.monotonic()
@@ -61,7 +61,7 @@ asyncio.run(leave())
 
 
 async def test_spans_carry_the_trace_that_they_belong_to() -> None:
-    tracing = tracing_to("http://127.0.0.1:1/", "coordinator")
+    tracing = make_tracing("http://127.0.0.1:1/", "coordinator")
     span = tracing.start("generate", PARENT, {"outrider.session_id": "s"})
     child = span.child("verify", {})
     trace, parent = PARENT["traceparent"].split("-")[1:3]

@@ -17,7 +17,7 @@ from outrider.protocol.errors import KINDS, STATUS, StartupError, Unauthenticate
 from outrider.security.api_keys import ApiKeys, bearer
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
-from outrider.security.tenants import ANYBODY, Tenant, TenantLimits
+from outrider.security.tenants import NO_TENANT, Tenant, TenantLimits
 
 NOWHERE = "redis://127.0.0.1:1"
 
@@ -146,17 +146,17 @@ def test_a_key_has_a_holder(tmp_path: Path) -> None:
         "max_sessions=8\nbare:with=signs==\nbatch: other tokens_per_minute=1000\n"
     )
     keys = ApiKeys.parse(f"@{file}", "api_keys")
-    web = keys.holder("Bearer s3cret")
+    web = keys.tenant_of("Bearer s3cret")
     assert web is not None
     assert (web.id, web.limits) == ("web", TenantLimits(requests_per_minute=60, max_sessions=8))
-    assert keys.holder("Bearer n3wer") == web, "a key can be changed without becoming somebody else"
-    bare = keys.holder("Bearer bare:with=signs==")
+    assert keys.tenant_of("Bearer n3wer") == web, "a key can be changed without becoming somebody else"
+    bare = keys.tenant_of("Bearer bare:with=signs==")
     assert bare is not None
     assert bare.id == "key-" + hashlib.sha256(b"bare:with=signs==").hexdigest()[:12]
-    assert keys.holder("Bearer web: s3cret") is None
-    assert keys.holder("Bearer nobody's") is None
+    assert keys.tenant_of("Bearer web: s3cret") is None
+    assert keys.tenant_of("Bearer nobody's") is None
     assert keys.first == "s3cret"
-    assert ApiKeys().holder(None) == ANYBODY
+    assert ApiKeys().tenant_of(None) == NO_TENANT
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_what_belongs_to_a_tenant_has_other_names_than_another_s() -> None:
     one, other = Tenant("one"), Tenant("other")
     assert len({one.salt(""), one.salt("x"), other.salt(""), other.salt("x"), "", "x"}) == 6
     assert one.idempotency_key("k") != other.idempotency_key("k")
-    assert (ANYBODY.salt("x"), ANYBODY.idempotency_key("k")) == ("x", "k"), "without keys nothing changes"
+    assert (NO_TENANT.salt("x"), NO_TENANT.idempotency_key("k")) == ("x", "k"), "without keys nothing changes"

@@ -135,6 +135,6 @@ def test_lines_are_vllm_s_to_the_letter() -> None:
 @pytest.mark.parametrize("length", [MAX_GAMMA, 2**40])
 def test_there_are_no_more_positions_than_a_guess_may_have(length: int) -> None:
     metrics = CoordinatorMetrics(Mode)
-    metrics.of("target").judged(Verdict(7, (1,), length, TokenKind.BONUS, length), 1, Mode.PLAIN)
+    metrics.of("target").record_verdict(Verdict(7, (1,), length, TokenKind.BONUS, length), 1, Mode.PLAIN)
     page = metrics.render()[0].decode()
     assert len(re.findall(r"^vllm:spec_decode_num_accepted_tokens_per_pos_total\{", page, re.M)) == MAX_GAMMA
