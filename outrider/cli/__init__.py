@@ -1,1 +1,1 @@
-"""The command line `outrider`: start it, talk to it, look after it. `app` is where it begins."""
+"""The command line `outrider`: start services, send requests, check the machine. Its entry point is `app`."""

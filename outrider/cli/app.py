@@ -1,4 +1,4 @@
-"""The commands of `outrider` and what they have in common."""
+"""The commands of `outrider`, and its error handling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     help="Disaggregated, lossless speculative decoding: a drafter guesses, a verifier checks, a coordinator streams."
     "\n\n"
     'Start with `outrider up`, then `outrider generate "Hello"` in another terminal. Every flag has an environment '
-    "twin: --max-tokens is OUTRIDER_MAX_TOKENS.",
+    "variable: --max-tokens is OUTRIDER_MAX_TOKENS.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,23 +48,23 @@ def serve(
     context: typer.Context,
     service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")],
 ) -> None:
-    """Run one service in the foreground: `outrider serve verifier --target ...`; its own flags follow its name.
+    """Run one service in the foreground: `outrider serve verifier --target ...`; its flags follow its name.
 
     `outrider serve verifier --help` lists them.
     """
     if service not in ("verifier", "drafter", "coordinator"):
-        raise typer.BadParameter(f"{service!r} is no service: verifier, drafter or coordinator")
-    # Replaced, not wrapped: signals reach the service itself.
+        raise typer.BadParameter(f"{service!r} is not a service: verifier, drafter or coordinator")
+    # Replace this process, so that signals reach the service.
     os.execv(sys.executable, [sys.executable, "-m", service, *context.args])  # noqa: S606
 
 
 @models_app.command()
 def fetch() -> None:
-    """Download and prepare the default pair, so that starting takes seconds. Does nothing when it is there."""
+    """Download and prepare the default pair, so that a start takes seconds. Do nothing if it exists."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     if (default_path() / "config.json").is_file():
-        typer.echo(f"{default_path()} is there already")
+        typer.echo(f"{default_path()} already exists")
         return
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         task = progress.add_task("looking", total=None)
@@ -80,7 +80,7 @@ def show_version() -> None:
 
 
 def main() -> None:
-    """Entry point of the `outrider` command."""
+    """Run the `outrider` command."""
     try:
         app(prog_name="outrider")
     except PeerLost as error:

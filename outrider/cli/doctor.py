@@ -1,4 +1,4 @@
-"""`outrider doctor`: is this machine fit, and what to do where it is not."""
+"""`outrider doctor`: checks of this machine, with advice for each failure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def doctor(
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
     target: Annotated[str, options.option("--target", "Target model to look for.")] = DEFAULT,
-    port: Annotated[int, options.option("--port", "Port that `outrider up` would take.")] = 50050,
+    port: Annotated[int, options.option("--port", "Port to check for `outrider up`.")] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
     client = options.connect(
@@ -76,7 +76,7 @@ def _python() -> Iterator[Finding]:
 
 def _torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding("torch", "note", "not installed", "workers need it: pip install 'outrider[models]'")
+        yield Finding("torch", "note", "not installed", "required by workers: pip install 'outrider[models]'")
         return
     torch = importlib.import_module("torch")
     yield Finding("torch", "ok", torch.__version__)
@@ -96,9 +96,9 @@ def _kernels() -> Iterator[Finding]:
     try:
         build.library()
     except build.NoCompiler as error:
-        yield Finding("kernels", "note", str(error), "for full speed on a CPU install one (Debian: gcc)")
+        yield Finding("kernels", "note", str(error), "install one for full speed on a CPU (Debian: gcc)")
         return
-    yield Finding("kernels", "ok", "the fast engine for CPUs can run here")
+    yield Finding("kernels", "ok", "the native engine can run here")
 
 
 def _memory() -> Iterator[Finding]:
@@ -124,9 +124,9 @@ def _models(target: str) -> Iterator[Finding]:
     try:
         path = locate(target, lambda _: None)
     except StartupError as error:
-        yield Finding("target", "bad", error.message, "name an existing path, or a hub id")
+        yield Finding("target", "bad", error.message, "use an existing path, or a hub id")
         return
-    text = str(path) if not isinstance(path, str) else f"{path} is taken for a hub id"
+    text = str(path) if not isinstance(path, str) else f"{path} is used as a hub id"
     yield Finding("target", "ok", text)
 
 
@@ -139,9 +139,9 @@ def _redis() -> Iterator[Finding]:
             redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2).ping()
         except (redis.RedisError, OSError, ValueError) as error:
             advice = "start it, or unset REDIS_URL to use the embedded one"
-            yield Finding("redis", "bad", f"{_without_password(url)}: {error}", advice)
+            yield Finding("redis", "bad", f"{_redacted(url)}: {error}", advice)
             return
-        yield Finding("redis", "ok", _without_password(url))
+        yield Finding("redis", "ok", _redacted(url))
         return
     try:
         with embedded_redis() as own:
@@ -152,7 +152,7 @@ def _redis() -> Iterator[Finding]:
     yield Finding("redis", "ok", "embedded (no REDIS_URL): starts and answers")
 
 
-def _without_password(url: str) -> str:
+def _redacted(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
@@ -173,12 +173,12 @@ def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
         try:
             server = client.server()
         except Unauthenticated as error:
-            yield Finding("coordinator", "bad", f"{endpoint}: {error.message}", "give it with --api-key")
+            yield Finding("coordinator", "bad", f"{endpoint}: {error.message}", "set --api-key")
             return
         except OutriderError:
             yield Finding("coordinator", "note", f"none at {endpoint}", "start one: outrider up")
             return
-    durable = "sessions are durable" if server.durable else "Redis does not answer it"
+    durable = "sessions are durable" if server.durable else "its Redis does not answer"
     yield Finding(
         "coordinator", "ok" if server.durable else "bad", f"{endpoint}, {server.sessions} sessions, {durable}"
     )

@@ -1,4 +1,4 @@
-"""Options that several commands share: each flag with its environment twin."""
+"""Options of several commands, each with its environment variable."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from outrider.security.tls import Tls
 
 
 def option(flag: str, text: str, **more: Any) -> Any:
-    """A flag and its twin: --max-tokens and OUTRIDER_MAX_TOKENS."""
+    """Return an option with its environment variable: --max-tokens and OUTRIDER_MAX_TOKENS."""
     names = [flag, *more.pop("short", [])]
     first = flag.split("/")[0].removeprefix("--")
     return typer.Option(*names, envvar=PREFIX + first.upper().replace("-", "_"), help=text, **more)
 
 
 Endpoint = Annotated[
-    str, option("--endpoint", "host:port of the coordinator; several, separated by commas, are tried in turn.")
+    str, option("--endpoint", "host:port of the coordinator, or several separated by commas, tried in turn.")
 ]
-ApiKey = Annotated[str, option("--api-key", "Key that the coordinator asks for, or @FILE.")]
+ApiKey = Annotated[str, option("--api-key", "API key for the coordinator, or @FILE.")]
 TlsCa = Annotated[
     str,
-    option("--tls-ca", "PEM file: who must have signed the coordinator's certificate; system: a public authority."),
+    option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public authorities."),
 ]
-TlsCert = Annotated[str, option("--tls-cert", "PEM file: our own certificate, where the coordinator asks for one.")]
+TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
 TlsKey = Annotated[str, option("--tls-key", "PEM file: the key to --tls-cert.")]
 TlsName = Annotated[
-    str, option("--tls-name", "Name that the coordinator's certificate must hold; default: the host in --endpoint.")
+    str, option("--tls-name", "Name in the coordinator's certificate. Default: the host in --endpoint.")
 ]
-MaxTokens = Annotated[int, option("--max-tokens", "Most tokens to generate.")]
-Temperature = Annotated[float, option("--temperature", "0 is greedy: always the likeliest token.")]
-TopK = Annotated[int, option("--top-k", "Draw from this many likeliest tokens; 0: all.")]
-TopP = Annotated[float, option("--top-p", "Draw from the likeliest tokens that hold this much probability.")]
-MinP = Annotated[float, option("--min-p", "Leave out tokens below this share of the likeliest one's probability.")]
+MaxTokens = Annotated[int, option("--max-tokens", "Maximum number of tokens to generate.")]
+Temperature = Annotated[float, option("--temperature", "0 is greedy: the most likely token.")]
+TopK = Annotated[int, option("--top-k", "Draw from this many most likely tokens; 0: all.")]
+TopP = Annotated[float, option("--top-p", "Draw from the most likely tokens with this total probability.")]
+MinP = Annotated[float, option("--min-p", "Exclude tokens below this share of the highest probability.")]
 Seed = Annotated[
-    int | None, option("--seed", "Same seed, same text (not in rejection and block mode). Drawn if absent.")
+    int | None, option("--seed", "Equal seeds give equal text (not in rejection and block mode). Default: random.")
 ]
 Gamma = Annotated[
-    int | None, option("--gamma", "Fix γ, the tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
+    int | None, option("--gamma", "Fix γ, the number of tokens guessed ahead; 0 is plain decoding. Default: adaptive.")
 ]
 Branches = Annotated[
-    int | None, option("--branches", "Fix how many guesses stand beside each other. Default: adaptive.", min=1)
+    int | None, option("--branches", "Fix the number of guesses per position. Default: adaptive.", min=1)
 ]
 Ahead = Annotated[
     bool | None,
-    option("--ahead/--in-turns", "Whether the drafter goes on while its guesses are checked. Default: adaptive."),
+    option("--ahead/--in-turns", "Let the drafter continue while its guesses are checked, or wait. Default: adaptive."),
 ]
 Explain = Annotated[
-    bool, option("--explain", "Say at the end what γ control expected of each way to speculate, and what came true.")
+    bool, option("--explain", "Print expected and measured throughput of each speculation plan at the end.")
 ]
-Drafter = Annotated[str, option("--drafter", "Only drafters of this kind: suffix, model, ... Default: any.")]
+Drafter = Annotated[str, option("--drafter", "Use only drafters of this kind: suffix, model, ... Default: any.")]
 Mode = Annotated[
     str | None,
     option("--verification", "greedy, coupled, rejection or block. Default: greedy at temperature 0, else coupled."),
 ]
-Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; may be given several times.")]
+Stop = Annotated[list[str] | None, option("--stop", "End the text before this string; repeatable.")]
 JsonSchema = Annotated[
-    str, option("--json-schema", "Only JSON that this JSON schema describes: a file, or the schema itself.")
+    str, option("--json-schema", "Generate only JSON that matches this JSON schema: a file, or the schema itself.")
 ]
-JsonObject = Annotated[bool, option("--json-object", "Only a JSON object, any.")]
-Regex = Annotated[str, option("--regex", "Only text that all of this regular expression matches.")]
-ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by what became of the guesses.")]
-Plain = Annotated[bool, option("--plain", "Switch speculation off; the same as --gamma 0.")]
+JsonObject = Annotated[bool, option("--json-object", "Generate only a JSON object.")]
+Regex = Annotated[str, option("--regex", "Generate only text that this whole regular expression matches.")]
+ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by kind: accepted, recovered, bonus or plain.")]
+Plain = Annotated[bool, option("--plain", "Disable speculation; the same as --gamma 0.")]
 
 
 def connect(
@@ -81,7 +81,7 @@ def connect(
     tls_name: str,
     timeout_s: float | None = None,
 ) -> Client:
-    """A client of the coordinators that the flags name."""
+    """Return a client of the coordinators given by the flags."""
     return Client(
         endpoint.split(","),
         timeout_s=timeout_s,
@@ -102,7 +102,7 @@ def sampling(
     stop: list[str] | None,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """What the flags ask for, checked before anything is sent."""
+    """Return validated sampling parameters from the flags."""
     mode = None
     if verification is not None:
         names = [kind.name.lower() for kind in Verification]
@@ -125,7 +125,7 @@ def sampling(
 
 
 def output_form(json_schema: str, json_object: bool, regex: str) -> Grammar | None:
-    """What the flags ask the output to be; None: any text."""
+    """Return the grammar given by the flags; None: any text."""
     if not (json_schema or json_object or regex):
         return None
     if json_schema and not json_schema.lstrip().startswith("{"):

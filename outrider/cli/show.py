@@ -1,4 +1,4 @@
-"""How tokens, speeds and stages look in a terminal."""
+"""Display of tokens, statistics and results in a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LEGEND = Text.assemble(("accepted", "green"), " ", ("recovered", "red"), " ", ("
 
 
 def show_tokens(console: Console, tokens: Tokens, *, colour: bool) -> None:
-    """A chunk of text as it arrives, coloured by what became of the guesses if so wished."""
+    """Print a chunk of text, with `colour` coloured by kind of token."""
     text: Text | str = coloured(tokens, console) if colour else escaped(tokens.text, console)
     console.print(text, end="", soft_wrap=True, markup=False, highlight=False)
 
 
 def escaped(text: str, console: Console) -> str:
-    """What a model wrote must not command a terminal; what is piped elsewhere is handed on as it is."""
+    """Return text with control characters escaped for a terminal; piped output stays unchanged."""
     return printable(text) if console.is_terminal else text
 
 
@@ -45,7 +45,7 @@ def coloured(tokens: Tokens, console: Console) -> Text:
 
 
 def summary(stats: GenerationStats, finished: Finished) -> str:
-    """One line on what a request cost and what speculation did for it."""
+    """Return one line with the timings of a request and the effect of speculation."""
     line = (
         f"{finished.output_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
         f"first after {stats.time_to_first_token_ms:.0f} ms · {stats.steps} steps"
@@ -59,8 +59,8 @@ def summary(stats: GenerationStats, finished: Finished) -> str:
 
 
 def explanation(stats: GenerationStats) -> Table:
-    """What γ control expected of each way to speculate, and what came true."""
-    table = Table("plan", "steps", "expected tokens/s", "came true", title="γ control", title_justify="left")
+    """Return a table of the expected and measured throughput of each speculation plan."""
+    table = Table("plan", "steps", "expected tokens/s", "measured", title="γ control", title_justify="left")
     for share in stats.plans:
         table.add_row(
             share.plan,
@@ -72,7 +72,7 @@ def explanation(stats: GenerationStats) -> Table:
 
 
 def as_json(generation: Generation) -> dict[str, Any]:
-    """A generation for machines."""
+    """Return a generation as JSON values."""
     finished = generation.finished
     return {
         "text": generation.text,

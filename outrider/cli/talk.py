@@ -42,11 +42,9 @@ def generate(
     json_schema: options.JsonSchema = "",
     json_object: options.JsonObject = False,
     regex: options.Regex = "",
-    chat: Annotated[
-        bool, options.option("--chat/--raw", "Send as a chat message through the template, or as it is.")
-    ] = False,
-    system: Annotated[str, options.option("--system", "System message that goes before the prompt with --chat.")] = "",
-    timeout_s: Annotated[float | None, options.option("--timeout-s", "Give up after this many seconds.")] = None,
+    chat: Annotated[bool, options.option("--chat/--raw", "Send through the chat template, or unchanged.")] = False,
+    system: Annotated[str, options.option("--system", "System message before the prompt, with --chat.")] = "",
+    timeout_s: Annotated[float | None, options.option("--timeout-s", "Time limit in seconds.")] = None,
     as_json_: Annotated[bool, options.option("--json", "Print one JSON object at the end.")] = False,
     show_guesses: options.ShowGuesses = False,
     explain: options.Explain = False,
@@ -54,7 +52,7 @@ def generate(
 ) -> None:
     """Generate from a prompt and stream the text.
 
-    The text is the target model's own, whatever drafts it: --gamma and --plain change the speed only.
+    The text is the target model's own with every drafter: --gamma and --plain change the speed only.
     """
     params = options.sampling(
         max_tokens=max_tokens,
@@ -108,7 +106,7 @@ def chat(
     show_guesses: options.ShowGuesses = False,
     plain: options.Plain = False,
 ) -> None:
-    """Chat with the target. /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
+    """Chat with the target. /reset clears the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
     params = options.sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -126,7 +124,7 @@ def chat(
         endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name
     ) as client:
         console.print(Text.assemble((printable(client.model().name), "bold"), "  /reset  /exit"))
-        while (line := _ask(console)) is not None:
+        while (line := _read_line(console)) is not None:
             if line == "/reset":
                 history = list(opening)
                 continue
@@ -137,8 +135,8 @@ def chat(
             history.append(("assistant", _stream(client, request, colour=show_guesses)))
 
 
-def _ask(console: Console) -> str | None:
-    """A line from the user; None: they leave."""
+def _read_line(console: Console) -> str | None:
+    """Return a line from the user; None: exit."""
     try:
         line = console.input("[bold green]you>[/bold green] ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -147,7 +145,7 @@ def _ask(console: Console) -> str | None:
 
 
 def _stream(client: Client, request: dict[str, Any], *, colour: bool, explain: bool = False) -> str:
-    """Show an output as it comes; the text."""
+    """Print an output as it arrives; return its text."""
     out, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     if colour:
         notes.print(LEGEND)

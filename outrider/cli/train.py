@@ -1,4 +1,4 @@
-"""`outrider train`: make a drafter for a target."""
+"""`outrider train`: train a drafter for a target."""
 
 from __future__ import annotations
 
@@ -29,38 +29,36 @@ if TYPE_CHECKING:
 
 
 def train(
-    method: Annotated[str, Argument(help="What to make: eagle, medusa, early-exit or distill.")],
-    out: Annotated[Path, option("--out", "Folder for the drafter; a run that was cut off goes on there.")],
-    target: Annotated[str, option("--target", "Whom it drafts for: a directory, a .gguf file, a hub id.")] = DEFAULT,
+    method: Annotated[str, Argument(help="Method: eagle, medusa, early-exit or distill.")],
+    out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
+    target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
     prompts: Annotated[
         Path | None,
-        option("--prompts", "JSON lines with `prompt`: what users ask. Default: the list that comes along."),
+        option("--prompts", "JSON lines with `prompt`. Default: the included list."),
     ] = None,
-    examples: Annotated[int, option("--examples", "Texts the target writes; 0: one per prompt.", min=0)] = 0,
-    max_tokens: Annotated[int, option("--max-tokens", "Longest text it writes.", min=8)] = 160,
-    tokens: Annotated[
-        int, option("--tokens", "Tokens to learn from, each time one is seen again counted again.", min=1)
-    ] = 5_000_000,
-    vocabulary: Annotated[int, option("--vocabulary", "Ids that are drafted: the most frequent ones.", min=16)] = 8192,
-    layers: Annotated[int, option("--layers", "Decoder layers that are trained; medusa has none.", min=1)] = 1,
-    heads: Annotated[int, option("--heads", "Heads of a medusa: tokens ahead.", min=1, max=16)] = 4,
-    exit_layers: Annotated[
-        int, option("--exit-layers", "First layers of the target that an early exit keeps.", min=1)
-    ] = 4,
-    hidden: Annotated[int, option("--hidden", "Width of a distilled model.", min=32)] = 192,
-    unroll: Annotated[int, option("--unroll", "Steps ahead that an eagle learns together.", min=1, max=8)] = 3,
-    learning_rate: Annotated[float, option("--learning-rate", "At its highest.", min=1e-7, max=1.0)] = 1e-3,
-    seed: Annotated[int, option("--seed", "Same seed, same data and same order.", min=0)] = 0,
+    examples: Annotated[int, option("--examples", "Texts that the target generates; 0: one per prompt.", min=0)] = 0,
+    max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
+    tokens: Annotated[int, option("--tokens", "Training tokens, counted again in each epoch.", min=1)] = 5_000_000,
+    vocabulary: Annotated[
+        int, option("--vocabulary", "Number of token ids to draft, the most frequent ones.", min=16)
+    ] = 8192,
+    layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
+    heads: Annotated[int, option("--heads", "Heads of medusa, one per token ahead.", min=1, max=16)] = 4,
+    exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
+    hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
+    unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle.", min=1, max=8)] = 3,
+    learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
+    seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
     data_folder: Annotated[
-        Path | None, option("--data", "Where the target's texts are kept. Default: training/data in OUTRIDER_HOME.")
+        Path | None, option("--data", "Folder of the target's texts. Default: training/data in OUTRIDER_HOME.")
     ] = None,
-    restart: Annotated[bool, option("--restart", "Begin anew, whatever lies in the folder.")] = False,
+    restart: Annotated[bool, option("--restart", "Start anew and ignore an interrupted run.")] = False,
 ) -> None:
-    """Make a drafter for a target, out of what the target itself writes.
+    """Train a drafter on texts that the target generates.
 
-    The target answers a list of prompts, once; its texts and hidden states are kept for the next training. Held-out
-    prompts tell how many guesses would hold. A run that is stopped goes on when the same command is given again.
+    The target answers a list of prompts once; its texts and hidden states are kept for later trainings. Held-out
+    prompts measure the acceptance. Repeat the command to continue an interrupted run.
     """
     from outrider.train.run import TrainingOrder, train  # torch and transformers: seconds
 
@@ -85,16 +83,16 @@ def train(
         command=shlex.join(["outrider", *sys.argv[1:]]),
         **({} if data_folder is None else {"data_home": data_folder}),
     )
-    with _Shown() as shown:
-        card = train(order, shown)
-    _tell(out, card, target)
+    with _TrainingProgress() as progress:
+        card = train(order, progress)
+    _print_results(out, card, target)
 
 
 _KINDS = {"distill": "model"}
 
 
-class _Shown:
-    """The training's progress on the terminal."""
+class _TrainingProgress:
+    """Progress of the training on the terminal."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -107,9 +105,9 @@ class _Shown:
             console=Console(stderr=True),
         )
         self._tasks: dict[str, Any] = {}
-        self._looked: dict[str, Any] | None = None
+        self._printed_results: dict[str, Any] | None = None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _TrainingProgress:
         self._progress.start()
         return self
 
@@ -128,8 +126,8 @@ class _Shown:
         self._progress.update(
             task, completed=min(report.tokens, report.total), description=f"learning, loss {report.loss:.3f}"
         )
-        if report.held_out is not self._looked:
-            self._looked = report.held_out
+        if report.held_out is not self._printed_results:
+            self._printed_results = report.held_out
             every = report.held_out["all"]
             rates = " ".join(f"{rate:.2f}" for rate in every["acceptance"])
             self._progress.console.print(
@@ -143,7 +141,7 @@ class _Shown:
         return self._tasks[name]
 
 
-def _tell(out: Path, card: Card, target: str) -> None:
+def _print_results(out: Path, card: Card, target: str) -> None:
     console = Console()
     table = Table("held-out prompts", "guess 1", "2", "3", "4", "tokens per step")
     for kind, found in card.metrics.items():

@@ -1,4 +1,4 @@
-"""`outrider tune`: how many of a target's own layers to draft with."""
+"""`outrider tune`: the best number of a target's own layers to draft with."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ def tune(
     target: Annotated[str, option("--target", "The target: a directory, a .gguf file, a hub id.")] = "default",
     prompts: Annotated[
         Path | None,
-        option("--prompts", "JSON lines with `prompt`. Default: those held out from the list that comes along."),
+        option("--prompts", "JSON lines with `prompt`. Default: the held-out prompts of the included list."),
     ] = None,
-    num_prompts: Annotated[int, option("--num-prompts", "How many of them to ask.", min=1)] = 20,
-    max_tokens: Annotated[int, option("--max-tokens", "Longest answer.", min=8)] = 96,
-    gamma_max: Annotated[int, option("--gamma-max", "Most tokens guessed ahead.", min=1, max=16)] = 6,
+    num_prompts: Annotated[int, option("--num-prompts", "Number of prompts.", min=1)] = 20,
+    max_tokens: Annotated[int, option("--max-tokens", "Maximum length of an answer.", min=8)] = 96,
+    gamma_max: Annotated[int, option("--gamma-max", "Maximum number of tokens guessed ahead.", min=1, max=16)] = 6,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
 ) -> None:
-    """For each number of layers: how often a drafter of the target's first so many layers would be right, and how much
-    faster than plain decoding it would make one machine, by the measured cost of a step.
+    """Measure drafters made of the target's first layers, for each number of layers.
+
+    The table shows the acceptance, and the speed on one machine relative to plain decoding by the measured cost curve.
     """
     from outrider.train import data  # torch and transformers: seconds
     from outrider.train.tune import tune
 
     console = Console(stderr=True)
-    asked = (data.shipped("heldout") if prompts is None else data.read_prompts(prompts))[:num_prompts]
+    selected = (data.shipped("heldout") if prompts is None else data.read_prompts(prompts))[:num_prompts]
     with console.status("loading") as status:
         exits = tune(
             target,
-            asked,
+            selected,
             home() / "training" / "data",
             gamma_max=gamma_max,
             max_tokens=max_tokens,
@@ -50,10 +51,10 @@ def tune(
     Console().print(table)
     best = max(exits, key=lambda each: each.speed_up)
     if best.speed_up >= _PAYS:
-        said = f"best: outrider up --target {target} --drafter early-exit:{best.layers}"
+        text = f"best: outrider up --target {target} --drafter early-exit:{best.layers}"
     else:
-        said = (
-            "no early exit would pay on one machine; on a drafter's machine of its own one might. Trained layers make "
-            "fewer do: outrider train early-exit"
+        text = (
+            "no early exit is faster on one machine; on a separate drafter machine one may be. With training, fewer "
+            "layers suffice: outrider train early-exit"
         )
-    Console().print(said, soft_wrap=True)
+    Console().print(text, soft_wrap=True)

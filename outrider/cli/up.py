@@ -1,4 +1,4 @@
-"""`outrider up` and `outrider demo`: the whole system on one machine."""
+"""`outrider up` and `outrider demo`: all services on one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.base.config import ENGINES, deprecated_options, selected_engine
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
-from outrider.launch.services import KINDS, did_you_mean, merged, read_assignments, read_file, unread_variables
+from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
 from outrider.launch.state import StateFolder
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
@@ -31,9 +31,9 @@ DrafterChoice = Annotated[
     str,
     options.option(
         "--drafter",
-        "KIND, KIND:MODEL or a model: ngram, suffix, eagle, medusa, early-exit, model; several in one are joined by +, "
-        "as in suffix+eagle:PATH. A folder made by `outrider train` says itself what it is. auto: what is best for the "
-        "target of what comes with Outrider.",
+        "KIND, KIND:MODEL or a model: ngram, suffix, eagle, medusa, early-exit, model; + joins several in one, "
+        "as in suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best drafter for the "
+        "target that comes with Outrider.",
     ),
 ]
 Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
@@ -56,15 +56,15 @@ Threads = Annotated[int, options.option("--threads", "CPU threads of each worker
 
 
 def _defaults_from(context: typer.Context, config: str) -> str:
-    """Let a file say what flags and variables leave open."""
+    """Use a file's values as defaults of the flags."""
     if config:
         given, _ = read_file(Path(config))
         flags = {parameter.name: parameter.opts[0].lstrip("-") for parameter in context.command.params}
         known = {name: flag for name, flag in flags.items() if flag not in ("config", "set", "help")}
         for name in given:
             if name not in known:
-                near = did_you_mean(name, [*known.values(), *KINDS])
-                message = f"{config}: {name.replace('_', '-')} is no flag of `up`{near}"
+                near = suggestion(name, [*known.values(), *KINDS])
+                message = f"{config}: {name.replace('_', '-')} is not a flag of `up`{near}"
                 raise StartupError(message, field="config", value=name)
         context.default_map = given
     return config
@@ -74,12 +74,12 @@ def up(
     context: typer.Context,
     target: Target = DEFAULT,
     drafter: DrafterChoice = AUTO,
-    verifiers: Annotated[int, options.option("--verifiers", "How many verifiers.", min=1)] = 1,
-    drafters: Annotated[int, options.option("--drafters", "How many drafters.", min=0)] = 1,
-    coordinators: Annotated[int, options.option("--coordinators", "How many coordinators.", min=1)] = 1,
+    verifiers: Annotated[int, options.option("--verifiers", "Number of verifiers.", min=1)] = 1,
+    drafters: Annotated[int, options.option("--drafters", "Number of drafters.", min=0)] = 1,
+    coordinators: Annotated[int, options.option("--coordinators", "Number of coordinators.", min=1)] = 1,
     host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
     insecure: Annotated[
-        bool, options.option("--insecure", "With another --host than loopback: ask nobody for a key.")
+        bool, options.option("--insecure", "Allow a --host other than loopback without API keys.")
     ] = False,
     port: Port = 50050,
     http_port: Annotated[
@@ -95,19 +95,19 @@ def up(
     kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[
-        str, options.option("--api-keys", "ApiKeys of clients, separated by commas, or @FILE with one a line.")
+        str, options.option("--api-keys", "API keys of clients, separated by commas, or @FILE with one per line.")
     ] = "",
     open_metrics: Annotated[
-        bool, options.option("--open-metrics", "HTTP /metrics needs no API key: benchmark tools send none there.")
+        bool, options.option("--open-metrics", "Serve HTTP /metrics without an API key, for benchmark tools.")
     ] = False,
     fleet_key: Annotated[
-        str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: one made up.")
+        str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: a generated one.")
     ] = "",
     drafter_key: Annotated[
         str,
         options.option(
             "--drafter-key",
-            "Secret for drafters on other machines, or @FILE. Default: one made up, with --fleet-key none.",
+            "Secret for drafters on other machines, or @FILE. Default: a generated one; none with --fleet-key.",
         ),
     ] = "",
     otlp_endpoint: Annotated[
@@ -116,25 +116,25 @@ def up(
     state_dir: Annotated[
         str,
         options.option(
-            "--state-dir", "Folder for sessions and keys between runs. Default: one of this port under OUTRIDER_HOME."
+            "--state-dir", "Folder for sessions and keys between runs. Default: a folder per port in OUTRIDER_HOME."
         ),
     ] = "",
     tls: Annotated[
-        bool, options.option("--tls", "Speak TLS, with a private authority made in the state folder.")
+        bool, options.option("--tls", "Use TLS, with a private authority made in the state folder.")
     ] = False,
     tls_cert: Annotated[
-        str, options.option("--tls-cert", "PEM file: certificate of all services. With it they speak TLS only.")
+        str, options.option("--tls-cert", "PEM file: certificate of all services. With it they use TLS only.")
     ] = "",
     tls_key: Annotated[str, options.option("--tls-key", "PEM file: the key to --tls-cert, without a password.")] = "",
     tls_ca: Annotated[
-        str, options.option("--tls-ca", "PEM file: who signed --tls-cert; without it a public authority must have.")
+        str, options.option("--tls-ca", "PEM file: authority of --tls-cert. Default: public authorities.")
     ] = "",
     settings: Annotated[
         list[str] | None,
         options.option(
             "--set",
             "Any setting of a service: coordinator.max-sessions=64, or verifier-2.device=cuda:1 for one of several. "
-            "May be given several times. `outrider serve SERVICE --help` lists them.",
+            "Repeatable. `outrider serve SERVICE --help` lists them.",
             metavar="SERVICE.SETTING=VALUE",
         ),
     ] = None,
@@ -142,18 +142,18 @@ def up(
         str,
         options.option(
             "--config",
-            "TOML file: flags of this command by their names, and the services' settings in tables [coordinator], "
-            "[verifier], [drafter], or [verifier-2] for one of several. Flags and variables go before it.",
+            "TOML file: flags of this command by name, and the services' settings in tables [coordinator], "
+            "[verifier], [drafter], or [verifier-2] for one of several. Flags and variables override it.",
             callback=_defaults_from,
             is_eager=True,
         ),
     ] = "",
 ) -> None:
-    """Start everything on this machine and keep it running: Redis (unless REDIS_URL names one), verifiers, drafters,
-    coordinators. Ctrl-C stops all of it cleanly; what dies is started again. The next run finds the sessions of this
-    one.
+    """Run all services on this machine: Redis (unless REDIS_URL is set), verifiers, drafters, coordinators.
 
-    Any setting of the services can be given: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
+    Ctrl-C stops them cleanly; a process that dies is restarted. The next run keeps the sessions of this one.
+
+    Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
     check_engine(engine, compile)
     plan = LaunchPlan(
@@ -188,7 +188,7 @@ def up(
         state_dir=state_dir,
     )
     console = Console()
-    for hint in unread_variables({parameter.envvar for parameter in context.command.params}):
+    for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
     for option, replacement in deprecated_options(engine, compile):
         console.print(f"{option} is deprecated, use {replacement}", style="yellow")
@@ -200,12 +200,14 @@ def up(
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
-            example = f'outrider generate --endpoint {endpoints}{_trusting(running.plan)} --chat "Why is the sky blue?"'
+            example = (
+                f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Why is the sky blue?"'
+            )
             console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
-                console.print(f"{_kept(running.state)}{'' if fleet_key else ', keys for further workers'}")
+                console.print(f"{_state_note(running.state)}{'' if fleet_key else ', keys for further workers'}")
             if api_keys:
-                console.print("clients show one of the API keys: --api-key or OUTRIDER_API_KEY")
+                console.print("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
     except KeyboardInterrupt:
         console.print("stopped")
@@ -221,7 +223,7 @@ def check_engine(engine: str, compile_: str, engines: tuple[str, ...] = ENGINES)
 
 
 def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
-    """Return a drafter's kind and model. The mock engine has a drafter of its own."""
+    """Return a drafter's kind and model. The mock engine has its own drafter."""
     if engine != "mock":
         return choose_drafter(drafter, target)
     if drafter not in (AUTO, "mock"):
@@ -239,7 +241,7 @@ def demo(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Start everything, answer two prompts plain and speculated, compare speed and text, stop everything."""
+    """Start all services, answer two prompts with plain and speculative decoding, and compare speed and text."""
     console = Console(highlight=False)
     plan = LaunchPlan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
     _end_on_signals()
@@ -248,7 +250,7 @@ def demo(
         with Client(running.endpoints) as client:
             same = _show_both(console, client, max_tokens, plan)
     if not same:
-        raise OutriderError("the texts differ: this must never happen, please report it")
+        raise OutriderError("the texts differ; this is a bug, please report it")
 
 
 _DEMO_TEXT = """def total_price(items, tax_rate):
@@ -274,9 +276,9 @@ _DEMO_PROMPTS = {
 
 
 def _show_both(console: Console, client: Client, max_tokens: int, plan: LaunchPlan) -> bool:
-    """Both prompts plain and speculated; whether the texts are equal."""
+    """Answer both prompts plain and speculated; return whether the texts are equal."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    # Once unseen, so that neither run pays for caches that are still cold.
+    # Warm-up, so that neither run pays for cold caches.
     client.complete(chat=[("user", "Say hello.")], params=SamplingParams(temperature=0.0, max_tokens=8), gamma=0)
     table = Table("", "plain tokens/s", "speculated", "tokens per step", "× plain", "texts equal")
     equal = True
@@ -310,28 +312,28 @@ def _run(
             console.print(reply.text, markup=False)
             console.print(summary(reply.stats, reply), style="dim")
             return "".join(parts), reply
-    raise OutriderError("the stream ended without an end")
+    raise OutriderError("the stream ended before the output was complete")
 
 
-def _trusting(plan: LaunchPlan) -> str:
-    """Return the flags with which a client on this machine trusts the coordinators."""
+def _tls_flags(plan: LaunchPlan) -> str:
+    """Return the TLS flags of a client on this machine."""
     if not plan.tls_cert:
         return ""
     name = "" if plan.tls else f" --tls-name {plan.tls_name}"  # our own certificate names this machine
     return f" --tls-ca {plan.tls_ca or SYSTEM}{name}"
 
 
-def _kept(state: StateFolder) -> str:
+def _state_note(state: StateFolder) -> str:
     return f"in {state.folder}{'' if state.kept else ' until this ends'}: sessions"
 
 
 class Starting:
-    """The processes becoming ready: a live table in a terminal, a line per stage elsewhere."""
+    """Display of starting processes: a live table in a terminal, otherwise one line per stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, refresh_per_second=10, transient=True) if console.is_terminal else None
-        self._told: dict[str, str] = {}
+        self._printed: dict[str, str] = {}
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> Starting:
@@ -351,8 +353,8 @@ class Starting:
         if self._live is not None:
             self._live.update(self._table(running))
         for child in running.children:
-            if self._told.get(child.name) != child.state:
-                self._told[child.name] = child.state
+            if self._printed.get(child.name) != child.state:
+                self._printed[child.name] = child.state
                 if self._live is None:
                     self._console.print(f"{child.name}: {child.state} {child.address}".rstrip())
 
@@ -365,16 +367,18 @@ class Starting:
 
 
 def _end_on_signals() -> None:
-    """SIGTERM and a closed terminal stop everything as Ctrl-C does.
+    """Stop everything on SIGTERM and SIGHUP as on Ctrl-C.
 
-    A shell without job control starts what ends in & with SIGINT ignored, and Python then leaves it so: a script that
-    sends it means it. `nohup` ignores SIGHUP, and means that.
+    A shell without job control starts background jobs with SIGINT ignored, and Python keeps that; scripts that send
+    SIGINT expect a stop. A SIGHUP that `nohup` ignores stays ignored.
     """
     ending = False
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         nonlocal ending
-        if not ending or number == signal.SIGINT:  # a terminal that closes says so twice, a second Ctrl-C means: now
+        if (
+            not ending or number == signal.SIGINT
+        ):  # a closing terminal sends SIGHUP twice; a second Ctrl-C stops at once
             ending = True
             raise KeyboardInterrupt
 

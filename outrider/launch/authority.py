@@ -19,7 +19,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 def make_certificate(folder: Path, host: str) -> tuple[Path, Path, Path]:
     """Return the files of certificate, key and authority, for this machine and the address `host`.
 
-    The authority is made once, so that clients go on trusting it; the certificate each time, for names change.
+    The authority is made once, so that clients keep trusting it, and the certificate each time, because names change.
     """
     ca, ca_key, cert, key = (folder / name for name in ("ca.pem", "ca.key", "cert.pem", "cert.key"))
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -41,7 +41,7 @@ def make_certificate(folder: Path, host: str) -> tuple[Path, Path, Path]:
 
 
 def _names(host: str) -> list[str]:
-    """Return what clients may call this machine, localhost first."""
+    """Return the names and addresses of this machine, localhost first."""
     hosts = dict.fromkeys(["localhost", socket.gethostname(), socket.getfqdn(), "127.0.0.1", "::1", host])
     return [_entry(one) for one in hosts if one not in ("0.0.0.0", "::") and _HOST.fullmatch(one.replace(":", "."))]  # noqa: S104
 

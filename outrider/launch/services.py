@@ -1,7 +1,7 @@
-"""Settings of the services that `outrider up` starts, from --set and --config, checked before anything is started.
+"""Settings of the services that `outrider up` starts, from --set and --config, checked before the start.
 
 Names are those of the services' own flags: `--set verifier.max-sessions=32` is `--max-sessions 32` of every verifier,
-`--set verifier-2.device=cuda:1` of one.
+`--set verifier-2.device=cuda:1` is `--device cuda:1` of one.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ KINDS: dict[str, type[Settings]] = {
     "drafter": DrafterSettings,
 }
 _NAME = re.compile(rf"({'|'.join(KINDS)})(?:-([1-9][0-9]*))?")
-# What `up` decides for all of its services together, and by what.
-_EVERYWHERE = {name: "--" + name.replace("_", "-") for name in ("fleet_key", "drafter_key", "tls_cert", "tls_key")}
-_EVERYWHERE |= {"tls_ca": "--tls-ca", "tls_name": "the names in --tls-cert"}
+# Settings that `up` sets for its services, and their source.
+_ALL_SERVICES = {name: "--" + name.replace("_", "-") for name in ("fleet_key", "drafter_key", "tls_cert", "tls_key")}
+_ALL_SERVICES |= {"tls_ca": "--tls-ca", "tls_name": "the names in --tls-cert"}
 _WORKERS = {"coordinators": "the coordinators that it starts", "target": "--target"}
-DECIDED: dict[str, dict[str, str]] = {
+SET_BY_UP: dict[str, dict[str, str]] = {
     "coordinator": {name: "--" + name.replace("_", "-") for name in ("host", "port", "http_port", "insecure")}
     | {"api_keys": "--api-keys", "redis_url": "the variable REDIS_URL"}
-    | _EVERYWHERE,
-    "verifier": _WORKERS | _EVERYWHERE,
-    "drafter": _WORKERS | _EVERYWHERE,
+    | _ALL_SERVICES,
+    "verifier": _WORKERS | _ALL_SERVICES,
+    "drafter": _WORKERS | _ALL_SERVICES,
 }
-_PRIVATE = ("redis_url", "otlp_endpoint")  # addresses that may have a password in them
+_PRIVATE = ("redis_url", "otlp_endpoint")  # URLs that may contain a password
 _PORTS = ("port", "http_port", "metrics_port")
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSetting:
-    """One setting as it was given, and where."""
+    """Value of one setting, and its source."""
 
     value: Any = field(repr=False)
     where: str
@@ -59,7 +59,7 @@ Overrides = Mapping[str, Mapping[str, GivenSetting]]  # by "verifier" or "verifi
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process to start: what it is called, what it is, and all of its settings."""
+    """Name, kind and settings of one process to start."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ class ServiceSpec:
 
     @property
     def command(self) -> list[str]:
-        """Everybody on a machine may read it: secrets are in `variables`."""
+        """Return the command line, which every user can read: secrets are in `variables`."""
         public = self.settings.model_copy(update=dict.fromkeys(_PRIVATE, "")) if self._private else self.settings
         return [sys.executable, "-m", self.kind, *flags(public)]
 
@@ -82,7 +82,7 @@ class ServiceSpec:
 
 
 def read_assignments(assignments: Iterable[str]) -> Overrides:
-    """Read what `--set` was given: SERVICE.SETTING=VALUE; of the same setting the last one holds."""
+    """Read the values of `--set`, SERVICE.SETTING=VALUE; the last one of a setting wins."""
     found: dict[str, dict[str, GivenSetting]] = {}
     for assignment in assignments:
         left, equals, value = assignment.partition("=")
@@ -94,7 +94,7 @@ def read_assignments(assignments: Iterable[str]) -> Overrides:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
-    """Read a TOML file: a table for each service, and beside them flags of `up` by their names."""
+    """Read a TOML file: flags of `up` by name, and a table per service."""
     try:
         content = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -112,12 +112,12 @@ def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
 
 
 def merged(first: Overrides, then: Overrides) -> Overrides:
-    """Return both; where they speak of the same setting the second one holds."""
+    """Return the union; for the same setting the second one wins."""
     return {name: {**first.get(name, {}), **then.get(name, {})} for name in {**first, **then}}
 
 
 def make_services(kind: str, given: Sequence[Mapping[str, Any]], overrides: Overrides) -> list[ServiceSpec]:
-    """Return a service for each element of `given`, what `up` itself sets. Raise StartupError for what cannot be."""
+    """Return a service for each element of `given`, the settings from `up`. Raise StartupError for invalid settings."""
     for name in overrides:
         _, number = _parts(name)
         if name.startswith(kind) and number > len(given):
@@ -139,13 +139,13 @@ def check_services(services: Sequence[ServiceSpec]) -> None:
                 raise _refused(here, str(port), f"is the port of {taken[port]} too")
 
 
-def unread_variables(read: Iterable[object]) -> list[str]:
-    """Return a hint for each variable of ours that is set and that only a service started by hand would read."""
+def ignored_variable_hints(read: Iterable[object]) -> list[str]:
+    """Return a hint for each OUTRIDER_ variable that `up` ignores and a service started by hand would read."""
     names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in read)
     hints = []
     for name in names:
         setting = name.removeprefix(PREFIX).lower()
-        kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields.keys() - DECIDED[kind]]
+        kinds = [kind for kind, settings in KINDS.items() if setting in settings.model_fields.keys() - SET_BY_UP[kind]]
         if kinds:
             hints.append(f"{name} is not read here: --set {kinds[0]}.{setting.replace('_', '-')}=...")
         elif name not in VARIABLES:
@@ -153,8 +153,8 @@ def unread_variables(read: Iterable[object]) -> list[str]:
     return hints
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about a name that is not known."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name."""
     by_form = {_form(one): one for one in known}
     near = difflib.get_close_matches(_form(name), by_form, n=1)
     return f"; did you mean {by_form[near[0]]}?" if near else ""
@@ -166,7 +166,7 @@ def _form(name: str) -> str:
 
 def _service(kind: str, name: str, own: Mapping[str, Any], overrides: Overrides) -> ServiceSpec:
     more = {**overrides.get(kind, {}), **overrides.get(name, {})}
-    # Another way to draft does not go on with the model of the one that it replaces.
+    # Another kind of drafter does not use the model of the one that it replaces.
     own = {key: value for key, value in own.items() if key != "model" or "kind" not in more}
     return ServiceSpec(name, kind, _made(kind, name, own, more))
 
@@ -188,31 +188,31 @@ def _made(kind: str, name: str, own: Mapping[str, Any], more: Mapping[str, Given
 
 
 def _known(name: str, key: str, where: str) -> str:
-    """Return a setting's name as its field has it."""
+    """Return the field name of a setting, or raise StartupError."""
     kind, _ = _parts(name)
     if not kind:
-        raise _refused(where, name, f"is no service: {', '.join(KINDS)}, or one of them as in verifier-2", KINDS)
+        raise _refused(where, name, f"is not a service: {', '.join(KINDS)}, or one of several as in verifier-2", KINDS)
     setting = key.strip().replace("-", "_")
-    if setting in DECIDED[kind]:
-        raise _refused(where, key, f"is decided for {kind}s by {DECIDED[kind][setting]}")
+    if setting in SET_BY_UP[kind]:
+        raise _refused(where, key, f"is set for {kind}s by {SET_BY_UP[kind][setting]}")
     if setting not in KINDS[kind].model_fields:
         others = [other for other in KINDS if setting in KINDS[other].model_fields]
         if others:
             raise _refused(where, key, f"is a setting of {' and '.join(others)}, not of {kind}")
-        known = [field.replace("_", "-") for field in KINDS[kind].model_fields if field not in DECIDED[kind]]
-        raise _refused(where, key, f"is no setting of {kind}", known)
+        known = [field.replace("_", "-") for field in KINDS[kind].model_fields if field not in SET_BY_UP[kind]]
+        raise _refused(where, key, f"is not a setting of {kind}", known)
     return setting
 
 
 def _parts(name: str) -> tuple[str, int]:
-    """Return the kind and the number, 0 for all; no kind where the name is of none."""
+    """Return a service's kind and its number, 0 for all; an unknown service has no kind."""
     match = _NAME.fullmatch(name.strip())
     return (match[1], int(match[2] or 0)) if match else ("", 0)
 
 
 def _refused(where: str, value: str, why: str, known: Iterable[str] = ()) -> StartupError:
-    """`known`: among these the one that was meant may be."""
-    return StartupError(f"{where}: {value} {why}{did_you_mean(value, known)}", field=where, value=value, limit=why)
+    """Return the error, with a suggestion from `known`."""
+    return StartupError(f"{where}: {value} {why}{suggestion(value, known)}", field=where, value=value, limit=why)
 
 
 def _is_table(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""A whole Outrider as real processes on this machine: started, watched, restarted, stopped."""
+"""All services as processes on this machine: started, supervised, restarted, stopped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """What to start."""
+    """Services to start, and their settings."""
 
     target: str = "default"
     drafters: tuple[tuple[str, str], ...] = (("ngram", ""),)  # kind and model
@@ -59,27 +59,27 @@ class LaunchPlan:
     log_json: bool = False
     api_keys: str = field(default="", repr=False)
     open_metrics: bool = False  # /metrics needs no API key
-    fleet_key: str = field(default="", repr=False)  # empty: one that nobody else knows
-    drafter_key: str = field(default="", repr=False)  # empty: made up as well, unless a fleet key is given
+    fleet_key: str = field(default="", repr=False)  # empty: a generated one
+    drafter_key: str = field(default="", repr=False)  # empty: a generated one, unless a fleet key is given
     otlp_endpoint: str = ""
-    overrides: Overrides = field(default_factory=dict)  # settings of the services, before all of the above
-    tls: bool = False  # with a certificate made here
+    overrides: Overrides = field(default_factory=dict)  # settings of the services; they override those above
+    tls: bool = False  # with a generated certificate
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
-    tls_name: str = ""  # in the certificate; found there
+    tls_name: str = ""  # read from the certificate
     keep: bool = False  # sessions for the next run
     state_dir: str = ""  # where, if so; empty: the folder of this port
 
 
 @dataclass(slots=True)
 class Child:
-    """One process. `state` is what it last said of itself."""
+    """One process. `state` is its last reported stage."""
 
     name: str
     command: list[str]
     log: Path
-    secrets: dict[str, str] = field(repr=False)  # variables of its own: everybody may read its command line
+    secrets: dict[str, str] = field(repr=False)  # as variables: every user can read a command line
     state: str = "starting"
     address: str = ""
     http_address: str = ""
@@ -87,17 +87,17 @@ class Child:
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
 
-    def last_words(self) -> str:
+    def last_log_lines(self) -> str:
         if not self.log.exists():
             return ""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
 
 class Stack:
-    """`children` change as processes speak; whoever shows them polls."""
+    """Running processes. `children` change as the processes report progress; displays poll them."""
 
     def __init__(self, plan: LaunchPlan, redis: str, folder: Path, state: StateFolder | None = None) -> None:
-        self.plan = with_keys(plan)
+        self.plan = with_generated_keys(plan)
         self.folder = folder
         self.state = state
         self.children: list[Child] = []
@@ -111,7 +111,7 @@ class Stack:
 
     @property
     def web(self) -> str:
-        """Where the first coordinator's HTTP API and playground are."""
+        """Return the URL of the first coordinator's HTTP API and playground."""
         return f"{'https' if self.access.tls else 'http'}://{self.children[0].http_address}"
 
     def start_coordinators(self) -> None:
@@ -123,14 +123,14 @@ class Stack:
             self._start(service)
 
     def wait_ready(self, children: Sequence[Child], tick: Callable[[], None] = lambda: None) -> None:
-        """Until all of them serve; raises StartupError with the last words of one that died."""
+        """Wait until all of them serve. Raise StartupError with the last log lines of one that died."""
         while not all(child.ready.is_set() for child in children):
             self._raise_for_dead(children)
             tick()
             time.sleep(0.05)
 
     def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Until the coordinator knows every worker."""
+        """Wait until every worker is registered."""
         wanted = self.plan.verifiers + len(self.plan.drafters)
         with Client(self.endpoints[:1], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
@@ -141,12 +141,12 @@ class Stack:
                 tick()
                 time.sleep(0.1)
 
-    def revive(self) -> list[Child]:
-        """Start again what has died; which those were."""
+    def restart_dead(self) -> list[Child]:
+        """Restart dead processes and return them."""
         dead = [child for child in self.children if child.process is not None and child.process.poll() is not None]
         for child in dead:
             child.restarts += 1
-            child.state = f"died with status {child.process.returncode if child.process else '?'}, starting again"
+            child.state = f"died with status {child.process.returncode if child.process else '?'}, restarting"
             self._launch(child)
         return dead
 
@@ -172,10 +172,12 @@ class Stack:
     def _raise_for_dead(self, children: Sequence[Child]) -> None:
         for child in children:
             if child.process is not None and child.process.poll() is not None:
-                raise StartupError(f"{child.name} ended with status {child.process.returncode}:\n{child.last_words()}")
+                raise StartupError(
+                    f"{child.name} ended with status {child.process.returncode}:\n{child.last_log_lines()}"
+                )
 
     def _spawn(self, name: str, service: str, /, **settings: Any) -> None:
-        """Start one that is in no plan."""
+        """Start a process outside the plan."""
         self._start(ServiceSpec(name, service, KINDS[service](**_common(self.plan, service), **settings)))
 
     def _start(self, service: ServiceSpec) -> None:
@@ -185,8 +187,7 @@ class Stack:
 
     def _launch(self, child: Child) -> None:
         child.ready.clear()
-        # Our own variables would be read by the services a second time: they get flags.
-        # REDIS_URL may have a password in it, which is for coordinators.
+        # The services get flags in place of OUTRIDER_ variables, and only coordinators get REDIS_URL with its password.
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -199,7 +200,7 @@ class Stack:
                 stderr=log,
                 text=True,
                 env=environment | child.secrets,
-                start_new_session=True,  # Ctrl-C reaches us alone: we stop them in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops them in order
                 preexec_fn=end_with_parent,
             )
         threading.Thread(target=self._listen, args=(child, child.process), daemon=True).start()
@@ -221,10 +222,10 @@ class Stack:
 
 @contextlib.contextmanager
 def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> Iterator[Stack]:
-    """Start everything, yield when it is ready, stop everything."""
+    """Start everything, yield the stack when it is ready, stop everything."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        # A random port is nobody's: what is kept under it would be some other run's.
+        # A random port has no state folder: it would belong to another run.
         state = exits.enter_context(state_folder(plan.state_dir, plan.port if plan.keep else 0))
         plan = with_certificate(_with_own(plan, state))
         check_services([*coordinators(plan, ""), *workers(plan, [])])
@@ -243,7 +244,7 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
 
 
 def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
-    """Return what is to be started, the ports of further ones after those of the first."""
+    """Return the coordinators to start, with consecutive ports."""
     own = _common(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
     own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
     ports = [
@@ -257,7 +258,7 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
 
 
 def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
-    """Return what is to be started once the coordinators are at `endpoints`."""
+    """Return the workers to start, for coordinators at `endpoints`."""
     own = {"coordinators": ",".join(endpoints), "target": plan.target, "dtype": plan.dtype, "threads": plan.threads}
     verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
     verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization, "compile": plan.compile}
@@ -270,7 +271,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
 
 
 def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
-    """Return what all services have, and of the keys those that this kind needs."""
+    """Return the settings of all services, and the keys that this kind needs."""
     own: dict[str, Any] = {"log_level": plan.log_level, "log_json": plan.log_json, "otlp_endpoint": plan.otlp_endpoint}
     own |= {name: getattr(plan, name) for name in ("tls_cert", "tls_key", "tls_ca", "tls_name")}
     if kind != "verifier":
@@ -280,15 +281,15 @@ def _common(plan: LaunchPlan, kind: str) -> dict[str, Any]:
     return own
 
 
-def with_keys(plan: LaunchPlan) -> LaunchPlan:
-    """Return a plan whose services have keys that nobody else knows, unless some are given."""
+def with_generated_keys(plan: LaunchPlan) -> LaunchPlan:
+    """Return a plan with generated keys, unless some are given."""
     if plan.fleet_key:
-        return plan  # who gave only this one has drafters elsewhere that know no other
+        return plan  # given alone, it is also the key of drafters on other machines
     return replace(plan, fleet_key=secrets.token_urlsafe(32), drafter_key=plan.drafter_key or secrets.token_urlsafe(32))
 
 
 def with_certificate(plan: LaunchPlan) -> LaunchPlan:
-    """Return a plan with a name that its certificate holds: the services call each other at addresses of all kinds."""
+    """Return a plan with a name from its certificate: the services' own addresses may not be in it."""
     Tls.load(cert=plan.tls_cert, key=plan.tls_key, ca=plan.tls_ca)
     if not plan.tls_cert:
         return plan
@@ -297,10 +298,10 @@ def with_certificate(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _with_own(plan: LaunchPlan, state: StateFolder) -> LaunchPlan:
-    """Return a plan with keys and certificate that lie where the same user finds them, unless others are given."""
+    """Return a plan with keys and certificate in the state folder, unless others are given."""
     if plan.tls:
         if plan.tls_cert or plan.tls_key or plan.tls_ca:
-            raise StartupError("--tls makes a certificate: give it, or --tls-cert, --tls-key and --tls-ca", field="tls")
+            raise StartupError("--tls makes a certificate: use it, or --tls-cert, --tls-key and --tls-ca", field="tls")
         cert, key, ca = make_certificate(state.folder / "tls", plan.host)
         plan = replace(plan, tls_cert=str(cert), tls_key=str(key), tls_ca=str(ca))
     if plan.fleet_key:
@@ -314,16 +315,16 @@ def _access(plan: LaunchPlan, keys: str, name: str) -> Channels:
     return Channels(tls, ApiKeys.parse(keys, name).first)
 
 
-def watch(running: Stack, say: Callable[[str], None]) -> None:
-    """Keep everything alive until interrupted."""
+def watch(running: Stack, report: Callable[[str], None]) -> None:
+    """Restart dead processes until interrupted."""
     while True:
         time.sleep(_RESTART_S)
-        for child in running.revive():
-            say(f"{child.name} {child.state}")
+        for child in running.restart_dead():
+            report(f"{child.name} {child.state}")
 
 
 def _with_port(command: list[str], flag: str, address: str) -> list[str]:
-    """A restarted service comes back in the same place."""
+    """Return the command with a fixed port, so that a restarted service keeps it."""
     port = address.rpartition(":")[2]
     if flag in command:
         at = command.index(flag) + 1

@@ -1,7 +1,7 @@
-"""The folder that `outrider up` keeps between runs: Redis's data, and the keys of its fleet.
+"""State folder that `outrider up` keeps between runs: Redis's data, and the keys of its fleet.
 
-One process at a time holds it, and whoever it starts with the lock's
-descriptor holds it too, for as long as they live.
+One process at a time locks it. Child processes that inherit the lock's
+descriptor keep it locked until they end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from outrider.base.config import home
 from outrider.protocol.errors import StartupError
 
-LEAVING_S = 6.0  # what was killed may have children that are still ending
+LEAVING_S = 6.0  # children of a killed run may still be ending
 _POLL_S = 0.1
 _PRIVATE = 0o700
 
@@ -32,11 +32,11 @@ class StateFolder:
 
     @property
     def data(self) -> Path:
-        """Redis's."""
+        """Return the folder of Redis's data."""
         return self.folder / "redis"
 
     def key(self, name: str) -> Path:
-        """A file with a secret in it, made up when it is first asked for."""
+        """Return the file of a secret, generated at the first call."""
         file = self.folder / name
         if not file.exists():
             given = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -48,15 +48,15 @@ class StateFolder:
 
 @contextlib.contextmanager
 def state_folder(named: str, port: int) -> Iterator[StateFolder]:
-    """The folder that was named, or the one that belongs to this port.
+    """Lock and yield the named folder, or the one of this port.
 
-    A random port has none, and one that another run holds is left to it: then
-    what is kept ends with this run. A named one that is held is an error.
+    A random port, or one whose folder another run has locked, gets a temporary
+    folder that ends with this run. A named folder that is locked is an error.
     """
     with contextlib.ExitStack() as exits:
         if named:
             folder = Path(named).expanduser()
-            lock = _hold(_private(folder), LEAVING_S)
+            lock = _try_lock(_private(folder), LEAVING_S)
             if lock is None:
                 raise StartupError(
                     f"state_dir {folder} is in use by another `outrider up`",
@@ -66,11 +66,11 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
                 )
         else:
             folder = home() / "up" / str(port)
-            lock = _hold(_private(folder), LEAVING_S) if port else None
+            lock = _try_lock(_private(folder), LEAVING_S) if port else None
         kept = lock is not None
         if lock is None:
             folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-state-")))
-            lock = _hold(folder, 0)
+            lock = _try_lock(folder, 0)
         assert lock is not None
         exits.callback(os.close, lock)
         state = StateFolder(folder, kept, lock)
@@ -78,8 +78,8 @@ def state_folder(named: str, port: int) -> Iterator[StateFolder]:
         yield state
 
 
-def _hold(folder: Path, seconds: float) -> int | None:
-    """The lock's descriptor; None: somebody else holds it."""
+def _try_lock(folder: Path, seconds: float) -> int | None:
+    """Return the lock's descriptor; None: another process holds it."""
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + seconds
     while True:
@@ -95,7 +95,7 @@ def _hold(folder: Path, seconds: float) -> int | None:
 
 
 def _private(folder: Path) -> Path:
-    """Ours, and nobody else's to enter: it holds prompts and keys."""
+    """Make a folder that only this user can enter: it holds prompts and keys."""
     try:
         folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():

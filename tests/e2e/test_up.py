@@ -140,5 +140,6 @@ def test_a_wrong_setting_starts_nothing(tmp_path: Path) -> None:
     with up(tmp_path, "--set", "coordinator.max-sesions=3") as running:
         assert running.process.wait(60) == 1
     assert running.log.read_text().splitlines() == [
-        "outrider: --set coordinator.max-sesions: max-sesions is no setting of coordinator; did you mean max-sessions?"
+        "outrider: --set coordinator.max-sesions: max-sesions is not a setting of coordinator; "
+        "did you mean max-sessions?"
     ]

@@ -83,9 +83,9 @@ def test_settings_on_the_line_go_before_the_file(plans: list[LaunchPlan], tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("htp-port = 1", "htp-port is no flag of `up`; did you mean http-port"),
-        ("verifer = 1", "verifer is no flag of `up`; did you mean verifier"),
-        ("set = 1", "set is no flag of `up`"),
+        ("htp-port = 1", "htp-port is not a flag of `up`; did you mean http-port"),
+        ("verifer = 1", "verifer is not a flag of `up`; did you mean verifier"),
+        ("set = 1", "set is not a flag of `up`"),
     ],
 )
 def test_an_unknown_name_in_the_file_is_refused(

@@ -53,13 +53,13 @@ def test_assignments_name_a_service_and_its_setting() -> None:
     [
         (
             "coordinator.max-sesions=3",
-            "--set coordinator.max-sesions: max-sesions is no setting of coordinator; did you mean max-sessions?",
+            "--set coordinator.max-sesions: max-sesions is not a setting of coordinator; did you mean max-sessions?",
         ),
-        ("verifier.max_prefill=3", "is no setting of verifier"),
+        ("verifier.max_prefill=3", "is not a setting of verifier"),
         ("drafter.gamma-max=3", "gamma-max is a setting of coordinator, not of drafter"),
-        ("verifer.engine=instant", "verifer is no service.*did you mean verifier?"),
-        ("verifier-0.engine=instant", "verifier-0 is no service"),
-        ("coordinator.port=1", "port is decided for coordinators by --port"),
+        ("verifer.engine=instant", "verifer is not a service.*did you mean verifier?"),
+        ("verifier-0.engine=instant", "verifier-0 is not a service"),
+        ("coordinator.port=1", "port is set for coordinators by --port"),
         ("coordinator.redis-url=redis://x", "by the variable REDIS_URL"),
         ("drafter.fleet-key=s3cret", "by --fleet-key"),
         ("verifier.tls-cert=x", "by --tls-cert"),
@@ -75,7 +75,7 @@ def test_what_cannot_be_assigned_is_refused_by_name(assignment: str, message: st
 
 def test_every_setting_can_be_assigned_or_is_decided() -> None:
     for kind, settings in KINDS.items():
-        decided = services.DECIDED[kind].keys() & settings.model_fields.keys()
+        decided = services.SET_BY_UP[kind].keys() & settings.model_fields.keys()
         for field in settings.model_fields.keys() - decided:
             read = read_assignments([f"{kind}.{field.replace('_', '-')}=1"])
             assert values(read) == {kind: {field: "1"}}
@@ -119,7 +119,7 @@ def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[coordinator]\nmax-sesions = 1", r"outrider.toml: \[coordinator\] max-sesions.*did you mean max-sessions"),
-        ("[cordinator]\nx = 1", "cordinator is no service.*did you mean coordinator"),
+        ("[cordinator]\nx = 1", "cordinator is not a service.*did you mean coordinator"),
         ("[coordinator", "outrider.toml cannot be read: Expected"),
     ],
 )
@@ -223,8 +223,8 @@ def test_keys_and_doors_are_checked_before_anything_starts(tmp_path: Path) -> No
 def test_a_variable_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GAMMA_MAX", "HOST", "MAX_TOKENS"):
         monkeypatch.setenv(PREFIX + name, "1")
-    hints = services.unread_variables({"OUTRIDER_HOST"})
+    hints = services.ignored_variable_hints({"OUTRIDER_HOST"})
     assert hints == ["OUTRIDER_GAMMA_MAX is not read here: --set coordinator.gamma-max=..."]
     monkeypatch.setenv("OUTRIDER_TARGETT", "x")
     with pytest.raises(StartupError, match="OUTRIDER_TARGETT is unknown; did you mean OUTRIDER_TARGET"):
-        services.unread_variables({"OUTRIDER_HOST"})
+        services.ignored_variable_hints({"OUTRIDER_HOST"})

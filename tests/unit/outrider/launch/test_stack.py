@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.launch.services import ServiceSpec, read_assignments
-from outrider.launch.stack import LaunchPlan, coordinators, stack, with_certificate, with_keys, workers
+from outrider.launch.stack import LaunchPlan, coordinators, stack, with_certificate, with_generated_keys, workers
 from outrider.protocol.errors import StartupError
 from tests.certificates import Authority, Certificate
 
@@ -53,9 +53,9 @@ def test_each_service_has_the_keys_that_it_needs() -> None:
         return [kinds[kind] for kind in ("coordinator", "verifier", "drafter")]
 
     both = [{"API_KEYS", "FLEET_KEY", "DRAFTER_KEY"}, {"FLEET_KEY"}, {"DRAFTER_KEY"}]
-    assert variables(with_keys(replace(PLAN, api_keys="k"))) == both
+    assert variables(with_generated_keys(replace(PLAN, api_keys="k"))) == both
     one = [{"API_KEYS", "FLEET_KEY"}, {"FLEET_KEY"}, {"FLEET_KEY"}]
-    assert variables(with_keys(replace(PLAN, api_keys="k", fleet_key="f"))) == one
+    assert variables(with_generated_keys(replace(PLAN, api_keys="k", fleet_key="f"))) == one
 
 
 def test_settings_go_before_the_flags_of_up() -> None:
