@@ -89,7 +89,7 @@ class Settings(BaseModel):
         SecretStr(""),
         description="Secret shared by services, or @FILE. Of several, the first is sent and all are accepted.",
     )
-    tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service speaks TLS only.")
+    tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service uses TLS only.")
     tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
     tls_ca: str = Field("", description="PEM file: authority of other services' certificates.")
     tls_name: str = Field(

@@ -1,4 +1,4 @@
-"""The commands of `outrider`, and its error handling."""
+"""Commands of `outrider`, and its error handling."""
 
 from __future__ import annotations
 

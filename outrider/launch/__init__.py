@@ -1,1 +1,1 @@
-"""The processes of `outrider up`."""
+"""Processes of `outrider up`."""

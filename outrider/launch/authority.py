@@ -1,4 +1,4 @@
-"""A private authority for `outrider up --tls`, and the certificate of its services, made by the openssl command."""
+"""Private authority for `outrider up --tls`, and the certificate of its services, made by the openssl command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree, and the table that maps it to gRPC and HTTP statuses.
+"""Exception tree, and the table that maps it to gRPC and HTTP statuses.
 
 One place per protocol turns an exception into a status (`error_interceptor` for
 gRPC), and one place turns a status back into an exception (`error_from_rpc`).

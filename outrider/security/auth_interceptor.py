@@ -1,4 +1,4 @@
-"""The gRPC interceptor that checks API keys, in all three services."""
+"""gRPC interceptor that checks API keys, in all three services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC interceptor that checks requests and turns exceptions into statuses."""
+"""gRPC interceptor that checks requests and turns exceptions into statuses."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _checked_stream_handler(
 
 
 class _CallerDisconnected(Exception):
-    """The caller disconnected during a write; no status can be sent."""
+    """Internal signal that the caller disconnected during a write; no status can be sent."""
 
 
 class _NotRead(Exception):
