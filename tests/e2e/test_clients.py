@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.client.aio import AsyncClient
-from outrider.client.events import whole
+from outrider.client.events import collect
 from outrider.client.sync import Client, Finished, Reply, Started, Tokens
 from outrider.protocol.errors import Expired, InvalidRequest, NotFound, PeerLost
 from outrider.protocol.sampling_params import SamplingParams, Verification
@@ -88,7 +88,7 @@ def test_sync_client_goes_on_elsewhere(whole_fleet: Cluster) -> None:
             if len(replies) == 1 + MIDDLE // 4:
                 whole_fleet.coordinators[0].kill()
     assert_gapless(replies)
-    made = whole(replies)
+    made = collect(replies)
     assert (made.token_ids, made.text) == (wanted.token_ids, wanted.text)
     assert not whole_fleet.coordinators[0].alive
 
@@ -118,7 +118,7 @@ async def test_async_client_goes_on_elsewhere(whole_fleet: Cluster) -> None:
         outputs = await asyncio.wait_for(asyncio.gather(*streams), 90)
     for replies, undisturbed in zip(outputs, wanted, strict=True):
         assert_gapless(replies)
-        made = whole(replies)
+        made = collect(replies)
         assert (made.token_ids, made.text) == (undisturbed.token_ids, undisturbed.text)
         assert made.finished.finish_reason is FinishReason.LENGTH
 
@@ -143,9 +143,9 @@ async def test_async_client_surface(whole_fleet: Cluster) -> None:
     async with AsyncClient(whole_fleet.addresses) as client:
         assert len((await client.server()).workers) == 2
         replies = [reply async for reply in client.generate(**asked(1))]
-        made = whole(replies)
+        made = collect(replies)
         again = [reply async for reply in client.resume(made.started.session_id, 10, made.token_ids[:10])]
-        assert whole(again).token_ids == made.token_ids[10:]
+        assert collect(again).token_ids == made.token_ids[10:]
         assert await client.cancel(made.started.session_id) is False
         with pytest.raises(NotFound):
             await client.cancel("nobody's")

@@ -8,7 +8,7 @@ from typing import Any
 from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
-from outrider.security.error_interceptor import _guard_stream
+from outrider.security.error_interceptor import _checked_stream_handler
 from outrider.v1 import common_pb2 as common
 
 
@@ -41,7 +41,7 @@ async def test_a_caller_that_is_gone_is_not_logged_as_a_fault_of_ours() -> None:
 
     context = GoneContext()
     with capture_logs() as logs:
-        await _guard_stream(behaviour, 1.0, streams_in=False)(common.ProbeRequest(), context)
+        await _checked_stream_handler(behaviour, 1.0, streams_in=False)(common.ProbeRequest(), context)
     assert closed, "what was under way for it ends"
     assert not context.aborted
     assert [line for line in logs if line["log_level"] != "debug"] == []
