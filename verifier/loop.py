@@ -149,7 +149,7 @@ class VerificationLoop:
         num_tokens = sum(item.num_tokens for item in batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
         self._metrics.record_step(
-            sessions=len(batch), rows=num_tokens, forward_us=step.forward_us, step_us=step.step_us
+            sessions=len(batch), tokens=num_tokens, forward_us=step.forward_us, step_us=step.step_us
         )
         self._batching.record(batch, step.step_us / 1000)
 

@@ -124,7 +124,7 @@ def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
     ],
 )
 def test_the_example_shows_how_to_trust(plan: LaunchPlan, flags: str) -> None:
-    assert up._trusting(plan) == flags
+    assert up._tls_flags(plan) == flags
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_every_setting_can_be_assigned_or_is_decided() -> None:
             read = read_assignments([f"{kind}.{field.replace('_', '-')}=1"])
             assert values(read) == {kind: {field: "1"}}
         for field in decided:
-            with pytest.raises(StartupError, match="is decided"):
+            with pytest.raises(StartupError, match="is set for"):
                 read_assignments([f"{kind}.{field}=1"])
 
 

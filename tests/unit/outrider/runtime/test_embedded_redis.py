@@ -80,7 +80,7 @@ def test_a_server_that_cannot_be_started_again_is_no_obstacle_to_the_end(
         monkeypatch.setattr("outrider.runtime.embedded_redis.get_binary_path", lambda: refusing)
         os.kill(pid_of(url), signal.SIGKILL)
         with structlog.testing.capture_logs() as logs:
-            until(lambda: any("trying again" in line["event"] for line in logs), 20, "second attempt")
+            until(lambda: any("retrying" in line["event"] for line in logs), 20, "second attempt")
         assert "no room for this" in logs[-1]["error"]
     assert (tmp_path / "appendonlydir").exists(), "the data are not at fault"
     assert not list(tmp_path.glob("*unreadable*"))
