@@ -70,7 +70,7 @@ def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = {LinkCase(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
     pair = remote_pair.ToyPair(tmp_path, tmp_path, 0.8, 0.6)
-    plot.draw(measured, pair, remote_pair.StepTimes("1:40,17:40,33:80", 4.0), drawn)
+    plot.draw(measured, pair, remote_pair.ThrottledTimes("1:40,17:40,33:80", 4.0), drawn)
     assert drawn.stat().st_size > 20_000
 
 

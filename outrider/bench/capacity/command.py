@@ -14,13 +14,13 @@ from rich.table import Table
 
 from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures, run_sessions
 from outrider.bench.common.progress import progress_spinner
-from outrider.bench.common.remote_pair import StepTimes, ToyPair, make_pair, remote_setup
+from outrider.bench.common.remote_pair import ThrottledTimes, ToyPair, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, write_json
 from outrider.cli import options
 
 _ROUND_MS = 20.0  # of a verifier's step, per session: sessions must wait for each other
 _LIGHT, _HEAVY = 0.05, 0.2  # time to draft a token, as share of a verifier's step
-_FULL = StepTimes("1:40,17:40,33:80,65:160,129:320", 4.0)  # a verifier that is full at 17 tokens
+_FULL = ThrottledTimes("1:40,17:40,33:80,65:160,129:320", 4.0)  # a verifier that is full at 17 tokens
 _MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("plain", {"gamma": 0}),
     ("γ 2", {"gamma": 2, "ahead": False}),
@@ -57,8 +57,8 @@ def capacity(
             draft_ms = share * _ROUND_MS
             places: dict[str, list[ConcurrentFigures]] = {}
             for place, times in (
-                ("elsewhere", StepTimes(_verify_times(gamma, _ROUND_MS), draft_ms)),
-                ("on the same device", StepTimes(_verify_times(gamma, _ROUND_MS + gamma * draft_ms), 0.0)),
+                ("elsewhere", ThrottledTimes(_verify_times(gamma, _ROUND_MS), draft_ms)),
+                ("on the same device", ThrottledTimes(_verify_times(gamma, _ROUND_MS + gamma * draft_ms), 0.0)),
             ):
                 drafting = f"{name}, {place}"
                 places[place] = _measure(pair, times, gamma, counts, tokens, f"drafting {drafting}", notify)
@@ -95,7 +95,7 @@ def _verify_times(gamma: int, session_ms: float) -> str:
 
 def _measure(
     pair: ToyPair,
-    times: StepTimes,
+    times: ThrottledTimes,
     gamma: int,
     counts: tuple[int, ...],
     tokens: int,

@@ -41,7 +41,7 @@ class ToyPair:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class ThrottledTimes:
     verify: str  # format of --pace
     draft_ms: float
     blur: str = ""  # of the drafter, format of --blur
@@ -66,7 +66,7 @@ def make_pair(folder: Path, acceptance: float, answers: ReferenceAnswers | None 
 class RemoteStack(Stack):
     """Local verifier, and a drafter behind the link emulator."""
 
-    def __init__(self, plan: LaunchPlan, pair: ToyPair, times: StepTimes, redis: str, folder: Path) -> None:
+    def __init__(self, plan: LaunchPlan, pair: ToyPair, times: ThrottledTimes, redis: str, folder: Path) -> None:
         super().__init__(plan, redis, folder)
         self._pair = pair
         self._times = times
@@ -125,7 +125,7 @@ class RemoteSetup:
 
 @contextlib.contextmanager
 def remote_setup(
-    pair: ToyPair, times: StepTimes, tick: Callable[[Stack], None] = lambda _: None
+    pair: ToyPair, times: ThrottledTimes, tick: Callable[[Stack], None] = lambda _: None
 ) -> Iterator[RemoteSetup]:
     """Start all processes, yield when they are ready, then stop them."""
     with contextlib.ExitStack() as exits:

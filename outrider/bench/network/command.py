@@ -10,7 +10,7 @@ from typing import Annotated
 from rich.console import Console
 
 from outrider.bench.common.progress import progress_spinner
-from outrider.bench.common.remote_pair import ReferenceAnswers, StepTimes, make_pair, remote_setup
+from outrider.bench.common.remote_pair import ReferenceAnswers, ThrottledTimes, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
 from outrider.bench.network.cases import few_links, link_cases, modes, parse_drafters, parse_links
 from outrider.bench.network.figures import NetworkResults, report_rows, summarise
@@ -65,7 +65,7 @@ def network(
         for number, drafter in enumerate(to_measure):
             notify(f"creating toy models, acceptance {drafter.acceptance:g}")
             pair = make_pair(Path(folder) / str(number), drafter.acceptance, ReferenceAnswers(PROMPT, rounds, tokens))
-            times = StepTimes(verify, drafter.draft_ms)
+            times = ThrottledTimes(verify, drafter.draft_ms)
             worlds[drafter.label] = {"acceptance": pair.acceptance, "gain": pair.gain, "draft_ms": times.draft_ms}
             if number == 0:
                 first, first_times = pair, times

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.bench.common.remote_pair import RemoteSetup, StepTimes, ToyPair
+from outrider.bench.common.remote_pair import RemoteSetup, ThrottledTimes, ToyPair
 from outrider.bench.network.cases import ADAPTIVE, PLAIN, WARM_TOKENS, LinkCase, NetworkMode
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns
 from outrider.bench.network.prediction import verifier_cost
@@ -36,7 +36,7 @@ class NetworkMeasurement:
         self._rounds = rounds
         self._results = results
 
-    def measure(self, link: LinkCase, pair: ToyPair, times: StepTimes, notify: Callable[[str], None]) -> None:
+    def measure(self, link: LinkCase, pair: ToyPair, times: ThrottledTimes, notify: Callable[[str], None]) -> None:
         """Run all modes in turn, round by round."""
         self._setup.network.set_shape(link.shape)
         self._setup.wait_for_round_trip(link.probe_ms)

@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from outrider.bench.common.remote_pair import StepTimes, ToyPair
+from outrider.bench.common.remote_pair import ThrottledTimes, ToyPair
 from outrider.bench.network.cases import GAMMA, PLAIN, LinkCase
 from outrider.bench.network.figures import Measured
 from outrider.bench.network.prediction import simulate, verifier_cost
@@ -30,7 +30,7 @@ _MODES: tuple[tuple[str, str, list[dict[str, Any]]], ...] = (
 )
 
 
-def draw(measured: Measured, pair: ToyPair, times: StepTimes, file: Path) -> None:
+def draw(measured: Measured, pair: ToyPair, times: ThrottledTimes, file: Path) -> None:
     # Without pyplot, which looks for a display.
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     halves: Any = figure.subfigures(2, 1)
@@ -67,7 +67,7 @@ def _speed(axes: Axes, measured: Measured) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _change(axes: Axes, pair: ToyPair, times: StepTimes) -> None:
+def _change(axes: Axes, pair: ToyPair, times: ThrottledTimes) -> None:
     """Plot the plan of γ control, and the length of checked paths, while link and acceptance change."""
     world = {"gain": pair.gain, "draft_ms": times.draft_ms, "cost": verifier_cost(times)}
     parts = [{**world, "rtt_ms": rtt, "acceptance": acceptance} for rtt, acceptance in _STEPS]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.bench.common.remote_pair import StepTimes
+from outrider.bench.common.remote_pair import ThrottledTimes
 from outrider.bench.common.report import import_on_use
 from outrider.bench.network.cases import GAMMA, PLAIN, WARM_TOKENS, LinkCase, NetworkMode
 from outrider.bench.network.figures import NetworkResults
@@ -53,7 +53,7 @@ def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
-def verifier_cost(times: StepTimes) -> tuple[list[int], list[float]]:
+def verifier_cost(times: ThrottledTimes) -> tuple[list[int], list[float]]:
     """Return the verifier's cost curve in the simulator's format."""
     curve = parse_step_times(times.verify)
     return list(curve.rows), list(curve.ms)
