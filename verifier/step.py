@@ -46,7 +46,7 @@ class VerifyStep:
 
 
 class StepExecutor:
-    """Runs steps. Grammar masks are computed by threads of their own during the forward pass."""
+    """Executor of steps. Grammar masks are computed by threads of their own during the forward pass."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -139,7 +139,7 @@ class WorkerPool:
         while (connection := choose()) is None and time.monotonic() < deadline:
             self._changed.clear()
             try:
-                # A backoff ends without an event, hence the polling.
+                # Polled, because a backoff ends without an event.
                 async with asyncio.timeout(min(poll_s, max(0.01, deadline - time.monotonic()))):
                     await self._changed.wait()
             except TimeoutError:

@@ -45,7 +45,7 @@ class _LayerOutput:
 
 
 @dataclass(slots=True)
-class _SessionState:
+class _EagleSession:
     """Hidden states and cached positions of a session, counted from position `first`."""
 
     first: int = 0
@@ -96,7 +96,7 @@ class EagleDrafter:
         self._eagle = eagle
         self._engine = engine
         self._candidates = candidates
-        self._sessions: dict[str, _SessionState] = {}  # least recently drafted first
+        self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
@@ -136,7 +136,7 @@ class EagleDrafter:
         self.forget(evicted)
 
     def _steps(self, request: DraftRequest) -> DraftSteps:
-        state = self._sessions.pop(request.session, None) or _SessionState()
+        state = self._sessions.pop(request.session, None) or _EagleSession()
         self._sessions[request.session] = state  # now the most recently drafted
         for hidden_states in request.hidden_states:
             if not state.add(hidden_states):
@@ -148,7 +148,7 @@ class EagleDrafter:
         return (yield from draft(request, state))
 
     def _compute_new_states(
-        self, request: DraftRequest, state: _SessionState
+        self, request: DraftRequest, state: _EagleSession
     ) -> Generator[SessionTokens, _LayerOutput, None]:
         """Compute the positions of the target's new states, in place of the predicted states there."""
         if not state.new_states:
@@ -164,7 +164,7 @@ class EagleDrafter:
             state.outputs = [output]
 
     def _compute_path(
-        self, request: DraftRequest, state: _SessionState, tokens: Sequence[int]
+        self, request: DraftRequest, state: _EagleSession, tokens: Sequence[int]
     ) -> Generator[SessionTokens, _LayerOutput, None]:
         """Compute `tokens` after the target's states, each with the state predicted for the one before it."""
         pairs = enumerate(zip(state.path, tokens, strict=False))
@@ -177,7 +177,7 @@ class EagleDrafter:
             state.path.append(token)
             state.outputs.append(output)
 
-    def _draft_chain(self, request: DraftRequest, state: _SessionState) -> DraftSteps:
+    def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         tokens = list(request.tokens)
         drafted: list[int] = []
         probs: list[Distribution] = []
@@ -194,7 +194,7 @@ class EagleDrafter:
                 probs.append(distribution)
         return DraftResult(tuple(drafted), tuple(probs))
 
-    def _draft_tree(self, request: DraftRequest, state: _SessionState) -> DraftSteps:
+    def _draft_tree(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         """Draft a tree, about one level per step.
 
         Each step computes the whole tree, which costs little more than one
@@ -222,7 +222,7 @@ class EagleDrafter:
         return builder.result()
 
     def _known_outputs(
-        self, request: DraftRequest, state: _SessionState, builder: TreeBuilder
+        self, request: DraftRequest, state: _EagleSession, builder: TreeBuilder
     ) -> dict[int, _LayerOutput]:
         """Return the outputs for open guesses that were computed before from the same states of the target."""
         root = (request.committed, state.num_cached)

@@ -190,7 +190,7 @@ class Automaton:
     def _update_counts(self, before: int, token: int) -> None:
         """Count one more occurrence of all suffixes, and `token` after the suffixes of the text before it.
 
-        Most of the time is spent here, hence the local names.
+        Most of the time is spent here, so names are local.
         """
         counts, followed, best, link, target = self._count, self._followed, self._best, self._link, self._target
         steps = 0
