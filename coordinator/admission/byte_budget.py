@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from outrider.protocol.errors import Overloaded
 
 UNCOUNTED = 64 * 1024  # bytes of a request outside the budget: small requests are always read
+TRIM_AFTER_S = 1.0  # gRPC frees what it has received of a message only some time after its call has ended
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class ByteBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._held = 0
+        self._trimming: asyncio.TimerHandle | None = None
+        self._trim_again = False  # more was freed since that timer was set
 
     @contextlib.contextmanager
     def share(self) -> Iterator[ByteShare]:
@@ -41,6 +44,7 @@ class ByteBudget:
         if more <= 0:
             return
         if self._held + more > self.limit:
+            self._trim_later()  # part of the request is in memory
             raise Overloaded(
                 f"requests of {self._held} bytes are being read already",
                 field="request",
@@ -54,12 +58,23 @@ class ByteBudget:
     def give_back(self, share: ByteShare) -> None:
         self._held -= share.held
         if share.held and not self._held:
-            asyncio.get_running_loop().call_soon(_trim)  # after the bytes were freed
+            self._trim_later()
         share.held = 0
 
+    def _trim_later(self) -> None:
+        self._trim_again = self._trimming is not None
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._trim)
 
-def _trim() -> None:
+    def _trim(self) -> None:
+        self._trimming = None
+        trim()
+        if self._trim_again:
+            self._trim_later()
+
+
+def trim() -> None:
     """Return freed memory to the system, which glibc would keep."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -183,7 +183,8 @@ def test_bodies_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) 
     until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
 
 
-HELD_CALLS = 16
+HELD_CALLS = 32
+FRAGMENTS_MB = 64  # that the allocator of gRPC's threads keeps, after one round as after many
 
 
 def test_grpc_messages_that_are_held_back_take_no_more_than_the_budget(fleet: Cluster) -> None:
@@ -196,18 +197,20 @@ def test_grpc_messages_that_are_held_back_take_no_more_than_the_budget(fleet: Cl
         for peer in peers:
             peer.call(1, "/outrider.v1.Outrider/Generate", ("authorization", f"Bearer {API_KEY}"))
             peer.data(1, request[:-1])
-        assert process.memory_mb() - before < 2 * BUDGET_MB
-        for peer in peers:
-            peer.listen(0.01)
-        refused = [peer for peer in peers if peer.ended(1)]
-        assert len(refused) >= HELD_CALLS - 2
-        assert b"are being read already" in b"".join(peer.said() for peer in refused)
+        assert process.memory_mb() - before < 2 * BUDGET_MB + FRAGMENTS_MB
+
+        def refused() -> bool:
+            for peer in peers:
+                peer.listen(0.01)
+            return sum(b"are being read already" in peer.said() for peer in peers) >= HELD_CALLS - 2
+
+        until(refused, 10, "all but two refused")
         with grpc.insecure_channel(process.address, options=channel_options()) as channel:
             small = ask("a b c", max_tokens=4)
             called = [("authorization", f"Bearer {API_KEY}")]
             replies = list(rpc.OutriderStub(channel).Generate(small, metadata=called, timeout=20))
             assert replies[-1].WhichOneof("message") == "complete", "small requests are not kept out"
-    until(lambda: process.memory_mb() - before < BUDGET_MB / 2, 10, "memory given back")
+    until(lambda: process.memory_mb() - before < FRAGMENTS_MB, 10, "memory given back")
     body = {"prompt": "a b c", "max_tokens": 4}
     assert httpx.post(f"{process.web}/v1/completions", json=body, headers=headers, timeout=20).status_code == 200
 

@@ -1,0 +1,30 @@
+"""The byte budget gives memory back to the system after the last request was freed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.admission import byte_budget
+from coordinator.admission.byte_budget import UNCOUNTED, ByteBudget
+from outrider.base.aio import until
+from outrider.protocol.errors import Overloaded
+
+TRIM_AFTER_S = 0.05
+
+
+async def test_memory_that_was_freed_after_a_timer_was_set_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC frees a message some time after its call: one timer for several calls comes too early for the last."""
+    trims: list[float] = []
+    monkeypatch.setattr(byte_budget, "TRIM_AFTER_S", TRIM_AFTER_S)
+    monkeypatch.setattr(byte_budget, "trim", lambda: trims.append(asyncio.get_running_loop().time()))
+    budget = ByteBudget(100)
+    with budget.share() as share:
+        budget.take(share, UNCOUNTED + 100)
+        with budget.share() as other, pytest.raises(Overloaded):
+            budget.take(other, UNCOUNTED + 1)
+        await asyncio.sleep(TRIM_AFTER_S / 2)
+    freed = asyncio.get_running_loop().time()
+    assert await until(lambda: bool(trims) and trims[-1] - freed >= 0.9 * TRIM_AFTER_S, 5)
+    assert budget._trimming is None, "and then it is quiet"
