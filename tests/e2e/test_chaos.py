@@ -30,6 +30,7 @@ def campaign(folder: Path, *flags: str, seconds: float) -> tuple[int, dict[str, 
     return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout
 
 
+@pytest.mark.prove
 @pytest.mark.timeout(400)
 def test_a_short_campaign(tmp_path: Path) -> None:
     """Other tests may run beside it, so nothing is said of speed."""
