@@ -24,14 +24,7 @@ from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams,
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
 _SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
 _ROLES = {"developer": "system"}
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
