@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import grpc
 
-from outrider import common_pb2 as common
-from outrider import verifier_pb2 as pb
-from outrider import verifier_pb2_grpc as rpc
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import verifier_pb2 as pb
+from outrider.v1 import verifier_pb2_grpc as rpc
 
 GAMMA = 4
 
