@@ -8,7 +8,7 @@ from outrider.base.config import DrafterKey, Settings
 
 
 class CoordinatorSettings(Settings, DrafterKey):
-    """Serve clients: sessions, text, workers, γ control."""
+    """Serve clients over gRPC and HTTP; connect drafters and verifiers."""
 
     http_port: int = Field(
         8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
@@ -16,29 +16,27 @@ class CoordinatorSettings(Settings, DrafterKey):
     served_model_name: str = Field("", description="Name of the target in the HTTP API; empty: its own.")
     cors_origins: str = Field("", description="Origins whose web pages may call the HTTP API, separated by commas.")
     allowed_hosts: str = Field(
-        "",
-        description="Names allowed in an HTTP request's Host besides localhost, separated by commas. Empty: only "
-        "localhost on loopback, else all.",
+        "", description="HTTP Host names to accept besides localhost, by commas; empty: none on loopback, else all."
     )
     max_bodies_mib: int = Field(
-        64, ge=1, description="Memory for HTTP and gRPC requests over 64 KiB that are read at once, MiB."
+        64, ge=1, description="Memory for HTTP and gRPC requests over 64 KiB while they arrive, MiB."
     )
     redis_url: str = Field(
-        "", description="Redis for sessions, or @FILE with its URL; empty: REDIS_URL, else a private one."
+        "", description="URL of Redis, or @FILE; empty: REDIS_URL, else an embedded server without persistence."
     )
-    max_sessions: int = Field(512, ge=1, description="Sessions served at once.")
-    max_prompt_kib: int = Field(4096, ge=1, description="Largest prompt, KiB of text.")
-    gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that adaptive control may choose; twice that ahead.")
-    drafters_per_session: int = Field(1, ge=1, le=8, description="Largest number of drafters for one session.")
+    max_sessions: int = Field(512, ge=1, description="Maximum number of concurrent sessions.")
+    max_prompt_kib: int = Field(4096, ge=1, description="Maximum length of a prompt, KiB of text.")
+    gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that γ control chooses; ahead, twice that.")
+    drafters_per_session: int = Field(1, ge=1, le=8, description="Maximum number of drafters per session.")
     heartbeat_ms: int = Field(
-        1000, ge=50, description="Interval of workers' reports, ms; a worker is lost after five times this."
+        1000, ge=50, description="Interval of workers' reports, ms; a worker is lost after five without one."
     )
     worker_wait_s: float = Field(30.0, ge=0, description="Time that a session waits for a verifier, seconds.")
     verdict_timeout_s: float = Field(
-        10.0, gt=0, description="Time after which a verifier without a verdict loses a session; longer for prompts, s."
+        10.0, gt=0, description="Timeout for a verdict, seconds, longer for prompts; then the verifier is replaced."
     )
     session_ttl_s: int = Field(
-        3600, ge=10, description="Time that Redis keeps a session after its last write, seconds."
+        3600, ge=10, description="Time to live of a session in Redis after its last write, seconds."
     )
     api_keys: SecretStr = Field(
         SecretStr(""),
@@ -50,10 +48,10 @@ class CoordinatorSettings(Settings, DrafterKey):
         0, ge=0, description="Tokens per minute of an API key, prompts and outputs together; 0: no limit."
     )
     max_request_sessions: int = Field(
-        64, ge=1, description="Largest number of answers of one HTTP request: n times its prompts."
+        64, ge=1, description="Maximum number of choices of an HTTP request: n times its prompts."
     )
-    write_timeout_s: float = Field(30.0, gt=0, description="Time that a client may leave its messages unread, seconds.")
+    write_timeout_s: float = Field(30.0, gt=0, description="Timeout for a client that does not read, seconds.")
     open_metrics: bool = Field(
-        False, description="Serve HTTP /metrics without an API key, as vLLM does: benchmark tools send none there."
+        False, description="Serve HTTP /metrics without an API key, as vLLM does, for benchmark tools."
     )
     share_prefixes: bool = Field(False, description="Share cached prompt prefixes between API keys.")

@@ -25,20 +25,20 @@ class DrafterSettings(WorkerSettings, DrafterKey):
         description="Target model, for methods that read parts of it: a directory, a .gguf file or a hub id.",
     )
     draft_candidates: int = Field(
-        24, ge=1, le=32, description="Candidate ids per sampled guess; fewer make smaller messages in rejection mode."
+        24, ge=1, le=32, description="Candidate ids per guess in rejection and block mode; fewer: smaller messages."
     )
     draft_vocabulary: str = Field(
         "", description="JSON file with the ids that a model may draft, as a list or under 'ids'; empty: all."
     )
     suffix_shared_tokens: int = Field(
-        65_536, ge=0, description="Tokens of ended sessions that suffix keeps per cache salt; 0: none."
+        65_536, ge=0, description="suffix: tokens of ended sessions kept per cache salt; 0: none."
     )
-    suffix_factor: float = Field(2.0, gt=0, le=64, description="Tokens that suffix guesses per matched token.")
+    suffix_factor: float = Field(2.0, gt=0, le=64, description="suffix: maximum length of a guess per matched token.")
     suffix_certainty: float = Field(
-        0.1, gt=0, le=1, description="Minimum probability that a token is reached, for suffix to guess it."
+        0.1, gt=0, le=1, description="suffix: minimum probability that all guesses up to a token hold."
     )
-    ngram_max: int = Field(4, ge=1, le=16, description="Longest sequence of tokens that ngram looks up.")
-    ngram_min: int = Field(2, ge=1, le=16, description="Shortest sequence of tokens that ngram looks up.")
+    ngram_max: int = Field(4, ge=1, le=16, description="ngram: longest sequence to look up, tokens.")
+    ngram_min: int = Field(2, ge=1, le=16, description="ngram: shortest sequence to look up, tokens.")
 
     @property
     def own_key(self) -> tuple[str, SecretStr]:

@@ -69,7 +69,8 @@ class SpeculationPlan:
         text = f"γ {self.gamma}" + (f" × {self.branches}" if self.branches > 1 else "")
         if not self.ahead:
             return text
-        return f"{text} ahead, {self.budget} a step, " + (f"wait for {self.awaited}" if self.awaited else "no wait")
+        wait = f"wait for {self.awaited}" if self.awaited else "no wait"
+        return f"{text} ahead, {self.budget or 'all'} a step, {wait}"
 
     @property
     def nodes(self) -> int:

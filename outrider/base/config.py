@@ -75,27 +75,25 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
-    insecure: bool = Field(False, description="Listen on an address other than loopback without keys.")
-    max_message_mib: int = Field(32, ge=1, le=512, description="Largest gRPC message accepted, MiB.")
-    max_streams: int = Field(1024, ge=1, description="Concurrent gRPC streams per connection.")
+    insecure: bool = Field(False, description="Allow --host other than loopback without keys.")
+    max_message_mib: int = Field(32, ge=1, le=512, description="Maximum size of a gRPC message, MiB.")
+    max_streams: int = Field(1024, ge=1, description="Maximum concurrent gRPC streams per connection.")
     max_connections: int = Field(
         1024, ge=1, description="Connections per port; fewer if the descriptor limit requires it."
     )
-    open_timeout_s: float = Field(10.0, gt=0, description="Longest wait for a stream's first message, seconds.")
+    open_timeout_s: float = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
-    log_json: bool = Field(False, description="Log one JSON object a line instead of text.")
+    log_json: bool = Field(False, description="Log one JSON object per line instead of text.")
     fleet_key: SecretStr = Field(
         SecretStr(""),
-        description="Secret shared by services, or @FILE. Of several, the first is sent and all are accepted.",
+        description="Secret that the services share, or @FILE. Of several, the first is sent and all are accepted.",
     )
     tls_cert: str = Field("", description="PEM file: this service's certificate. With it the service uses TLS only.")
-    tls_key: str = Field("", description="PEM file: the key to --tls-cert, without a password.")
+    tls_key: str = Field("", description="PEM file: private key of --tls-cert, unencrypted.")
     tls_ca: str = Field("", description="PEM file: authority of other services' certificates.")
     tls_name: str = Field(
-        "",
-        description="Name in other services' certificates, for services that share one certificate; empty: "
-        "the host of each connection.",
+        "", description="Name in other services' certificates, if they share one; empty: the host that is called."
     )
     tls_client_auth: bool = Field(False, description="Require client certificates signed by --tls-ca (mTLS).")
     otlp_endpoint: str = Field("", description="Traces go to this OTLP/HTTP collector, http://host:4318; empty: none.")
@@ -111,24 +109,24 @@ class DrafterKey(BaseModel):
 
     drafter_key: SecretStr = Field(
         SecretStr(""),
-        description="Secret shared by coordinators and drafters, or @FILE; empty: the fleet key. Accepted nowhere "
-        "else.",
+        description="Secret that registers drafters with coordinators and grants nothing else, or @FILE; empty: the "
+        "fleet key.",
     )
 
 
 class WorkerSettings(Settings):
     """Settings of drafters and verifiers."""
 
-    coordinators: str = Field("", description="host:port of coordinators to report to, separated by commas.")
-    advertise: str = Field("", description="host:port of this worker for coordinators; default: host and port.")
+    coordinators: str = Field("", description="host:port of coordinators to register with, separated by commas.")
+    advertise: str = Field("", description="host:port at which coordinators reach this worker; empty: its own.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics for Prometheus, over HTTP; 0: none.")
     metrics_key: SecretStr = Field(
         SecretStr(""), description="Key that /metrics requires, or @FILE; empty: open to every caller."
     )
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
-    max_sessions: int = Field(64, ge=1, description="Sessions served at once.")
+    max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
     write_timeout_s: float = Field(
-        30.0, gt=0, description="Longest time for a peer to read a message, seconds; then its stream ends."
+        30.0, gt=0, description="A stream ends if its peer does not read a message within this time, seconds."
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
@@ -145,12 +143,12 @@ class WorkerSettings(Settings):
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
     kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
     prefix_tokens: int = Field(
-        -1, ge=-1, description="Tokens of ended sessions kept for prefix matches; -1: chosen by the device."
+        -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )
     pace: str = Field(
-        "", description="For benchmarks only: shortest step by its tokens, milliseconds, e.g. 1:40,16:40,32:80."
+        "", description="For benchmarks: minimum time of a step by its tokens, ms, e.g. 1:40,16:40,32:80."
     )
-    blur: str = Field("", description="With --pace: noise on the logits from a position on, e.g. 200:1.5,400:0.")
+    blur: str = Field("", description="With --pace: noise added to the logits, by position, e.g. 200:1.5,400:0.")
 
     @property
     def selected_engine(self) -> str:

@@ -8,6 +8,6 @@ from outrider.bench.engine.command import engine as engine_command
 from outrider.bench.network.command import network as network_command
 from outrider.bench.overhead.command import overhead as overhead_command
 
-app = typer.Typer(help="Measurements.", no_args_is_help=True)
+app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 for command in (overhead_command, engine_command, drafters_command, network_command, capacity_command):
     app.command()(command)

@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+models_app = typer.Typer(help="Download the default models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
 app.command()(up.up)
@@ -48,10 +48,10 @@ def serve(
     context: typer.Context,
     service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")],
 ) -> None:
-    """Run one service in the foreground: `outrider serve verifier --target ...`; its flags follow its name.
-
-    `outrider serve verifier --help` lists them.
-    """
+    """Run one service in the foreground: `outrider serve verifier --target ...`. Its own --help lists its flags."""
+    if service in ("-h", "--help"):
+        typer.echo(context.get_help())
+        raise typer.Exit
     if service not in ("verifier", "drafter", "coordinator"):
         raise typer.BadParameter(f"{service!r} is not a service: verifier, drafter or coordinator")
     # Replace this process, so that signals reach the service.

@@ -31,7 +31,7 @@ TlsCa = Annotated[
     option("--tls-ca", "PEM file: authority of the coordinator's certificate; system: public authorities."),
 ]
 TlsCert = Annotated[str, option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")]
-TlsKey = Annotated[str, option("--tls-key", "PEM file: the key to --tls-cert.")]
+TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert.")]
 TlsName = Annotated[
     str, option("--tls-name", "Name in the coordinator's certificate. Default: the host in --endpoint.")
 ]

@@ -31,9 +31,9 @@ DrafterChoice = Annotated[
     str,
     options.option(
         "--drafter",
-        "KIND, KIND:MODEL or a model: ngram, suffix, eagle, medusa, early-exit, model; + joins several in one, "
-        "as in suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best drafter for the "
-        "target that comes with Outrider.",
+        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, model, translate; + joins them, "
+        "as suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best bundled drafter for "
+        "the target.",
     ),
 ]
 Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
@@ -46,7 +46,7 @@ Engine = Annotated[
     options.option(
         "--engine",
         "What runs the target: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), transformers, "
-        "or mock (no model, for measuring overhead).",
+        "or mock (no model, for measuring overhead; its drafter is mock too).",
     ),
 ]
 Compile = Annotated[
@@ -77,7 +77,7 @@ def up(
     verifiers: Annotated[int, options.option("--verifiers", "Number of verifiers.", min=1)] = 1,
     drafters: Annotated[int, options.option("--drafters", "Number of drafters.", min=0)] = 1,
     coordinators: Annotated[int, options.option("--coordinators", "Number of coordinators.", min=1)] = 1,
-    host: Annotated[str, options.option("--host", "Address of the coordinators; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[str, options.option("--host", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     insecure: Annotated[
         bool, options.option("--insecure", "Allow a --host other than loopback without API keys.")
     ] = False,
@@ -125,7 +125,7 @@ def up(
     tls_cert: Annotated[
         str, options.option("--tls-cert", "PEM file: certificate of all services. With it they use TLS only.")
     ] = "",
-    tls_key: Annotated[str, options.option("--tls-key", "PEM file: the key to --tls-cert, without a password.")] = "",
+    tls_key: Annotated[str, options.option("--tls-key", "PEM file: private key of --tls-cert, unencrypted.")] = "",
     tls_ca: Annotated[
         str, options.option("--tls-ca", "PEM file: authority of --tls-cert. Default: public authorities.")
     ] = "",
@@ -151,7 +151,7 @@ def up(
 ) -> None:
     """Run all services on this machine: Redis (unless REDIS_URL is set), verifiers, drafters, coordinators.
 
-    Ctrl-C stops them cleanly; a process that dies is restarted. The next run keeps the sessions of this one.
+    Ctrl-C stops them cleanly. A process that dies is restarted. The next run on this port continues the sessions.
 
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
@@ -205,7 +205,8 @@ def up(
             )
             console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
-                console.print(f"{_state_note(running.state)}{'' if fleet_key else ', keys for further workers'}")
+                kept = "sessions" if fleet_key else "sessions and keys for further workers"
+                console.print(f"{kept} {_state_note(running.state)}")
             if api_keys:
                 console.print("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
@@ -324,7 +325,7 @@ def _tls_flags(plan: LaunchPlan) -> str:
 
 
 def _state_note(state: StateFolder) -> str:
-    return f"in {state.folder}{'' if state.kept else ' until this ends'}: sessions"
+    return f"are in {state.folder}{'' if state.kept else ' until this ends'}"
 
 
 class Starting:

@@ -34,7 +34,7 @@ def drafters(
         str,
         options.option(
             "--drafters",
-            "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two of one session. "
+            "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two in one session. "
             "Default: those that Outrider ships for the target.",
             show_default=False,
         ),
@@ -43,7 +43,7 @@ def drafters(
     dtype: Dtype = "auto",
     threads: Threads = 0,
     gamma: Annotated[
-        int, options.option("--gamma", "γ of the answers from which acceptance is measured.", min=1, max=MAX_GAMMA)
+        int, options.option("--gamma", "Fixed γ of the runs that measure acceptance.", min=1, max=MAX_GAMMA)
     ] = 4,
     tokens: Annotated[
         int | None, options.option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
@@ -71,7 +71,7 @@ def drafters(
     vllm_python: Annotated[
         Path | None, options.option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
     ] = None,
-    quick: Annotated[bool, options.option("--quick", "Fewer and shorter answers: minutes, the same keys.")] = False,
+    quick: Annotated[bool, options.option("--quick", "Fewer and shorter answers: nine minutes.")] = False,
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw the results into this .png file.")] = None,
 ) -> None:

@@ -55,7 +55,7 @@ def engine(
     rounds: Annotated[
         int | None, options.option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)
     ] = None,
-    quick: Annotated[bool, options.option("--quick", "Fewer points and rounds: minutes, the same results.")] = False,
+    quick: Annotated[bool, options.option("--quick", "Fewer points and rounds: three minutes, the same keys.")] = False,
     json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, options.option("--plot", "Draw the curves into this .png file.")] = None,
 ) -> None:

@@ -23,7 +23,7 @@ from outrider.cli import options
 def network(
     quick: Annotated[bool, options.option("--quick", "Three links, one short answer per mode.")] = False,
     verify: Annotated[
-        str, options.option("--verify-pace", "Milliseconds of a verifier's step by its tokens.")
+        str, options.option("--verify-pace", "Time of a verifier's step by its tokens, tokens:ms.")
     ] = "1:40,17:40,33:80",
     drafters: Annotated[
         str,

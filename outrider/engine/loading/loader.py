@@ -107,7 +107,7 @@ def load_model(
     gc.freeze()
     if options.pace:
         engine = ThrottledEngine(engine, parse_pace(options.pace), parse_blur(options.blur))
-    progress("measuring what steps cost")
+    progress("measuring step times")
     cost = measure_cost(engine)
     release_threads()  # another thread may run the model
     return LoadedModel(engine, tokenizer, vocabulary, cost)
