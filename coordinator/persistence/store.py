@@ -82,6 +82,7 @@ class Store:
         self._calls = 0
         self._closing = False
         self.up = False
+        self._down_logged = False
 
     async def close(self) -> None:
         """Close all connections after the calls in progress: an interrupted call would connect again."""
@@ -251,9 +252,9 @@ class Store:
         self.up = True
 
     def _down(self, error: Exception) -> NoReturn:
-        if self.up:
+        if self.up or not self._down_logged:
             log.warning("redis is down", error=str(error))
-        self.up = False
+        self.up, self._down_logged = False, True
         raise StoreDown(f"Redis does not answer: {error}", retry_after_ms=1000) from error
 
 

@@ -14,13 +14,12 @@ from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
-from outrider.base.config import ENGINES, deprecated_options, selected_engine
+from outrider.base.config import ENGINES, deprecated_options, redis_url, selected_engine
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
-from outrider.launch.state import StateFolder
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
 from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
@@ -205,8 +204,9 @@ def up(
             )
             console.print(f"try: {example}   Ctrl-C stops", soft_wrap=True)
             if running.state is not None:
-                kept = "sessions" if fleet_key else "sessions and keys for further workers"
-                console.print(f"{kept} {_state_note(running.state)}")
+                kept = ["sessions"] * (not redis_url()) + ["keys for further workers"] * (not fleet_key)
+                until = "" if running.state.kept else " until this ends"
+                console.print(f"{' and '.join(kept) or 'files'} are in {running.state.folder}{until}")
             if api_keys:
                 console.print("clients need one of the API keys: --api-key or OUTRIDER_API_KEY")
             watch(running, console.print)
@@ -322,10 +322,6 @@ def _tls_flags(plan: LaunchPlan) -> str:
         return ""
     name = "" if plan.tls else f" --tls-name {plan.tls_name}"  # our own certificate names this machine
     return f" --tls-ca {plan.tls_ca or SYSTEM}{name}"
-
-
-def _state_note(state: StateFolder) -> str:
-    return f"are in {state.folder}{'' if state.kept else ' until this ends'}"
 
 
 class Starting:

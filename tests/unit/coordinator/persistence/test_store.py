@@ -7,6 +7,7 @@ import contextlib
 import re
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.persistence.store import Store, StoreDown
 
@@ -49,3 +50,13 @@ async def test_a_call_under_way_at_the_end_leaves_no_connection() -> None:
     assert stalled.open == 0
     assert stalled.ever == connections, "it connected again after it was closed"
     server.close()
+
+
+async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
+    store = Store("redis://127.0.0.1:1/0", "test", 60)
+    with capture_logs() as lines:
+        for _ in range(2):
+            with pytest.raises(StoreDown):
+                await store.ping()
+    await store.close()
+    assert [line["event"] for line in lines] == ["redis is down"]
