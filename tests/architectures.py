@@ -299,7 +299,7 @@ changes. `python -m tests.architectures` writes this page; `make prove` fails wh
 The table covers architectures. Each model is also checked against its own forward pass whenever it is loaded:
 [the engine](engine.md#checked-against-the-model-itself).
 
-`native` means the kernels on a CPU. On CUDA it means `graphs`, which runs the same model spec.
+`native` means the kernels on a CPU. On CUDA it means `cuda`, which runs the same model spec.
 """
 
 
