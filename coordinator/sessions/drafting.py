@@ -268,7 +268,7 @@ class Drafting:
         if not log.is_enabled_for(logging.DEBUG):
             return  # the alternatives take a millisecond to compute
         considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.best_per_mode()}
-        log.debug("plan", plan=self._control.plan.label, considered=considered)
+        log.debug("plan changed", plan=self._control.plan.label, considered=considered)
 
     def _forward_pass(self) -> None:
         """End the verifier's wait with an empty guess once no drafter that may guess has one."""

@@ -39,7 +39,7 @@ class IdempotencyKeys:
                 async with asyncio.timeout(_RESERVE_S):
                     reserved = await self._store.reserve(name, value)
             except (StoreDown, TimeoutError) as error:
-                log.warning("idempotency holds on this coordinator only", error=str(error))
+                log.warning("idempotency key not stored in redis", error=str(error))
         reserved = self._keys.setdefault(name, reserved or value)
         while len(self._keys) > _REMEMBERED_KEYS:
             self._keys.popitem(last=False)

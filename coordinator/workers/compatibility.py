@@ -76,7 +76,7 @@ class Compatibility:
                 except grpc.aio.AioRpcError as error:
                     raise worker_error(info.address, error) from error
             self._on_target(self.target.info)
-            log.info("target known", model=info.model.name, fingerprint=info.model.fingerprint)
+            log.info("target set", model=info.model.name, fingerprint=info.model.fingerprint)
             return True
 
 

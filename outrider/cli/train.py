@@ -53,7 +53,7 @@ def train(
     data_folder: Annotated[
         Path | None, option("--data", "Folder of the target's texts. Default: training/data in OUTRIDER_HOME.")
     ] = None,
-    restart: Annotated[bool, option("--restart", "Start anew and ignore an interrupted run.")] = False,
+    restart: Annotated[bool, option("--restart", "Start again and ignore an interrupted run.")] = False,
 ) -> None:
     """Train a drafter on texts that the target generates.
 

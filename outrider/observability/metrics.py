@@ -84,10 +84,10 @@ class Metrics:
 
 
 class CoordinatorMetrics(Metrics):
-    def __init__(self, ways: Iterable[str] = ()) -> None:
-        """Make the set; `ways` are the speculation plans, exported from the start."""
+    def __init__(self, plans: Iterable[str] = ()) -> None:
+        """Make the set; `plans` are the speculation plans, exported from the start."""
         super().__init__("coordinator", "requests")
-        self._ways = tuple(ways)
+        self._plans = tuple(plans)
         self._targets: dict[str, TargetMetrics] = {}
         model = "model_name"
 
@@ -140,7 +140,7 @@ class CoordinatorMetrics(Metrics):
         # Only these four: `vllm bench serve` adds up every metric whose name contains one of its names.
         UnderVllmNames((self.drafts, self.draft_tokens, self.accepted_tokens, self.accepted_at), self.registry)
         self.gamma = self._histogram("gamma", "γ in force, per verifier step; 0 is plain decoding.", _GAMMA, model)
-        self.plan_steps = self._counter("plan_steps", "Verifier steps by speculation plan.", model, "way")
+        self.plan_steps = self._counter("plan_steps", "Verifier steps by speculation plan.", model, "plan")
         self.guessed_tokens = self._counter("guessed_tokens", "Tokens that drafters sent.", model, "drafter")
         self.guess_bytes = self._counter(
             "guess_bytes", "Guess messages from drafters, framing included, bytes.", model, "drafter"
@@ -191,7 +191,7 @@ class CoordinatorMetrics(Metrics):
     def of(self, model: str) -> TargetMetrics:
         """Return the metrics of requests to this target."""
         if model not in self._targets:
-            self._targets[model] = TargetMetrics.bound(self, model, self._ways)
+            self._targets[model] = TargetMetrics.bound(self, model, self._plans)
         return self._targets[model]
 
 
@@ -230,7 +230,7 @@ class TargetMetrics:
     drafters: dict[str, DrafterKind]
 
     @classmethod
-    def bound(cls, metrics: CoordinatorMetrics, model: str, ways: Iterable[str]) -> TargetMetrics:
+    def bound(cls, metrics: CoordinatorMetrics, model: str, plans: Iterable[str]) -> TargetMetrics:
         for reason in (*(reason.name.lower() for reason in FinishReason if reason), ABANDONED):
             metrics.success.labels(model, reason)
         for code in KINDS:
@@ -251,7 +251,7 @@ class TargetMetrics:
             accepted_lengths=metrics.accepted_at.lengths(model),
             offered_lengths=metrics.offered_at.lengths(model),
             gamma=metrics.gamma.labels(model),
-            plan_steps={way: metrics.plan_steps.labels(model, way) for way in ways},
+            plan_steps={plan: metrics.plan_steps.labels(model, plan) for plan in plans},
             failovers=metrics.failovers.labels(model),
             drafter_losses=metrics.drafter_losses.labels(model),
             drafters={},
@@ -266,11 +266,11 @@ class TargetMetrics:
             )
         return self.drafters[kind]
 
-    def record_verdict(self, verdict: Verdict, gamma: int, way: str) -> None:
+    def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
         self.generation_tokens.inc(len(verdict.tokens))
         self.gamma.observe(gamma)
-        self.plan_steps[way].inc()
+        self.plan_steps[plan].inc()
         if verdict.proposed:
             self.drafts.inc()
             self.draft_tokens.inc(verdict.proposed)

@@ -115,7 +115,7 @@ def _checked_stream_handler(
         except grpc.aio.AbortError:
             raise
         except _CallerDisconnected:
-            log.debug("caller is gone", peer=context.peer())
+            log.debug("caller disconnected", peer=context.peer())
         except _NotRead as error:
             # Unread replies block the status too: gRPC keeps it, and the call ends here.
             with contextlib.suppress(TimeoutError):

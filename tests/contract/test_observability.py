@@ -141,8 +141,8 @@ async def test_speculation_is_counted_as_clients_are_told(watched: Watched) -> N
         told = sum(each.accepted_per_position[place] for each in stats if len(each.accepted_per_position) > place)
         assert page.sum(name, position=position) == told
     assert page.sum("plan_steps_total") == page.sum("gamma_count") == sum(each.steps for each in stats)
-    assert page.sum("plan_steps_total", way="plain") >= LENGTH, "one of them was plain"
-    assert page.sum("gamma_bucket", le="0.0") == page.sum("plan_steps_total", way="plain")
+    assert page.sum("plan_steps_total", plan="plain") >= LENGTH, "one of them was plain"
+    assert page.sum("gamma_bucket", le="0.0") == page.sum("plan_steps_total", plan="plain")
     assert page.sum("guessed_tokens_total", drafter="model") == sum(
         share.guessed for s in stats for share in s.drafters
     )

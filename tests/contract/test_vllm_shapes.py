@@ -93,7 +93,7 @@ async def test_what_lies_between_two_pages_is_what_requests_were_told(house: Hou
         ("accepted_tokens", after.accepted),
     ):
         assert ours.get_sample_value(f"outrider_spec_decode_num_{name}_total", target) == count
-    assert ours.get_sample_value("outrider_plan_steps_total", target | {"way": Mode.TREE_TURNS}), "no tree was checked"
+    assert ours.get_sample_value("outrider_plan_steps_total", target | {"plan": Mode.TREE_TURNS}), "no tree was checked"
     by_step = sum(each["mean_acceptance_length"] * each["num_spec_steps"] for each in found)
     assert between.acceptance_length == pytest.approx(by_step / between.drafts)
     by_guess = sum(each["draft_acceptance_rate"] * each["num_draft_tokens"] for each in found)

@@ -117,7 +117,7 @@ def greedy_targets(target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Ten
 def accepted_lengths(correct: Sequence[torch.Tensor], written: torch.Tensor) -> torch.Tensor:
     """Return the accepted length of the chain that begins at each generated position; −1 elsewhere.
 
-    `correct[k]` tells, by position, whether guess k of a chain is correct; it is made k positions after the start.
+    `correct[k]` says, by position, whether guess k of a chain is correct; it is made k positions after the start.
     """
     lengths = torch.where(written, 0, -1)
     accepted = written

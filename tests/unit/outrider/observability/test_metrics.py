@@ -69,8 +69,8 @@ def test_a_plain_verdict_is_no_draft() -> None:
     metrics.of("target").record_verdict(verdict(tokens=1), 0, "plain")
     assert value(metrics, "generation_tokens_total", model_name="target") == 1
     assert value(metrics, "spec_decode_num_drafts_total", model_name="target") == 0
-    assert value(metrics, "plan_steps_total", model_name="target", way="plain") == 1
-    assert value(metrics, "plan_steps_total", model_name="target", way="in turns") == 0
+    assert value(metrics, "plan_steps_total", model_name="target", plan="plain") == 1
+    assert value(metrics, "plan_steps_total", model_name="target", plan="in turns") == 0
     assert value(metrics, "gamma_bucket", model_name="target", le="0.0") == 1
 
 
