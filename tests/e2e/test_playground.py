@@ -249,7 +249,7 @@ def test_a_missing_key_is_told_and_can_be_given(page: Page) -> None:
     page.route("**/fleet", guard)
     choose(page, max_tokens="5")
     ask(page, "Let me in")
-    expect(page.get_by_role("alert")).to_have_text("No key came with this. An API key goes into the options.")
+    expect(page.get_by_role("alert")).to_have_text("No key came with this. Enter the API key under Options.")
     expect(page.locator("#key")).to_be_focused()
     expect(page.locator("#prompt")).to_have_value("Let me in")
     expect(page.locator("#state-text")).to_have_text("needs an API key")
@@ -268,7 +268,7 @@ def test_a_missing_key_is_told_and_can_be_given(page: Page) -> None:
             'data: {"error": {"message": "The coordinator is leaving."}}\n\ndata: [DONE]\n\n',
             "The coordinator is leaving.",
         ),
-        ("data: ", "The stream broke off."),
+        ("data: ", "The stream was interrupted."),
     ],
 )
 def test_an_answer_that_fails_on_the_way_says_so(page: Page, stream: str, told: str) -> None:

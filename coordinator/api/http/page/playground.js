@@ -73,7 +73,7 @@ class Chart {
 const charts = {
   speed: new Chart("Tokens per second", "", 1, 10),
   acceptance: new Chart(`Guessed, of the last ${RECENT} tokens`, " %", 0, 100),
-  gamma: new Chart("How far the drafter guesses, γ", "", 0, 8, true),
+  gamma: new Chart("Guesses ahead, γ", "", 0, 8, true),
   trip: new Chart("Round trip to the drafter", " ms", 1, 2),
 };
 
@@ -111,7 +111,7 @@ const refusal = async (reply) => {
   } catch {
     // a reply without a message
   }
-  if (reply.status === 401) message = `${message} An API key goes into the options.`;
+  if (reply.status === 401) message = `${message} Enter the API key under Options.`;
   return new Refused(message, reply.status);
 };
 
@@ -129,7 +129,7 @@ async function* events(body, signal) {
   let held = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("The stream broke off.");
+    if (done) throw new Error("The stream was interrupted.");
     held += value;
     const parts = held.split("\n\n");
     held = parts.pop();
@@ -210,8 +210,8 @@ const showNumbers = (answer, { speculative_decoding: spec, outrider: ours }) => 
   find("numbers").replaceChildren(...rows([
     ["First token after", `${figure(ours.time_to_first_token_ms, 0)} ms`],
     ["Tokens per step", figure(answer.tokens / Math.max(1, ours.steps), 2)],
-    ["Guesses that held", spec.num_draft_tokens ? `${figure(100 * spec.draft_acceptance_rate, 0)} %` : "none made"],
-    ["Mostly", ours.plans[0]?.plan ?? "–"],
+    ["Acceptance rate", spec.num_draft_tokens ? `${figure(100 * spec.draft_acceptance_rate, 0)} %` : "none made"],
+    ["Most used plan", ours.plans[0]?.plan ?? "–"],
     ["Drafter", ours.drafter || "none"],
     ["Bytes per accepted token", figure(ours.bytes_per_accepted_token || NaN, 0)],
     ...(ours.failovers ? [["Verifiers lost", ours.failovers]] : []),
@@ -393,7 +393,7 @@ const workerRow = (worker) => {
   const { load, model } = worker;
   const name = make("div", { className: "name" },
     make("strong", { textContent: worker.role === "drafter" ? `Drafter, ${worker.kind}` : "Verifier" }),
-    make("span", { textContent: `${figure(worker.round_trip_ms)} ms away` }));
+    make("span", { textContent: `${figure(worker.round_trip_ms)} ms round trip` }));
   const what = [
     model.name === worker.kind ? "" : model.name, model.device, `${load.sessions} of ${plural(worker.capacity, "session")}`,
   ];
@@ -426,7 +426,7 @@ const look = async () => {
     find("model").textContent = verifier?.model.name ?? "";
     say(verifier ? "ready" : "no verifier yet", verifier ? "up" : "");
     find("fleet").replaceChildren(...workers.map(workerRow));
-    const kept = fleet.durable ? "Sessions outlive this coordinator: Redis keeps them." : "Redis is away: sessions end with this coordinator.";
+    const kept = fleet.durable ? "Sessions survive this coordinator: they are in Redis." : "Redis does not answer: sessions end with this coordinator.";
     find("fleet-summary").textContent = `${fleet.sessions || "No"} session${fleet.sessions === 1 ? "" : "s"} now. ${kept}`;
     if (drafters.length) charts.trip.add(Math.min(...drafters.map((worker) => worker.round_trip_ms)));
   } catch (error) {
