@@ -21,7 +21,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except Exception as error:
         if _is_full(error):
             raise StartupError(
-                f"no room for {path}: {error}; free some space and repeat the command, which goes on from there",
+                f"no room for {path}: {error}; free some space and repeat the command, which continues from there",
                 field="path",
                 value=str(path),
             ) from error

@@ -189,7 +189,7 @@ def test_a_full_disk_is_told(order: TrainingOrder, tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(data, "save_file", full)
-    with pytest.raises(StartupError, match=r"no room for .*goes on from there"):
+    with pytest.raises(StartupError, match=r"no room for .*continues from there"):
         run.train(replace(order, out=tmp_path / "out", data_home=tmp_path / "data"), Watched())
     assert not list((tmp_path / "data").rglob("*.safetensors*"))
 

@@ -62,7 +62,7 @@ def load_model(
     """
     options = options or EngineOptions()
     if options.blur and not options.pace:
-        raise StartupError("blur is for paced engines", field="blur", value=options.blur, limit="needs pace")
+        raise StartupError("blur needs a pace", field="blur", value=options.blur, limit="needs pace")
     device = options.selected_device if rank_group is None else rank_group.device
     dtype = pick_dtype(options.dtype, device)
     with contextlib.nullcontext() if rank_group is None else rank_group.rank_0_first():
