@@ -103,7 +103,7 @@ def complete(page: Page) -> None:
 
 
 def idle(cluster: Cluster) -> None:
-    until(lambda: server_info(cluster.address).sessions == 0, 5, "no session left")
+    until(lambda: server_info(cluster.address).sessions == 0, 30, "no session left")
 
 
 # --- asking ----------------------------------------------------------------------------------------------------------
