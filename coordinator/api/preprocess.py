@@ -16,6 +16,7 @@ from coordinator.workers.target import Target
 from outrider.protocol import convert
 from outrider.protocol.checks import check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
 
@@ -50,7 +51,7 @@ def from_proto(request: pb.GenerateRequest) -> ClientRequest:
         prompt=request.prompt if kind == "prompt" else None,
         chat=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
         tokens=request.tokens.ids if kind == "tokens" else None,
-        speculation=_speculation(request.speculation),
+        speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
         cache_salt=request.cache_salt,
         max_tokens_given=request.params.HasField("max_tokens"),
     )
@@ -97,22 +98,12 @@ def resolve(
             f"at most {budget}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
         )
     drawn_seed = params.seed is None
-    if drawn_seed:
-        params = params.with_seed(secrets.randbits(64))
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    params = replace(params, seed=seed, verification=params.mode)
     check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
         target.grammars.compile(params)  # report an invalid grammar now, not in the middle of a stream
     return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)
-
-
-def _speculation(proto: pb.Speculation) -> SpeculationOptions:
-    return SpeculationOptions(
-        gamma=proto.gamma if proto.HasField("gamma") else None,
-        patience_us=proto.patience_us if proto.HasField("patience_us") else None,
-        drafter=proto.drafter,
-        branches=proto.branches if proto.HasField("branches") else None,
-        ahead=proto.ahead if proto.HasField("ahead") else None,
-    )
 
 
 def _prompt(request: ClientRequest, target: Target, limit: int) -> tuple[int, ...]:

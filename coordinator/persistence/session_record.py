@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
+from outrider.protocol.fieldwise import KEY, from_plain, to_plain
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_BRANCHES,
     MAX_DRAFT_WAIT_US,
@@ -56,41 +57,21 @@ class SessionRequest:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    speculation: SpeculationOptions = SpeculationOptions()
+    speculation: SpeculationOptions = field(default=SpeculationOptions(), metadata={KEY: "wish"})
     cache_salt: str = ""
-    drawn_seed: bool = field(default=False, compare=False)  # the client gave none; not stored
+    drawn_seed: bool = field(default=False, compare=False, metadata={KEY: ""})  # the client gave none; not stored
     nonce: str = field(default="", compare=False)  # of the session that this request started, see `seeds`
 
     def to_json(self) -> str:
-        params = asdict(self.params)
-        params["verification"] = self.params.mode.name
-        params["logit_bias"] = [[token, bias] for token, bias in self.params.logit_bias.items()]
-        kept = {
-            "prompt": self.prompt,
-            "params": params,
-            "wish": asdict(self.speculation),
-            "cache_salt": self.cache_salt,
-        }
-        return json.dumps(kept | ({"nonce": self.nonce} if self.nonce else {}))
+        kept = to_plain(self)
+        if not self.nonce:
+            del kept["nonce"]  # releases without it digest the same text for an idempotency key
+        return json.dumps(kept)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SessionRequest:
         """Read a stored request. Fields of newer versions are ignored, so that the session can continue."""
-        data: dict[str, Any] = json.loads(text)
-        params = _known(SamplingParams, data["params"])
-        params["verification"] = Verification[params["verification"]]
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"]}
-        for name in ("stop", "stop_token_ids"):
-            params[name] = tuple(params[name])
-        params["grammar"] = Grammar(**_known(Grammar, params["grammar"])) if params.get("grammar") else None
-        speculation = SpeculationOptions(**_known(SpeculationOptions, data.get("wish", {})))
-        return cls(
-            tuple(data["prompt"]),
-            SamplingParams(**params),
-            speculation,
-            data.get("cache_salt", ""),
-            nonce=data.get("nonce", ""),
-        )
+        return from_plain(cls, json.loads(text))
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raise InvalidRequest, or what comparing wrong types raises, for values that no API accepts."""
@@ -194,11 +175,6 @@ def unpack_logprobs(data: bytes, top: int) -> list[TokenLogprobs | None]:
         known = TokenLogprobs(logprob, tuple(rest[:count]), tuple(rest[top : top + count]))
         entries.append(known if marked else None)
     return entries
-
-
-def _known(kind: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in given.items() if name in names}
 
 
 def _check_whole(name: str, *values: Any) -> None:

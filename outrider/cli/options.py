@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from outrider.base.config import PREFIX
 from outrider.client.sync import Client
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
@@ -90,36 +92,15 @@ def connect(
     )
 
 
-def sampling(
-    *,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int | None,
-    verification: str | None,
-    stop: list[str] | None,
-    grammar: Grammar | None = None,
-) -> SamplingParams:
-    """Return validated sampling parameters from the flags."""
-    mode = None
-    if verification is not None:
-        names = [kind.name.lower() for kind in Verification]
-        if verification not in names:
-            raise InvalidRequest.of("--verification", verification, f"one of {', '.join(names)}")
-        mode = Verification[verification.upper()]
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        verification=mode,
-        stop=tuple(stop or ()),
-        grammar=grammar,
-    )
+def sampling(flags: Mapping[str, Any]) -> SamplingParams:
+    """Return validated sampling parameters from the flags of a command."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    mode, modes = given.get("verification"), [kind.name.lower() for kind in Verification]
+    if mode is not None and mode not in modes:
+        raise InvalidRequest.of("--verification", mode, f"one of {', '.join(modes)}")
+    if "regex" in given:
+        given["grammar"] = output_form(given["json_schema"], given["json_object"], given["regex"])
+    params = from_plain(SamplingParams, given)
     params.check()
     return params
 

@@ -20,6 +20,7 @@ _INTERRUPTED = 130
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
     api_key: options.ApiKey = "",
@@ -54,17 +55,7 @@ def generate(
 
     The text is the target model's own with every drafter: --gamma and --plain change the speed only.
     """
-    params = options.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        verification=verification,
-        stop=stop,
-        grammar=options.output_form(json_schema, json_object, regex),
-    )
+    params = options.sampling(context.params)
     text = sys.stdin.read() if prompt == "-" else prompt
     if system and not chat:
         raise InvalidRequest("--system needs --chat", field="--system", value=system)
@@ -88,6 +79,7 @@ def generate(
 
 
 def chat(
+    context: typer.Context,
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
     api_key: options.ApiKey = "",
     tls_ca: options.TlsCa = "",
@@ -107,16 +99,7 @@ def chat(
     plain: options.Plain = False,
 ) -> None:
     """Chat with the target. /reset clears the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."""
-    params = options.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        verification=None,
-        stop=None,
-    )
+    params = options.sampling(context.params)
     opening = [("system", system)] if system else []
     history = list(opening)
     console = Console()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -15,8 +15,9 @@ from outrider.protocol.errors import (
     InvalidRequest,
     OutriderError,
 )
+from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
-from outrider.protocol.sampling_params import GRAMMAR_FORMS, Grammar, SamplingParams, Verification
+from outrider.protocol.sampling_params import GRAMMAR_FORMS, SamplingParams
 from outrider.protocol.speculation import (
     Distribution,
     FinishReason,
@@ -42,56 +43,28 @@ FRAMING_BYTES = 14
 _MAX_POINTS = 64  # of a cost curve
 _MAX_STEP_MS = 600_000.0
 
-_OPTIONAL = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "ignore_eos",
-    "logprobs",
-)
-
 
 def params_to_proto(params: SamplingParams) -> common.SamplingParams:
-    proto = common.SamplingParams(
-        logit_bias=dict(params.logit_bias), stop_token_ids=params.stop_token_ids, stop=params.stop
-    )
-    for name in _OPTIONAL:
-        value = getattr(params, name)
-        if value is not None:
-            setattr(proto, name, value)
-    proto.verification = params.mode.value  # type: ignore[assignment]
+    given = {entry.name: getattr(params, entry.name) for entry in fields(params)}
     if params.grammar is not None:
-        proto.grammar.SetInParent()
-        for form in GRAMMAR_FORMS:
-            if value := getattr(params.grammar, form):
-                setattr(proto.grammar, form, value)
-    return proto
+        forms = {form: value for form in GRAMMAR_FORMS if (value := getattr(params.grammar, form))}
+        given["grammar"] = common.Grammar(**forms)
+    return common.SamplingParams(**given | {"verification": params.mode.value})
 
 
 def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
     """Return the parameters; absent fields take the defaults. SamplingParams.check validates the values."""
     if proto.verification not in common.Verification.values():
         raise InvalidRequest.of("params.verification", proto.verification, "one of the enum's values")
-    given = {name: getattr(proto, name) for name in _OPTIONAL if proto.HasField(name)}  # type: ignore[arg-type]
-    return SamplingParams(
-        logit_bias=dict(proto.logit_bias),
-        stop_token_ids=tuple(proto.stop_token_ids),
-        stop=tuple(proto.stop),
-        verification=Verification(proto.verification) if proto.verification else None,
-        grammar=_grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None,
-        **given,
-    )
+    return from_plain(SamplingParams, present_fields(proto))
 
 
-def _grammar_from_proto(proto: common.Grammar) -> Grammar:
-    form = proto.WhichOneof("form")
-    return Grammar() if form is None else Grammar(**{form: getattr(proto, form)})
+def present_fields(proto: Message) -> dict[str, Any]:
+    """Return the fields that a message has, those of its messages likewise."""
+    return {
+        field.name: present_fields(value) if isinstance(value, Message) else value
+        for field, value in proto.ListFields()
+    }
 
 
 def steering_to_proto(steering: Steering) -> common.Steer:

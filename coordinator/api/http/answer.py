@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat, SpeculationWish
+from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat
 from coordinator.api.preprocess import ClientRequest, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token
@@ -19,12 +19,12 @@ from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound
-from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams, Verification
+from outrider.protocol.fieldwise import from_plain
+from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
 
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
 _SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
 _ROLES = {"developer": "system"}
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _inputs(body: ChatBody | CompletionBody) -> list[ClientRequest]:
 def _request(body: ChatBody | CompletionBody, **given: Any) -> ClientRequest:
     return ClientRequest(
         params=_params(body),
-        speculation=_speculation(body.speculation),
+        speculation=from_plain(SpeculationOptions, _given(body.speculation or ())),
         cache_salt=body.cache_salt or "",
         max_tokens_given=body.limit is not None,
         **given,
@@ -135,24 +135,22 @@ def _request(body: ChatBody | CompletionBody, **given: Any) -> ClientRequest:
 
 def _params(body: ChatBody | CompletionBody) -> SamplingParams:
     """Return the parameters; fields that the body leaves out take their defaults."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in _NUMBERS if getattr(body, name) is not None}
-    given = {name: float(value) for name, value in given.items()}  # JSON has one kind of number
-    if body.top_k is not None:
-        given["top_k"] = max(0, body.top_k)
+    given = _given(body) | _given(body.speculation or ())
+    given |= {
+        "seed": (secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
+        "stop": body.stops,
+        "logprobs": body.num_logprobs,
+        "grammar": _grammar(body.response_format),
+    }
     if body.limit is not None:
         given["max_tokens"] = body.limit
-    options = body.speculation
-    return SamplingParams(
-        logit_bias={int(token): float(bias) for token, bias in (body.logit_bias or {}).items()},
-        seed=(secrets.randbits(_SEED_BITS) if body.seed is None else body.seed) % (MAX_SEED + 1),
-        stop=tuple(body.stops),
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=body.num_logprobs,
-        verification=Verification[options.verification.upper()] if options and options.verification else None,
-        grammar=_grammar(body.response_format),
-        **given,
-    )
+    if body.top_k == -1:
+        given["top_k"] = 0
+    return from_plain(SamplingParams, given)
+
+
+def _given(body: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in body if value is not None}
 
 
 def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
@@ -163,9 +161,3 @@ def _grammar(wanted: ResponseFormat | None) -> Grammar | None:
     if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
         return Grammar(json_schema=json.dumps(wanted.json_schema.schema_))
     return Grammar(json_object=True)
-
-
-def _speculation(given: SpeculationWish | None) -> SpeculationOptions:
-    if given is None:
-        return SpeculationOptions()
-    return SpeculationOptions(given.gamma, given.patience_us, given.drafter or "", given.branches, given.ahead)
