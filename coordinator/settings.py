@@ -50,7 +50,6 @@ class CoordinatorSettings(Settings, DrafterKey):
     max_request_sessions: int = Field(
         64, ge=1, description="Maximum number of choices of an HTTP request: n times its prompts."
     )
-    write_timeout_s: float = Field(30.0, gt=0, description="Timeout for a client that does not read, seconds.")
     open_metrics: bool = Field(
         False, description="Serve HTTP /metrics without an API key, as vLLM does, for benchmark tools."
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -24,13 +22,11 @@ from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
-from outrider.base.aio import cancel_all
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, OutriderError, grpc_status_name
+from outrider.protocol.errors import OutriderError, grpc_status_name
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
-from outrider.security.error_interceptor import abort
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
@@ -61,7 +57,6 @@ class CoordinatorService(rpc.OutriderServicer):
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
         self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, frozenset({REGISTRY})),)
-        self._aborting: set[asyncio.Task[None]] = set()
         self._http = None
         if settings.http_port >= 0:
             app = Api(self.sessions, settings, self.api_keys, budget).app()
@@ -96,7 +91,6 @@ class CoordinatorService(rpc.OutriderServicer):
     async def stop(self) -> None:
         self._registry.stop()
         await self.sessions.stop()
-        await cancel_all(list(self._aborting))
         if self._http is not None:
             await self._http.stop()
 
@@ -106,28 +100,30 @@ class CoordinatorService(rpc.OutriderServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
-        with _logged("Generate") as call:
+        with _logged("Generate", session_id="") as call:
             with self.sessions.admission():
                 target = self.sessions.target
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
-            call.session_id = session.record.session_id
-            async for reply in self._stream(session, 0, context):
-                yield reply
+            call["session_id"] = session.record.session_id
+            async with contextlib.aclosing(self._stream(session, 0)) as replies:
+                async for reply in replies:
+                    yield reply
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
-        with _logged("Resume", request.session_id):
+        with _logged("Resume", session_id=request.session_id):
             with self.sessions.admission():
                 session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
-            async for reply in self._stream(session, request.from_position, context):
-                yield reply
+            async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
+                async for reply in replies:
+                    yield reply
 
     async def Cancel(self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.CancelReply:
         await _set_request_id(context)
-        with _logged("Cancel", request.session_id):
+        with _logged("Cancel", session_id=request.session_id):
             return pb.CancelReply(cancelled=await self.sessions.cancel(request.session_id))
 
     async def GetModelInfo(
@@ -146,73 +142,33 @@ class CoordinatorService(rpc.OutriderServicer):
             workers=[convert.worker_to_proto(worker) for worker in self.sessions.workers],
         )
 
-    async def _stream(
-        self, session: Session, start: int, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateReply]:
+    async def _stream(self, session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:
+        record = session.record
+        assert record.request.params.seed is not None
         with self.sessions.followed(session):
             await session.opened()
-            async with contextlib.aclosing(_replies(session, start)) as replies:
-                async for reply in replies:
-                    with self._write_deadline(context):
-                        yield reply
-
-    @contextlib.contextmanager
-    def _write_deadline(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """End the stream of a client that does not read a message in time."""
-        task = asyncio.current_task()
-        assert task is not None
-        timer = asyncio.get_running_loop().call_later(self._settings.write_timeout_s, self._drop_client, task, context)
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _drop_client(self, task: asyncio.Task[Any], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Cancel the call's task, as when a client leaves; its status is queued after the unread messages."""
-        seconds = self._settings.write_timeout_s
-        log.info("client does not read", seconds=seconds)
-        unread = Expired(f"the client has not read its messages for {seconds:g} s", limit=f"{seconds:g} s")
-        aborting = asyncio.create_task(_abort(context, unread))
-        self._aborting.add(aborting)
-        aborting.add_done_callback(self._aborting.discard)
-        task.cancel()
-
-
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
-    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):  # raised by every abort, or the call has ended
-        await abort(context, error)
-
-
-async def _replies(session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:
-    request = session.record.request
-    assert request.params.seed is not None
-    yield pb.GenerateReply(
-        started=pb.Started(
-            session_id=session.record.session_id,
-            seed=request.params.seed,
-            prompt_tokens=len(request.prompt),
-            model=session.target.info.name,
-        )
-    )
-    async for position, tokens in session.output.follow(start):
-        yield pb.GenerateReply(chunk=_chunk(position, tokens))
-    if session.error is not None:
-        yield pb.GenerateReply(error=convert.error_to_proto(session.error))
-    else:
-        yield pb.GenerateReply(complete=_complete(session))
-
-
-@dataclass(slots=True)
-class _Call:
-    session_id: str
+            yield pb.GenerateReply(
+                started=pb.Started(
+                    session_id=record.session_id,
+                    seed=record.request.params.seed,
+                    prompt_tokens=len(record.request.prompt),
+                    model=session.target.info.name,
+                )
+            )
+            async for position, tokens in session.output.follow(start):
+                yield pb.GenerateReply(chunk=_chunk(position, tokens))
+            if session.error is not None:
+                yield pb.GenerateReply(error=convert.error_to_proto(session.error))
+            else:
+                yield pb.GenerateReply(complete=_complete(session))
 
 
 @contextlib.contextmanager
-def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
-    """Log the end of a call, as the HTTP API does for its requests."""
-    call, status, started = _Call(session_id), "CANCELLED", time.monotonic()
+def _logged(method: str, **about: str) -> Iterator[dict[str, str]]:
+    """Log the end of a call with what is known of it by then, as the HTTP API does for its requests."""
+    status, started = "CANCELLED", time.monotonic()
     try:
-        yield call
+        yield about
         status = "OK"
     except OutriderError as error:
         status = grpc_status_name(error)
@@ -222,7 +178,7 @@ def _logged(method: str, session_id: str = "") -> Iterator[_Call]:
         raise
     finally:
         ms = round(1000 * (time.monotonic() - started))
-        log.info("grpc", method=method, status=status, ms=ms, session_id=call.session_id)
+        log.info("grpc", method=method, status=status, ms=ms, **about)
 
 
 async def _set_request_id(context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -60,10 +60,17 @@ class WholeMessages(grpc.aio.ServerInterceptor):
                 given: Any = self._messages(requests, share, large=large)
                 if not handler.request_streaming:
                     given = await _only(given)
-                async with contextlib.aclosing(_replies(handler, given, context)) as replies:
-                    async for reply in replies:
-                        self._budget.give_back(share)  # the message has become a request
-                        yield reply
+                streaming = handler.stream_stream or handler.unary_stream
+                if streaming is None:
+                    yield await (handler.stream_unary or handler.unary_unary)(given, context)
+                elif not inspect.isasyncgenfunction(streaming):
+                    await streaming(given, context)  # a handler of a library, which writes to its context itself
+                else:
+                    async with contextlib.aclosing(streaming(given, context)) as replies:
+                        async for reply in replies:
+                            if share.held:
+                                self._budget.give_back(share)  # the message has become a request
+                            yield reply
 
         return behaviour
 
@@ -107,16 +114,3 @@ async def _only(messages: AsyncGenerator[Any, None]) -> Any:
         async for message in messages:
             return message
     raise InvalidRequest("the call ended before its message", field="request")
-
-
-async def _replies(handler: Any, given: Any, context: _Context) -> AsyncGenerator[Any, None]:
-    if not handler.response_streaming:
-        yield await (handler.stream_unary or handler.unary_unary)(given, context)
-        return
-    behaviour = handler.stream_stream or handler.unary_stream
-    if not inspect.isasyncgenfunction(behaviour):
-        await behaviour(given, context)  # a handler of a library, which writes to its context itself
-        return
-    async with contextlib.aclosing(behaviour(given, context)) as replies:
-        async for reply in replies:
-            yield reply

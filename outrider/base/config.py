@@ -82,6 +82,9 @@ class Settings(BaseModel):
         1024, ge=1, description="Connections per port; fewer if the descriptor limit requires it."
     )
     open_timeout_s: float = Field(10.0, gt=0, description="Timeout for a stream's first message, seconds.")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="A stream ends if its peer does not read a message within this time, seconds."
+    )
     drain_s: float = Field(10.0, ge=0, description="After SIGTERM, time for streams to finish, seconds.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     log_json: bool = Field(False, description="Log one JSON object per line instead of text.")
@@ -125,9 +128,6 @@ class WorkerSettings(Settings):
     )
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
-    write_timeout_s: float = Field(
-        30.0, gt=0, description="A stream ends if its peer does not read a message within this time, seconds."
-    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.base.aio import background, until
-from outrider.base.config import Settings, WorkerSettings, has_secrets
+from outrider.base.config import Settings, has_secrets
 from outrider.base.endpoint import is_loopback
 from outrider.base.grpc_options import raise_descriptor_limit, server_options
 from outrider.protocol.errors import StartupError
@@ -132,9 +132,8 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 
 
 def interceptors(service: Service, settings: Settings) -> list[grpc.aio.ServerInterceptor]:
-    """Return the interceptors of every call. Write timeouts of a coordinator's clients belong to its sessions."""
-    write_timeout_s = settings.write_timeout_s if isinstance(settings, WorkerSettings) else None
-    return [service.auth_interceptor, ErrorInterceptor(write_timeout_s), *service.interceptors]
+    """Return the interceptors of every call."""
+    return [service.auth_interceptor, ErrorInterceptor(settings.write_timeout_s), *service.interceptors]
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import structlog
@@ -34,7 +34,7 @@ class _Undecodable:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Conversion of exceptions to statuses, and of undecodable requests to INVALID_ARGUMENT."""
 
-    def __init__(self, write_timeout_s: float | None = None) -> None:
+    def __init__(self, write_timeout_s: float) -> None:
         """Set the longest time for a peer to read a reply of a stream."""
         self._write_timeout_s = write_timeout_s
 
@@ -104,50 +104,38 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
 
 
 def _checked_stream_handler(
-    behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float | None, *, streams_in: bool
+    behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float, *, streams_in: bool
 ) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
             given = _checked_stream(request) if streams_in else _checked(request)
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
-                    await _write(context, reply, write_timeout_s)
+                    try:
+                        async with asyncio.timeout(write_timeout_s):
+                            await context.write(reply)
+                    except cygrpc.ExecuteBatchError:
+                        log.debug("caller is gone", peer=context.peer())
+                        return
+                    except TimeoutError:
+                        break
+                else:
+                    return
         except grpc.aio.AbortError:
             raise
-        except _CallerDisconnected:
-            log.debug("caller disconnected", peer=context.peer())
-        except _NotRead as error:
-            # Unread replies block the status too: gRPC keeps it, and the call ends here.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(UNREAD_STATUS_S):
-                    await abort(context, error.reported)
         except Exception as error:
             await abort(context, as_outrider_error(error))
+        log.info("stream ended: peer does not read", peer=context.peer(), seconds=write_timeout_s)
+        unread = f"the peer has not read its messages for {write_timeout_s:g} s"
+        # Unread replies block the status too: gRPC keeps it, and the call ends here.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UNREAD_STATUS_S):
+                await abort(context, Expired(unread, field="write_timeout_s", limit=f"{write_timeout_s:g} s"))
 
     return checked
 
 
-class _CallerDisconnected(Exception):
-    """Internal signal that the caller disconnected during a write; no status can be sent."""
-
-
-class _NotRead(Exception):
-    def __init__(self, reported: OutriderError) -> None:
-        self.reported = reported
-
-
-async def _write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, timeout_s: float | None) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await context.write(reply)
-    except cygrpc.ExecuteBatchError as error:
-        raise _CallerDisconnected from error
-    except TimeoutError as error:
-        log.info("stream ended: peer does not read", peer=context.peer(), seconds=timeout_s)
-        raise _NotRead(Expired(f"nothing was read for {timeout_s:g} s", field="write_timeout_s")) from error
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
     """End a call with a status and the error as trailing metadata."""
     metadata = ((convert.ERROR_KEY, convert.error_to_proto(error).SerializeToString()),)
     details = error.message.encode("ascii", "replace").decode()  # gRPC triples other bytes, and headers are small

@@ -38,15 +38,14 @@ class RequestChecks:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            fault = self._framing_fault(headers) or self._origin_fault(headers, scope["method"])
-            if fault is not None:
-                reply = respond(*fault)
-                reply.headers["Connection"] = "close"  # the following bytes may be a part of a request
-                await reply(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        fault = self._framing_fault(headers) or self._origin_fault(headers, scope["method"])
+        if fault is None:
+            await self._app(scope, receive, send)
+            return
+        reply = respond(*fault)
+        reply.headers["Connection"] = "close"  # the following bytes may be a part of a request
+        await reply(scope, receive, send)
 
     def _framing_fault(self, headers: Headers) -> tuple[InvalidRequest, int] | None:
         if "transfer-encoding" in headers and "content-length" in headers:

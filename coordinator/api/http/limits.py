@@ -1,4 +1,7 @@
-"""Middleware around every request: request id, API key, body limits, and cancellation when the client leaves."""
+"""Middleware around every request: request id, API key, body limits, and cancellation when the client leaves.
+
+The server has neither lifespan events nor WebSockets, so every scope is a request.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,6 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         context = bind_context(Headers(scope=scope).items(), first=True)
         status, started = 0, time.monotonic()
 
@@ -69,15 +69,14 @@ class KeyAuth:
         self._open = open_to_all
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            holder = self._keys.tenant_of(Headers(scope=scope).get(HEADER))
-            if holder is None and scope["path"] not in self._open:
-                error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
-                await respond(error)(scope, receive, send)
-                return
-            if holder is not None:
-                set_tenant(holder)
-                scope[KNOWN] = True
+        holder = self._keys.tenant_of(Headers(scope=scope).get(HEADER))
+        if holder is None and scope["path"] not in self._open:
+            error = Unauthenticated(f"a valid key is needed here, sent as '{HEADER}: Bearer KEY'", field=HEADER)
+            await respond(error)(scope, receive, send)
+            return
+        if holder is not None:
+            set_tenant(holder)
+            scope[KNOWN] = True
         await self._app(scope, receive, send)
 
 
@@ -91,9 +90,6 @@ class BodyReader:
         self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         with self._budget.share() as share:
             try:
                 body = await self._read(receive, share)

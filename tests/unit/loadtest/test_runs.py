@@ -265,7 +265,7 @@ class MadeUp(rpc.OutriderServicer):
 
 @contextlib.asynccontextmanager
 async def made_up(service: MadeUp) -> AsyncIterator[str]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(30.0)])
     rpc.add_OutriderServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
