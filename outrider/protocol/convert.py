@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import asdict, fields
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.message import Message
 
 from outrider.protocol import message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
-from outrider.protocol.errors import (
-    KINDS,
-    InvalidRequest,
-    OutriderError,
-)
+from outrider.protocol.errors import KINDS, InvalidRequest, OutriderError
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, SamplingParams
@@ -30,12 +27,10 @@ from outrider.protocol.speculation import (
     Verdict,
     VerifyTimings,
 )
-from outrider.protocol.statistics import DrafterStats, GenerationStats, PlanStats, ServerInfo
+from outrider.protocol.statistics import GenerationStats, ServerInfo
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as coordinator
 from outrider.v1 import verifier_pb2 as verifier
-
-StatsT = TypeVar("StatsT", DrafterStats, PlanStats)
 
 ERROR_KEY = "outrider-error-bin"
 # HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
@@ -61,10 +56,13 @@ def params_from_proto(proto: common.SamplingParams) -> SamplingParams:
 
 def present_fields(proto: Message) -> dict[str, Any]:
     """Return the fields that a message has, those of its messages likewise."""
-    return {
-        field.name: present_fields(value) if isinstance(value, Message) else value
-        for field, value in proto.ListFields()
-    }
+    return {field.name: _present(value) for field, value in proto.ListFields()}
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, MutableSequence) and isinstance(value[0], Message):
+        return [present_fields(one) for one in value]
+    return present_fields(value) if isinstance(value, Message) else value
 
 
 def steering_to_proto(steering: Steering) -> common.Steer:
@@ -326,23 +324,11 @@ def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
 
 
 def stats_to_proto(stats: GenerationStats) -> coordinator.Stats:
-    given = {entry.name: getattr(stats, entry.name) for entry in fields(stats)}
-    given["drafters"] = [coordinator.DrafterShare(**asdict(share)) for share in stats.drafters]
-    given["plans"] = [coordinator.PlanShare(**asdict(share)) for share in stats.plans]
-    return coordinator.Stats(**given)
+    return coordinator.Stats(**asdict(stats))
 
 
 def stats_from_proto(proto: coordinator.Stats) -> GenerationStats:
-    given = {entry.name: getattr(proto, entry.name) for entry in fields(GenerationStats)}
-    given |= {name: tuple(given[name]) for name in ("offered_per_position", "accepted_per_position")}
-    given["drafters"] = tuple(_same_fields(DrafterStats, share) for share in proto.drafters)
-    given["plans"] = tuple(_same_fields(PlanStats, share) for share in proto.plans)
-    return GenerationStats(**given)
-
-
-def _same_fields(kind: type[StatsT], proto: Message) -> StatsT:
-    """Copy a flat message to the dataclass with the same field names."""
-    return kind(**{entry.name: getattr(proto, entry.name) for entry in fields(kind)})
+    return from_plain(GenerationStats, present_fields(proto))
 
 
 def server_info_from_proto(proto: coordinator.ServerInfo) -> ServerInfo:

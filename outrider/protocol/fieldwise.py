@@ -35,7 +35,8 @@ def _typed(hint: Any, value: Any) -> Any:
     if NoneType in get_args(hint):
         return None if value is None else _typed(get_args(hint)[0], value)
     if get_origin(hint) is tuple:
-        return tuple(value)
+        item = get_args(hint)[0]
+        return tuple(_typed(item, one) for one in value) if is_dataclass(item) else tuple(value)
     if get_origin(hint) is Mapping:
         key, item = get_args(hint)
         pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else value

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat
@@ -27,48 +27,34 @@ _SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
 _ROLES = {"developer": "system"}
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """New tokens of one choice; without tokens the choice is complete."""
-
-    choice: int
-    tokens: Sequence[Token]
-
-
-class HttpAnswer:
-    """Choices of a request that are being generated."""
-
-    def __init__(self, sessions: Sequence[Session]) -> None:
-        self.sessions = sessions
-
-    async def progress(self) -> AsyncGenerator[Progress, None]:
-        """Yield new tokens until all choices are complete; raise the error of one that fails."""
-        at = dict.fromkeys(range(len(self.sessions)), 0)  # tokens sent, of incomplete choices
-        changed = asyncio.Event()
-        with contextlib.ExitStack() as stack:
-            for session in self.sessions:
-                stack.enter_context(session.output.notified(changed))
-            while at:
-                changed.clear()
-                for choice in list(at):
-                    session = self.sessions[choice]
-                    if tokens := session.output.read(at[choice]):
-                        at[choice] += len(tokens)
-                        changed.set()
-                        yield Progress(choice, tokens)
-                    elif session.ended:
-                        del at[choice]
-                        if session.error is not None:
-                            raise session.error
-                        yield Progress(choice, ())
-                if at:
-                    await changed.wait()
+async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
+    """Yield choices with new tokens, without tokens at their end; raise the error of one that fails."""
+    at = dict.fromkeys(range(len(sessions)), 0)  # tokens sent, of incomplete choices
+    changed = asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.output.notified(changed))
+        while at:
+            changed.clear()
+            for number in list(at):
+                session = sessions[number]
+                if tokens := session.output.read(at[number]):
+                    at[number] += len(tokens)
+                    changed.set()
+                    yield number, tokens
+                elif session.ended:
+                    del at[number]
+                    if session.error is not None:
+                        raise session.error
+                    yield number, []
+            if at:
+                await changed.wait()
 
 
 @contextlib.asynccontextmanager
 async def start_answer(
     sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
-) -> AsyncIterator[HttpAnswer]:
+) -> AsyncIterator[list[Session]]:
     """Start sessions for all requests; stop them on exit."""
     with contextlib.ExitStack() as stack:
         running: list[Session] = []
@@ -78,7 +64,7 @@ async def start_answer(
             stack.enter_context(sessions.followed(session))
             running.append(session)
         await asyncio.gather(*(session.opened() for session in running))
-        yield HttpAnswer(running)
+        yield running
 
 
 async def requests_of(
@@ -96,20 +82,17 @@ async def requests_of(
     for request in _inputs(body):
         prepared = await prepare(request, target, settings, default_tokens=default)
         prepared = replace(prepared, drawn_seed=body.seed is None)
-        requests += _choices(prepared, body.choices)
+        seed = prepared.params.seed
+        assert seed is not None
+        requests += [
+            replace(prepared, params=prepared.params.with_seed((seed + number) % (MAX_SEED + 1)))
+            for number in range(body.choices)
+        ]
     return requests
 
 
 def served_name(target: Target, settings: CoordinatorSettings) -> str:
     return settings.served_model_name or target.info.name
-
-
-def _choices(request: SessionRequest, count: int) -> list[SessionRequest]:
-    seed = request.params.seed
-    assert seed is not None
-    return [
-        replace(request, params=request.params.with_seed((seed + number) % (MAX_SEED + 1))) for number in range(count)
-    ]
 
 
 def _inputs(body: ChatBody | CompletionBody) -> list[ClientRequest]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -23,23 +20,21 @@ from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
-from coordinator.api.http.answer import HttpAnswer, requests_of, served_name, start_answer
-from coordinator.api.http.bodies import ChatBody, CompletionBody, GenerationBody
+from coordinator.api.http.answer import requests_of, served_name, start_answer
+from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import RequestChecks, hosts_of
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
-from coordinator.api.http.replies import ChatReplies, CompletionReplies, Json, Replies, ReplyHead, metrics, usage
+from coordinator.api.http.replies import BodyT, ChatReplies, CompletionReplies, Replies
+from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
 from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
-from coordinator.sessions.output import Token
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.settings import CoordinatorSettings
-from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.security.api_keys import ApiKeys
 
-BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 _UNSUPPORTED_MEDIA = 415
 _JSON_FACTOR = 3  # by which a text may be longer as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
@@ -72,6 +67,7 @@ class Api:
         ]
         origins = [origin.strip() for origin in self._settings.cors_origins.split(",") if origin.strip()]
         allowed = [name.strip() for name in self._settings.allowed_hosts.split(",") if name.strip()]
+        open_to_all = _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
         limit = _JSON_FACTOR * 1024 * self._settings.max_prompt_kib
         app = Starlette(
             routes=routes,
@@ -79,17 +75,13 @@ class Api:
                 *([_cors(origins)] if origins else []),
                 Middleware(RequestIds),
                 Middleware(RequestChecks, hosts=hosts_of(self._settings.host, allowed), origins=frozenset(origins)),
-                Middleware(KeyAuth, keys=self._keys, open_to_all=self._open_to_all),
+                Middleware(KeyAuth, keys=self._keys, open_to_all=open_to_all),
                 Middleware(BodyReader, limit=limit, timeout_s=self._settings.open_timeout_s, budget=self._budget),
             ],
             exception_handlers={OutriderError: on_outrider_error, HTTPException: on_http_error},
         )
         app.router.redirect_slashes = False  # a redirect would name the Host header's host
         return app
-
-    @property
-    def _open_to_all(self) -> frozenset[str]:
-        return _OPEN | {"/metrics"} if self._settings.open_metrics else _OPEN
 
     # Generation.
 
@@ -99,45 +91,20 @@ class Api:
     async def complete(self, request: Request) -> Response:
         return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
 
-    async def _generate(
-        self, request: Request, body: BodyT, replies_for: Callable[[BodyT, Target], Replies]
-    ) -> Response:
+    async def _generate(self, request: Request, body: BodyT, kind: type[Replies[BodyT]]) -> Response:
         with self._sessions.admission():
             target = self._sessions.target
             requests = await requests_of(body, target, self._settings)
-        replies = replies_for(body, target)
+        replies = kind(body, target, served_name(target, self._settings))
         answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
-            return await EventStream.start(self._chunks(body, answering, replies, target))
-        async with answering as answer:
-            tokens = await _all_of(answer)
-            choices = [
-                replies.choice(number, session, tokens[number]) for number, session in enumerate(answer.sessions)
-            ]
-            return JSONResponse(self._head(replies, answer, target).whole(choices, answer, body.choices))
-
-    async def _chunks(
-        self, body: GenerationBody, answering: AbstractAsyncContextManager[HttpAnswer], replies: Replies, target: Target
-    ) -> AsyncGenerator[Json, None]:
-        async with answering as answer:
-            head = self._head(replies, answer, target)
-            more = {"usage": None} if body.include_usage else {}
-            async with contextlib.aclosing(answer.progress()) as updates:
-                async for update in updates:
-                    parts = replies.parts(update, answer.sessions[update.choice])
-                    for part in parts:
-                        last = part is parts[-1] and not update.tokens and not body.include_usage
-                        yield head.chunk([part], **more, **(metrics(answer.sessions) if last else {}))
-            if body.include_usage:
-                yield head.chunk([], usage=usage(answer.sessions, body.choices), **metrics(answer.sessions))
-
-    def _head(self, replies: Replies, answer: HttpAnswer, target: Target) -> ReplyHead:
-        return ReplyHead.of(replies, answer.sessions[0], served_name(target, self._settings))
+            return await EventStream.start(replies.chunks(answering))
+        return JSONResponse(await replies.whole(answering))
 
     # Information.
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse(ModelList(object="list", data=[self._model()]))
 
     async def model(self, request: Request) -> Response:
         model, wanted = self._model(), request.path_params["model"]
@@ -145,7 +112,7 @@ class Api:
             raise NotFound(f"there is no model {shorten(repr(wanted))} here", field="model", value=wanted)
         return JSONResponse(model)
 
-    def _model(self) -> Json:
+    def _model(self) -> Model:
         target = self._sessions.target
         return {
             "id": served_name(target, self._settings),
@@ -159,30 +126,27 @@ class Api:
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
-        workers = [asdict(worker) for worker in self._sessions.workers]
-        for worker in workers:
-            worker["role"] = worker["role"].name.lower()
-        return JSONResponse(
-            {
-                "version": version("outrider"),
-                "coordinator_id": self._sessions.coordinator_id,
-                "sessions": len(self._sessions),
-                "durable": await self._sessions.durable(),
-                "workers": workers,
-            }
-        )
+        workers: list[Any] = [asdict(worker) | {"role": worker.role.name.lower()} for worker in self._sessions.workers]
+        fleet: Fleet = {
+            "version": version("outrider"),
+            "coordinator_id": self._sessions.coordinator_id,
+            "sessions": len(self._sessions),
+            "durable": await self._sessions.durable(),
+            "workers": workers,
+        }
+        return JSONResponse(fleet)
 
     async def metrics(self, request: Request) -> Response:
         body, media = self._sessions.metrics.render()
         return Response(body, headers={"Content-Type": media})
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(Status(status="ok"))
 
     async def ready(self, request: Request) -> Response:
         if not self._sessions.ready:
             return respond(Unavailable("no verifier is ready", retry_after_ms=2000))
-        return JSONResponse({"status": "ready"})
+        return JSONResponse(Status(status="ready"))
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
@@ -225,11 +189,3 @@ def _key(request: Request) -> str:
             "Idempotency-Key", ascii(key), f"at most {MAX_KEY_CHARACTERS} printable ASCII characters without spaces"
         )
     return key
-
-
-async def _all_of(answer: HttpAnswer) -> list[list[Token]]:
-    tokens: list[list[Token]] = [[] for _ in answer.sessions]
-    async with contextlib.aclosing(answer.progress()) as updates:
-        async for update in updates:
-            tokens[update.choice] += update.tokens
-    return tokens

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from reprlib import Repr
-from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from coordinator.api.http.responses import Error
 from outrider.protocol.errors import InvalidRequest, OutriderError, http_status, shorten
 
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
@@ -24,7 +24,7 @@ _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 80
 
 
-def body_of(error: OutriderError, status: int | None = None) -> dict[str, Any]:
+def body_of(error: OutriderError, status: int | None = None) -> Error:
     status = status or http_status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
+from coordinator.api.http import responses
 from coordinator.api.http.bodies import ChatBody, CompletionBody
-from coordinator.api.http.shapes import REFS, REPLIES, Json, an_object, ref
 from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
+
+Json = dict[str, Any]
+REFS = "#/components/schemas/{model}"
 
 _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
@@ -28,13 +32,19 @@ _STATUSES = {
     504: "A deadline passed",
 }
 _RETRY = (429, 503)
+_OPEN: Json = {"security": []}
+_MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
 
 def document() -> Json:
     """Return the OpenAPI document."""
-    schemas = {**REPLIES}
-    for body in (ChatBody, CompletionBody):
-        schemas |= _schemas(body)
+    kinds = (
+        *(ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk),
+        *(CompletionBody, responses.Completion, responses.CompletionChunk),
+        *(responses.Model, responses.ModelList, responses.Fleet, responses.Status, responses.Error),
+    )
+    adapters: list[Any] = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds]
+    _, schemas = TypeAdapter.json_schemas(adapters, ref_template=REFS)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -46,37 +56,42 @@ def document() -> Json:
         },
         "security": [{}, {"key": []}],
         "paths": {
-            "/v1/chat/completions": {"post": _generates("Answer a chat", ChatBody, "ChatCompletion", _CHAT)},
-            "/v1/completions": {"post": _generates("Continue a text", CompletionBody, "Completion", _COMPLETION)},
-            "/v1/models": {"get": _gets("The served model", "ModelList", 503)},
-            "/v1/models/{model}": {
-                "get": {
-                    **_gets("One model", "Model", 404, 503),
-                    "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
-                }
+            "/v1/chat/completions": {
+                "post": _generates(
+                    "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
+                )
             },
-            "/fleet": {"get": _gets("The coordinator and its workers", "Fleet")},
-            "/health": {"get": _open(_gets("Liveness of this process", "Status"))},
-            "/ready": {"get": _open(_gets("Readiness to answer requests", "Status", 503))},
-            "/metrics": {"get": _plain("Counters and gauges for Prometheus", "text/plain")},
-            "/openapi.json": {"get": _plain("This document", "application/json")},
-            "/docs": {"get": _plain("This document as a page", "text/html")},
+            "/v1/completions": {
+                "post": _generates(
+                    "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
+                )
+            },
+            "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
+            "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
+            "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
+            "/health": {"get": _OPEN | _gets("Liveness of this process", _json(responses.Status))},
+            "/ready": {"get": _OPEN | _gets("Readiness to answer requests", _json(responses.Status), 503)},
+            "/metrics": {"get": _gets("Counters and gauges for Prometheus", {"text/plain": {}}, 401)},
+            "/openapi.json": {"get": _gets("This document", {"application/json": {}}, 401)},
+            "/docs": {"get": _gets("This document as a page", {"text/html": {}}, 401)},
         },
         "components": {
-            "schemas": schemas,
+            "schemas": schemas["$defs"],
             "responses": {str(status): _error(status) for status in _STATUSES},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "If the server has keys."}},
         },
     }
 
 
-def _schemas(body: type[BaseModel]) -> Json:
-    schema = body.model_json_schema(ref_template=REFS, by_alias=True)
-    return {**schema.pop("$defs", {}), body.__name__: schema}
-
-
-def _generates(summary: str, body: type[BaseModel], reply: str, example: Json) -> Json:
-    content = {"application/json": {"schema": ref(body.__name__), "example": example}}
+def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], chunk: type[Any]) -> Json:
+    parts = [
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(kind)}
+        for kind in (chunk, responses.Error)
+    ]
+    data = {"anyOf": [*parts, {"const": "[DONE]"}]}
+    event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+    content = _json(reply) | {"text/event-stream": {"schema": event}}
+    described = "The answer; with stream: server-sent events that end in [DONE]"
     return {
         "summary": summary,
         "parameters": [
@@ -87,39 +102,22 @@ def _generates(summary: str, body: type[BaseModel], reply: str, example: Json) -
                 "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS, "pattern": "^[!-~]*$"},
             }
         ],
-        "requestBody": {"required": True, "content": content},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(body), "example": example}},
+        },
         "responses": {
-            "200": {
-                "description": "The answer; with stream: server-sent events that end in [DONE]",
-                "content": {
-                    "application/json": {"schema": ref(reply)},
-                    "text/event-stream": {"schema": _events(f"{reply}Chunk")},
-                },
-            },
+            "200": {"description": described, "content": content},
             **_errors(400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504),
         },
     }
 
 
-def _gets(summary: str, reply: str, *statuses: int) -> Json:
-    content = {"application/json": {"schema": ref(reply)}}
+def _gets(summary: str, content: Json, *statuses: int) -> Json:
     return {
         "summary": summary,
-        "responses": {"200": {"description": summary, "content": content}, **_errors(401, *statuses)},
+        "responses": {"200": {"description": summary, "content": content}, **_errors(*statuses)},
     }
-
-
-def _plain(summary: str, media: str) -> Json:
-    return {
-        "summary": summary,
-        "responses": {"200": {"description": summary, "content": {media: {}}}, **_errors(401)},
-    }
-
-
-def _open(operation: Json) -> Json:
-    """Return the operation without authentication."""
-    responses = {status: reply for status, reply in operation["responses"].items() if status != "401"}
-    return {**operation, "security": [], "responses": responses}
 
 
 def _errors(*statuses: int) -> Json:
@@ -127,14 +125,15 @@ def _errors(*statuses: int) -> Json:
 
 
 def _error(status: int) -> Json:
-    reply: Json = {"description": _STATUSES[status], "content": {"application/json": {"schema": ref("Error")}}}
+    reply: Json = {"description": _STATUSES[status], "content": _json(responses.Error)}
     if status in _RETRY:
         reply["headers"] = {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}
     return reply
 
 
-def _events(chunk: str) -> Json:
-    """Return the schema of a server-sent event."""
-    part = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(chunk)}
-    error = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref("Error")}
-    return an_object({"data": {"anyOf": [part, error, {"const": "[DONE]"}]}})
+def _json(kind: type[Any]) -> Json:
+    return {"application/json": {"schema": _ref(kind)}}
+
+
+def _ref(kind: type[Any]) -> Json:
+    return {"$ref": REFS.format(model=kind.__name__)}

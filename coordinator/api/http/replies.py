@@ -1,61 +1,220 @@
-"""Replies in OpenAI's format, whole and in chunks, with speculation metrics in vLLM's format."""
+"""Replies to one request in OpenAI's format, whole and in chunks, with speculation metrics in vLLM's format."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
-from coordinator.api.http.answer import HttpAnswer, Progress
+from coordinator.api.http import responses
+from coordinator.api.http.answer import progress
 from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.sessions.stats import RequestStats
 from coordinator.workers.target import Target
-from outrider.protocol.speculation import FinishReason, TokenLogprobs
+from outrider.protocol.speculation import FinishReason
 
-Json = dict[str, Any]
-_REASONS = {FinishReason.LENGTH: "length"}  # all others are "stop"
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+Answering = AbstractAsyncContextManager[Sequence[Session]]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyHead:
-    """Fields that all parts of one reply share."""
+class Replies(ABC, Generic[BodyT]):
+    """Formatter of the replies to one request. It has state: what a stream has sent of each choice."""
 
-    kind: str  # chat.completion or text_completion
-    answer_id: str
-    created: int
-    model: str
-    fingerprint: str
+    prefix: str  # of ids
+    kind: str
+    chunk_kind: str
 
-    @classmethod
-    def of(cls, replies: Replies, session: Session, model: str) -> ReplyHead:
-        answer_id = f"{replies.prefix}-{session.record.session_id}"
-        return cls(replies.kind, answer_id, int(time.time()), model, session.target.info.fingerprint)
+    def __init__(self, body: BodyT, target: Target, model: str) -> None:
+        self._body: BodyT = body
+        self._target = target
+        self._model = model
+        self._written: Counter[int] = Counter()  # characters of each choice
 
-    def whole(self, choices: list[Json], answer: HttpAnswer, per_prompt: int) -> Json:
-        reply = self._reply(self.kind, choices)
-        return reply | {"usage": usage(answer.sessions, per_prompt)} | metrics(answer.sessions)
+    async def whole(self, answering: Answering) -> dict[str, Any]:
+        async with answering as sessions:
+            tokens: list[list[Token]] = [[] for _ in sessions]
+            async with contextlib.aclosing(progress(sessions)) as updates:
+                async for number, new in updates:
+                    tokens[number] += new
+            choices = [self._choice(number, session, tokens[number]) for number, session in enumerate(sessions)]
+            head = self._head(self.kind, sessions[0])
+            return head | {"choices": choices, "usage": usage(sessions, self._body.choices)} | metrics(sessions)
 
-    def chunk(self, choices: list[Json], **more: Any) -> Json:
-        kind = f"{self.kind}.chunk" if self.kind == "chat.completion" else self.kind
-        return self._reply(kind, choices) | more
+    async def chunks(self, answering: Answering) -> AsyncGenerator[dict[str, Any], None]:
+        async with answering as sessions:
+            head = self._head(self.chunk_kind, sessions[0])
+            more = {"usage": None} if self._body.include_usage else {}
+            async with contextlib.aclosing(progress(sessions)) as updates:
+                async for number, tokens in updates:
+                    parts = self._parts(number, sessions[number], tokens)
+                    for part in parts:
+                        last = part is parts[-1] and not tokens and not more
+                        yield head | {"choices": [part]} | (metrics(sessions) if last else more)
+            if more:
+                yield head | {"choices": [], "usage": usage(sessions, self._body.choices)} | metrics(sessions)
 
-    def _reply(self, kind: str, choices: list[Json]) -> Json:
+    def _head(self, kind: str, session: Session) -> dict[str, Any]:
         return {
-            "id": self.answer_id,
+            "id": f"{self.prefix}-{session.record.session_id}",
             "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
+            "created": int(time.time()),
+            "model": self._model,
+            "system_fingerprint": session.target.info.fingerprint,
         }
 
+    @abstractmethod
+    def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Any:
+        """Return a complete choice."""
 
-def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
+    @abstractmethod
+    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[Any]:
+        """Return the chunks for new tokens of a choice; without tokens the end, with the finish reason."""
+
+
+class ChatReplies(Replies[ChatBody]):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
+        return {
+            "index": number,
+            "message": {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None},
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": _reason(session),
+        }
+
+    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
+        parts = []
+        if number not in self._written:
+            parts.append(_delta(number, {"role": "assistant", "content": "", "refusal": None}))
+        text = _text(tokens) if tokens else session.output.rest.text
+        self._written[number] += len(text)
+        logprobs = self._logprobs(tokens)
+        if text or logprobs or (self._body.show and tokens):
+            part = _delta(number, {"content": text}, logprobs)
+            if self._body.show:
+                part["speculation"] = _speculation(session, tokens)
+            parts.append(part)
+        if not tokens:
+            parts.append(_delta(number, {}, finish_reason=_reason(session)))
+        return parts
+
+    def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
+        content: list[responses.ContentLogprob] = [
+            {
+                **self._logprob(token.token, known.logprob),
+                "top_logprobs": [
+                    self._logprob(*other) for other in zip(known.top_ids, known.top_logprobs, strict=True)
+                ],
+            }
+            for token in tokens
+            if (known := token.logprobs) is not None
+        ]
+        return {"content": content, "refusal": None} if content else None
+
+    def _logprob(self, token: int, logprob: float) -> responses.TopLogprob:
+        data = self._target.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _delta(
+    number: int,
+    delta: responses.Delta,
+    logprobs: responses.ChatLogprobs | None = None,
+    finish_reason: responses.FinishName | None = None,
+) -> responses.ChatChunkChoice:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class CompletionReplies(Replies[CompletionBody]):
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
+        return {
+            "index": number,
+            "text": self._echo(session) + _text(tokens) + session.output.rest.text,
+            "logprobs": self._logprobs(tokens, 0),
+            "finish_reason": _reason(session),
+        }
+
+    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
+        parts: list[responses.CompletionChunkChoice] = []
+        if self._body.echo and number not in self._written:
+            parts.append({"index": number, "text": self._echo(session), "logprobs": None, "finish_reason": None})
+        text = _text(tokens) if tokens else session.output.rest.text
+        logprobs = self._logprobs(tokens, self._written[number])
+        self._written[number] += len(text)
+        if text or logprobs or self._body.show or not tokens:
+            reason = None if tokens else _reason(session)
+            parts.append({"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason})
+            if self._body.show:
+                parts[-1]["speculation"] = _speculation(session, tokens)
+        return parts
+
+    def _echo(self, session: Session) -> str:
+        return self._target.decode(session.record.request.prompt) if self._body.echo else ""
+
+    def _logprobs(self, tokens: Sequence[Token], offset: int) -> responses.CompletionLogprobs | None:
+        """Return the log probabilities; `offset` is the number of characters before these tokens."""
+        reply: responses.CompletionLogprobs = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token in tokens:
+            if (known := token.logprobs) is None:
+                continue
+            best = zip(known.top_ids, known.top_logprobs, strict=True)
+            reply["tokens"].append(self._readable(token.token))
+            reply["token_logprobs"].append(_finite(known.logprob))
+            reply["top_logprobs"].append({self._readable(other): _finite(logprob) for other, logprob in best})
+            reply["text_offset"].append(offset)
+            offset += len(token.text)
+        return reply if reply["tokens"] else None
+
+    def _readable(self, token: int) -> str:
+        """Return a token as text, with a prefix for bytes that are not valid text by themselves."""
+        data = self._target.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _reason(session: Session) -> responses.FinishName:
+    return "length" if session.record.finish_reason is FinishReason.LENGTH else "stop"
+
+
+def _text(tokens: Sequence[Token]) -> str:
+    return "".join(token.text for token in tokens)
+
+
+def _finite(logprob: float) -> float:
+    """Return the log probability, at least −9999: JSON has no infinity, and OpenAI uses this value."""
+    return max(logprob, -9999.0)
+
+
+def _speculation(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:
+    return {
+        "kinds": [token.kind.name.lower() for token in tokens],
+        "characters": [len(token.text) for token in tokens],
+        "token_ids": [token.token for token in tokens],
+        "plan": session.plan.label,
+        "gamma": session.plan.gamma,
+    }
+
+
+def usage(sessions: Sequence[Session], per_prompt: int) -> responses.Usage:
     """Return the token usage; choices of the same prompt count it once."""
     first = sessions[::per_prompt]
     prompted = sum(len(session.record.request.prompt) for session in first)
@@ -70,32 +229,29 @@ def usage(sessions: Sequence[Session], per_prompt: int) -> Json:
     }
 
 
-def metrics(sessions: Sequence[Session]) -> Json:
+def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
     """Return speculation metrics, for replies with a single choice."""
     if len(sessions) != 1:
         return {}
-    stats = sessions[0].stats
-    return {
-        "metrics": {
-            "speculative_decoding": speculative_decoding(stats),
-            "outrider": {
-                "tokens_per_second": stats.tokens_per_second,
-                "time_to_first_token_ms": stats.time_to_first_token_ms,
-                "steps": stats.steps,
-                "mean_gamma": stats.mean_gamma,
-                "drafter": stats.drafter_kind,
-                "plans": [{"plan": plan.label, "steps": tally.steps} for plan, tally in stats.taken],
-                "bytes_per_accepted_token": stats.bytes_per_accepted_token,
-                "failovers": stats.failovers,
-                "drafter_losses": stats.drafter_losses,
-                "seed": sessions[0].record.request.params.seed,
-                "session_id": sessions[0].record.session_id,
-            },
-        }
+    stats, record = sessions[0].stats, sessions[0].record
+    assert record.request.params.seed is not None
+    own: responses.SessionMetrics = {
+        "tokens_per_second": stats.tokens_per_second,
+        "time_to_first_token_ms": stats.time_to_first_token_ms,
+        "steps": stats.steps,
+        "mean_gamma": stats.mean_gamma,
+        "drafter": stats.drafter_kind,
+        "plans": [{"plan": plan.label, "steps": tally.steps} for plan, tally in stats.taken],
+        "bytes_per_accepted_token": stats.bytes_per_accepted_token,
+        "failovers": stats.failovers,
+        "drafter_losses": stats.drafter_losses,
+        "seed": record.request.params.seed,
+        "session_id": record.session_id,
     }
+    return {"metrics": {"speculative_decoding": speculative_decoding(stats), "outrider": own}}
 
 
-def speculative_decoding(stats: RequestStats) -> Json:
+def speculative_decoding(stats: RequestStats) -> responses.SpeculativeDecoding:
     """Return the acceptance of a request as vLLM reports it.
 
     γ changes from step to step, so `num_spec_tokens` is the longest guess that
@@ -110,163 +266,4 @@ def speculative_decoding(stats: RequestStats) -> Json:
         "num_accepted_draft_tokens": stats.accepted_tokens,
         "num_draft_tokens": stats.draft_tokens,
         "num_spec_tokens": len(stats.accepted_per_position),
-    }
-
-
-class Replies(Protocol):
-    """Formatter of the replies to one kind of request. Each answer has its own, since streams keep state."""
-
-    kind: str
-    prefix: str
-
-    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
-        """Return a complete choice."""
-        ...
-
-    def parts(self, update: Progress, session: Session) -> list[Json]:
-        """Return the chunks for new tokens of a choice; the last chunk of a choice has its finish reason."""
-        ...
-
-
-class ChatReplies:
-    """Formatter of chat completions."""
-
-    kind = "chat.completion"
-    prefix = "chatcmpl"
-
-    def __init__(self, body: ChatBody, target: Target) -> None:
-        self._body = body
-        self._target = target
-        self._role_sent: set[int] = set()
-
-    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
-        return {
-            "index": number,
-            "message": {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None},
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": _reason(session),
-        }
-
-    def parts(self, update: Progress, session: Session) -> list[Json]:
-        parts = []
-        if update.choice not in self._role_sent:
-            self._role_sent.add(update.choice)
-            parts.append(_delta(update.choice, {"role": "assistant", "content": "", "refusal": None}))
-        written = _text(update.tokens) if update.tokens else session.output.rest.text
-        logprobs = self._logprobs(update.tokens)
-        if written or logprobs or (self._body.show and update.tokens):
-            part = _delta(update.choice, {"content": written}, logprobs)
-            parts.append(part | _speculation(self._body, session, update.tokens))
-        if not update.tokens:
-            parts.append(_delta(update.choice, {}, finish_reason=_reason(session)))
-        return parts
-
-    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
-        known = [(token.token, token.logprobs) for token in tokens if token.logprobs is not None]
-        return {"content": [_logprob(self._target, *each) for each in known], "refusal": None} if known else None
-
-
-def _delta(number: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
-    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _logprob(target: Target, token: int, known: TokenLogprobs) -> Json:
-    best = zip(known.top_ids, known.top_logprobs, strict=True)
-    return {
-        **_named(target, token, known.logprob),
-        "top_logprobs": [_named(target, other, logprob) for other, logprob in best],
-    }
-
-
-def _named(target: Target, token: int, logprob: float) -> Json:
-    data = target.token_bytes(token)
-    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-class CompletionReplies:
-    """Formatter of text completions."""
-
-    kind = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, body: CompletionBody, target: Target) -> None:
-        self._body = body
-        self._target = target
-        self._echoed: set[int] = set()
-        self._written: Counter[int] = Counter()  # characters
-
-    def choice(self, number: int, session: Session, tokens: Sequence[Token]) -> Json:
-        text = self._echo(session) + _text(tokens) + session.output.rest.text
-        return self._choice(number, text, _reason(session), self._logprobs(tokens, 0))
-
-    def parts(self, update: Progress, session: Session) -> list[Json]:
-        parts = []
-        if self._body.echo and update.choice not in self._echoed:
-            self._echoed.add(update.choice)
-            parts.append(self._choice(update.choice, self._echo(session), None))
-        text = _text(update.tokens) if update.tokens else session.output.rest.text
-        logprobs = self._logprobs(update.tokens, self._written[update.choice])
-        self._written[update.choice] += len(text)
-        reason = None if update.tokens else _reason(session)
-        if text or logprobs or reason or self._body.show:
-            part = self._choice(update.choice, text, reason, logprobs)
-            parts.append(part | _speculation(self._body, session, update.tokens))
-        return parts
-
-    def _choice(self, number: int, text: str, finish_reason: str | None, logprobs: Json | None = None) -> Json:
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _echo(self, session: Session) -> str:
-        return self._target.decode(session.record.request.prompt) if self._body.echo else ""
-
-    def _logprobs(self, tokens: Sequence[Token], offset: int) -> Json | None:
-        """Return the log probabilities; `offset` is the number of characters before these tokens."""
-        known = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
-        if not known:
-            return None
-        reply: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprobs in known:
-            best = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-            reply["tokens"].append(_readable(self._target, token.token))
-            reply["token_logprobs"].append(_finite(logprobs.logprob))
-            reply["top_logprobs"].append({_readable(self._target, other): _finite(logprob) for other, logprob in best})
-            reply["text_offset"].append(offset)
-            offset += len(token.text)
-        return reply
-
-
-def _readable(target: Target, token: int) -> str:
-    """Return a token as text, with a prefix for bytes that are not valid text by themselves."""
-    data = target.token_bytes(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _reason(session: Session) -> str:
-    return _REASONS.get(session.record.finish_reason, "stop")
-
-
-def _text(tokens: Sequence[Token]) -> str:
-    return "".join(token.text for token in tokens)
-
-
-def _finite(logprob: float) -> float:
-    """Return the log probability, at least −9999: JSON has no infinity, and OpenAI uses this value."""
-    return max(logprob, -9999.0)
-
-
-def _speculation(body: ChatBody | CompletionBody, session: Session, tokens: Sequence[Token]) -> Json:
-    """Return the kinds of the tokens and the present plan, if the request asks for them."""
-    if not body.show:
-        return {}
-    return {
-        "speculation": {
-            "kinds": [token.kind.name.lower() for token in tokens],
-            "characters": [len(token.text) for token in tokens],
-            "token_ids": [token.token for token in tokens],
-            "plan": session.plan.label,
-            "gamma": session.plan.gamma,
-        }
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import structlog
@@ -56,5 +56,5 @@ class EventStream(Response):
             await write(DONE, more=False)
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def _event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -29,17 +29,18 @@ class Whole:
     biases: Mapping[int, float] = field(default_factory=dict)
     colour: Colour | None = None
     inside: Inside | None = None
+    several: tuple[Inside, ...] = ()
     renamed: Inside = field(default=Inside(), metadata={KEY: "other"})
     hidden: int = field(default=0, metadata={KEY: ""})
 
 
-VALUES = [Whole(), Whole((1, 2), {3: 1.5}, Colour.BLUE, Inside("a"), Inside("b"))]
+VALUES = [Whole(), Whole((1, 2), {3: 1.5}, Colour.BLUE, Inside("a"), renamed=Inside("b"))]
 
 
 @pytest.mark.parametrize("value", VALUES)
 def test_what_is_written_as_json_is_read_again(value: Whole) -> None:
     written = json.loads(json.dumps(to_plain(value)))
-    assert list(written) == ["many", "biases", "colour", "inside", "other"]
+    assert list(written) == ["many", "biases", "colour", "inside", "several", "other"]
     assert from_plain(Whole, written) == value
 
 
@@ -51,6 +52,7 @@ def test_what_is_written_as_json_is_read_again(value: Whole) -> None:
         ({"colour": "red"}, Whole(colour=Colour.RED)),
         ({"colour": 2}, Whole(colour=Colour.BLUE)),
         ({"biases": {"3": 1}}, Whole(biases={3: 1.0})),
+        ({"several": [{"text": "a"}]}, Whole(several=(Inside("a"),))),
         ({"inside": Inside("a"), "many": [1]}, Whole((1,), inside=Inside("a"))),
     ],
 )

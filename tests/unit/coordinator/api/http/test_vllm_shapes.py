@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.api.http.replies import Json, speculative_decoding
+from coordinator.api.http.replies import speculative_decoding
+from coordinator.api.http.responses import SpeculativeDecoding
 from coordinator.control.throughput_model import Mode, SpeculationPlan
 from coordinator.sessions.stats import RequestStats
 from outrider.observability.metrics import CoordinatorMetrics
@@ -25,7 +26,7 @@ def verdict(accepted: int, offered: int, nodes: int = 0, beside: int = 0) -> Ver
     return Verdict(7, tokens, accepted, last, offered, nodes=nodes or offered, accepted_from_branch=beside)
 
 
-def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | None = None) -> Json:
+def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | None = None) -> SpeculativeDecoding:
     """What a request with these steps is told."""
     stats = RequestStats((metrics or CoordinatorMetrics(Mode)).of("target"))
     for each, plan in steps:

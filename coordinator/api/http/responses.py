@@ -1,0 +1,235 @@
+"""Bodies of responses. Handlers return these types, and the OpenAPI document describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from outrider.protocol.speculation import TokenKind
+
+# --- metrics and usage ---------------------------------------------------------------------------------------
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class SpeculativeDecoding(TypedDict):
+    """Acceptance of one request, as vLLM reports it."""
+
+    mean_acceptance_length: Annotated[float, Field(description="1 + accepted tokens per speculative step")]
+    draft_acceptance_rate: Annotated[float, Field(description="Accepted tokens per guessed token; 0 without any")]
+    acceptance_histogram: Annotated[
+        list[int], Field(description="[j]: steps that accepted j guesses; num_spec_tokens + 1 entries")
+    ]
+    num_spec_steps: Annotated[int, Field(description="Steps that had guesses to check")]
+    num_accepted_draft_tokens: int
+    num_draft_tokens: Annotated[int, Field(description="Guessed tokens, along the longest path of each step")]
+    num_spec_tokens: Annotated[int, Field(description="Tokens of the longest guess that a step checked")]
+
+
+class PlanSteps(TypedDict):
+    plan: str
+    steps: int
+
+
+class SessionMetrics(TypedDict):
+    tokens_per_second: float
+    time_to_first_token_ms: float
+    steps: int
+    mean_gamma: float
+    drafter: str
+    plans: list[PlanSteps]
+    bytes_per_accepted_token: float
+    failovers: int
+    drafter_losses: int
+    seed: Annotated[int, Field(description="Given or drawn; it reproduces the text in greedy and coupled mode")]
+    session_id: str
+
+
+class AnswerMetrics(TypedDict):
+    speculative_decoding: SpeculativeDecoding
+    outrider: SessionMetrics
+
+
+class ChunkSpeculation(TypedDict):
+    kinds: list[Annotated[str, Field(json_schema_extra={"enum": [kind.name.lower() for kind in TokenKind if kind]})]]
+    characters: Annotated[list[int], Field(description="Characters of the chunk's text, per token")]
+    token_ids: list[int]
+    plan: str
+    gamma: int
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+FinishName = Literal["stop", "length"]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName | None
+    speculation: NotRequired[ChunkSpeculation]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName
+
+
+class CompletionChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None
+    speculation: NotRequired[ChunkSpeculation]
+
+
+class _Head(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: Annotated[
+        str, Field(description="Equal fingerprints, prompts, parameters and seeds give equal texts")
+    ]
+
+
+class _Answer(_Head):
+    usage: Usage
+    metrics: NotRequired[AnswerMetrics]
+
+
+class _Chunk(_Head):
+    usage: NotRequired[Usage | None]
+    metrics: NotRequired[AnswerMetrics]
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(_Chunk):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class Completion(_Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CompletionChunk(_Chunk):
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+
+
+# --- information -----------------------------------------------------------------------------------------------------
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: Annotated[str, Field(description="The target's own name, if served under another")]
+    max_model_len: int
+    fingerprint: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class FleetWorker(TypedDict):
+    worker_id: str
+    role: Literal["verifier", "drafter"]
+    address: str
+    kind: str
+    capacity: int
+    draining: bool
+    round_trip_ms: float
+    model: dict[str, Any]
+    load: dict[str, Any]
+
+
+class Fleet(TypedDict):
+    version: str
+    coordinator_id: str
+    sessions: int
+    durable: Annotated[bool, Field(description="Sessions survive this coordinator")]
+    workers: list[FleetWorker]
+
+
+class Status(TypedDict):
+    status: str
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: ErrorDetail
