@@ -9,7 +9,8 @@ from dataclasses import replace
 import structlog
 
 from coordinator.control.estimator import PairHistory
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.store import Store
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import structlog
 
+from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.store import Store
 from outrider.observability.request_context import current
 
 log = structlog.get_logger(__name__)

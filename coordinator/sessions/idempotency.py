@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import structlog
 
+from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRequest
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.store import Store
 from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.security.tenants import tenant
 

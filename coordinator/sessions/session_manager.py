@@ -18,8 +18,9 @@ from coordinator.admission.quotas import Quotas
 from coordinator.admission.seats import Seats, capacity_of
 from coordinator.control.throughput_model import Mode
 from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.drafting import DraftingContext
 from coordinator.sessions.gauges import connect_gauges
@@ -118,7 +119,7 @@ class SessionManager:
             log.warning("last writes to redis failed")
         await cancel_all(self._tasks)
         await self.worker_pool.close()
-        await self._store.close()
+        await self._store.connection.close()
         await self._tracing.close()
 
     # State.
@@ -152,7 +153,7 @@ class SessionManager:
     async def durable(self) -> bool:
         """Return whether sessions survive this coordinator."""
         try:
-            await self._store.ping()
+            await self._store.connection.ping()
         except StoreDown as error:
             log.debug("sessions not durable", error=error.message)
         return self._store.up

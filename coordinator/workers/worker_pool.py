@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import structlog
 
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.store import Store
 from coordinator.workers.compatibility import Compatibility
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.liveness import watch

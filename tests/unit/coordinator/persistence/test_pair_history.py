@@ -6,7 +6,8 @@ from typing import cast
 
 from coordinator.control.estimator import PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.store import Store
 
 
 class FakeStore:

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import pytest
 
+from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import BATCH_S, FIRST_WRITE_S, Entry, WriteBehind
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import FinishReason

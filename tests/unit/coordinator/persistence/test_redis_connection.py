@@ -1,4 +1,4 @@
-"""The door to Redis: what it leaves behind."""
+"""The connection to Redis: what it leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.persistence.store import Store, StoreDown
+from coordinator.persistence.redis_connection import RedisConnection, StoreDown
 
 
 class StalledRedis:
@@ -37,26 +37,28 @@ class StalledRedis:
 async def test_a_call_under_way_at_the_end_leaves_no_connection() -> None:
     stalled = StalledRedis()
     server = await asyncio.start_server(stalled.serve, "127.0.0.1", 0)
-    store = Store(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", "test", 60)
-    call = asyncio.create_task(store.ping())
+    connection = RedisConnection(
+        f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", lambda _record, _reason: None
+    )
+    call = asyncio.create_task(connection.ping())
     await asyncio.wait_for(stalled.asked.wait(), 5)
-    await store.close()
+    await connection.close()
     with contextlib.suppress(StoreDown):
         await call
     with pytest.raises(StoreDown):
-        await store.ping()
-    connections = stalled.ever
+        await connection.ping()
+    opened = stalled.ever
     await asyncio.sleep(0.1)
     assert stalled.open == 0
-    assert stalled.ever == connections, "it connected again after it was closed"
+    assert stalled.ever == opened, "it connected again after it was closed"
     server.close()
 
 
 async def test_an_unreachable_redis_is_logged_once_also_at_the_start() -> None:
-    store = Store("redis://127.0.0.1:1/0", "test", 60)
+    connection = RedisConnection("redis://127.0.0.1:1/0", lambda _record, _reason: None)
     with capture_logs() as lines:
         for _ in range(2):
             with pytest.raises(StoreDown):
-                await store.ping()
-    await store.close()
+                await connection.ping()
+    await connection.close()
     assert [line["event"] for line in lines] == ["redis is down"]
