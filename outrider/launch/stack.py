@@ -207,17 +207,18 @@ class Stack:
 
     def _listen(self, child: Child, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(_READY):
-                child.address = line.removeprefix(_READY).strip()
-                child.state = "ready"
-                child.command = _with_port(child.command, "--port", child.address)
-                child.ready.set()
-            elif line.startswith(_HTTP):
-                child.http_address = line.removeprefix(_HTTP).strip()
-                child.command = _with_port(child.command, "--http-port", child.http_address)
-            elif line.startswith(_PROGRESS):
-                child.state = line.removeprefix(_PROGRESS).strip()
+        with process.stdout as lines:
+            for line in lines:
+                if line.startswith(_READY):
+                    child.address = line.removeprefix(_READY).strip()
+                    child.state = "ready"
+                    child.command = _with_port(child.command, "--port", child.address)
+                    child.ready.set()
+                elif line.startswith(_HTTP):
+                    child.http_address = line.removeprefix(_HTTP).strip()
+                    child.command = _with_port(child.command, "--http-port", child.http_address)
+                elif line.startswith(_PROGRESS):
+                    child.state = line.removeprefix(_PROGRESS).strip()
 
 
 @contextlib.contextmanager

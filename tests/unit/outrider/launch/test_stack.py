@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.launch.services import ServiceSpec, read_assignments
-from outrider.launch.stack import LaunchPlan, coordinators, stack, with_certificate, with_generated_keys, workers
+from outrider.launch.stack import (
+    Child,
+    LaunchPlan,
+    Stack,
+    coordinators,
+    stack,
+    with_certificate,
+    with_generated_keys,
+    workers,
+)
 from outrider.protocol.errors import StartupError
 from tests.certificates import Authority, Certificate
+from tests.cluster import until
 
 PLAN = LaunchPlan(target="big", drafters=(("model", "small"), ("ngram", "")), verifiers=2, coordinators=2, http_port=80)
 
@@ -107,3 +118,15 @@ def test_what_cannot_work_is_told_before_anything_starts(
     monkeypatch.delenv("REDIS_URL", raising=False)
     with pytest.raises(StartupError, match=message), stack(replace(plan, keep=False)):
         pass
+
+
+def test_the_output_of_a_process_that_ended_is_closed(tmp_path: Path) -> None:
+    started = Stack(replace(PLAN, port=0), "", tmp_path)
+    child = Child("a", [sys.executable, "-c", "print('x')"], tmp_path / "a.log", {})
+    started._launch(child)
+    process = child.process
+    assert process is not None
+    assert process.stdout is not None
+    process.wait()
+    output = process.stdout
+    until(lambda: output.closed, 5, "its output to be closed")
