@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outrider.engine import Engine
-from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded
 from outrider.speculation.grammar import GrammarMatcher

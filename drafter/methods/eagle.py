@@ -22,10 +22,10 @@ from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
 from outrider.engine import Engine, SessionTokens
-from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.loading.loader import warm_up
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import make_engine
+from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, HiddenStates

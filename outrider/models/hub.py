@@ -125,7 +125,7 @@ def convert(source: Path, progress: Progress) -> Path:
 
 def _convert_into(source: Path, target: Path, progress: Progress) -> None:
     # Imported on use: conversion needs torch, locating does not.
-    module = importlib.import_module("outrider.engine.loading.gguf")
+    module = importlib.import_module("outrider.models.gguf")
     progress(f"converting {source.name} (once)")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"

@@ -12,15 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine import Engine, SessionTokens, attention
-from outrider.engine import cuda_graphs as engines
-from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
+from outrider.engine import Engine, SessionTokens
+from outrider.engine.cuda import engine as engines
+from outrider.engine.cuda.engine import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import build_spec
-from outrider.engine.paged import PagedEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
@@ -213,7 +214,7 @@ def test_one_stream_is_several_times_as_fast_as_eager() -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(LLAMA_135M, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(RAGGED_ATTENTION)
     info = ModelInfo("m", "f", vocab_size=49_152, context_length=8192)
     eager = step_ms(TransformersEngine(model, info, kv_tokens=8192), 1, 200)
     engine = graphs_of(model)

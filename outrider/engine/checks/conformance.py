@@ -16,8 +16,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from outrider.engine.attention import Rule, allowed
-from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.checks.reference import (
     logits_with_far_token,
     reference_logits,
@@ -26,7 +24,9 @@ from outrider.engine.checks.reference import (
 )
 from outrider.engine.interface import SessionTokens
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.paged import PagedEngine
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.transformers.attention import Rule, allowed
 
 _FLOP = 3e10  # of a pass over the long text: about a second on a CPU
 _MIN_TOKENS, _USUAL_TOKENS, _MAX_TOKENS = 24, 48, 640  # of the long text

@@ -22,12 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 from outrider.base.openmp import release_threads
 from outrider.engine.checks.step_cost import measure_cost
 from outrider.engine.interface import Engine, SessionTokens
-from outrider.engine.loading.gguf import pretrained_source
 from outrider.engine.loading.identity import describe
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import error_text, make_engine, startup_errors
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
+from outrider.models.gguf import pretrained_source
 from outrider.models.hub import locate
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError

@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.engine.checks.conformance import Differs, check_logits, check_supported, check_windows
-from outrider.engine.cuda_graphs import CudaGraphEngine
+from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.options import DTYPES, EngineOptions
 from outrider.engine.model_spec import ModelSpec, UnsupportedModel, build_spec
 from outrider.engine.native import NativeEngine, NoCompiler
-from outrider.engine.paged import PagedEngine
-from outrider.engine.rope import fix_rotations
+from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.transformers.engine import TransformersEngine
+from outrider.engine.transformers.rope import fix_rotations
 from outrider.protocol.errors import OutriderError, StartupError, shorten
 from outrider.protocol.fleet import ModelInfo
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from outrider.engine import model_spec as specs
-from outrider.engine.block_manager import BLOCK_TOKENS
-from outrider.engine.checks.arithmetic import kernel_arithmetic
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.native.build import library
-from outrider.engine.paged import ForwardStep, PagedEngine
+from outrider.engine.paged.arithmetic import kernel_arithmetic
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.paged.step import ForwardStep
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20

@@ -35,15 +35,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider.engine import SessionTokens, attention
-from outrider.engine.cuda_graphs import CudaGraphEngine
+from outrider.engine import SessionTokens
+from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import prefill
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import UnsupportedModel, build_spec
 from outrider.engine.native import NativeEngine
-from outrider.engine.paged import PagedEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
@@ -98,7 +99,7 @@ def engine_of(kind: str, model: Any) -> PagedEngine:
     if kind == "graphs":
         with torch.inference_mode():
             return CudaGraphEngine(build_spec(model), info, kv_tokens=KV_TOKENS)
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(RAGGED_ATTENTION)
     return TransformersEngine(model, info, kv_tokens=KV_TOKENS)
 
 

@@ -16,10 +16,10 @@ from transformers import (
 )
 
 from outrider.engine import SessionTokens
-from outrider.engine.cuda_graphs import CudaGraphEngine
+from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.model_spec import build_spec
-from outrider.engine.paged import PagedEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.fleet import ModelInfo
 
 VOCAB = 128

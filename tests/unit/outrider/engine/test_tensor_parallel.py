@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from outrider.base.config import WorkerSettings
 from outrider.engine import SessionTokens
-from outrider.engine.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, _apply, join_ranks
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model

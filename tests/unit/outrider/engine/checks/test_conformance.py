@@ -12,7 +12,6 @@ import torch
 from transformers.masking_utils import blockwise_overlay, causal_mask_function
 
 from outrider.engine import SessionTokens
-from outrider.engine.attention import RaggedStep, allowed
 from outrider.engine.checks import conformance
 from outrider.engine.checks.reference import reference_logits, weights_in_format
 from outrider.engine.loading import selection
@@ -20,7 +19,8 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import ModelSpec, build_spec
 from outrider.engine.native import NativeEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.transformers.attention import RaggedStep, allowed
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import ModelMismatch, StartupError
 from tests.architectures import DYNAMIC, LLAMA3, LONGROPE, ORIGINAL, difference, save, tiny_model
 

@@ -32,7 +32,7 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine, NoCompiler, build
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model

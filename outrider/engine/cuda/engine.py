@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import structlog
 import torch
 
-from outrider.engine.block_manager import BLOCK_TOKENS, blocks_for
-from outrider.engine.decoder import FEW_TOKENS, Decoder, SessionGroup
+from outrider.engine.cuda.decoder import FEW_TOKENS, Decoder, SessionGroup
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.paged import ForwardStep, PagedEngine, Segment, output_indices, slot_of
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.paged.step import ForwardStep, Segment, output_indices, slot_of
 from outrider.protocol.fleet import ModelInfo
 
 _MIN_CONTEXT = 256

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outrider.engine.attention import NAME, RaggedStep, Rule, current_step
-from outrider.engine.block_manager import BLOCK_TOKENS
-from outrider.engine.kv_cache import KvStore
-from outrider.engine.paged import ForwardStep, PagedEngine
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.engine import PagedEngine
+from outrider.engine.paged.step import ForwardStep
+from outrider.engine.transformers.attention import NAME, RaggedStep, Rule, current_step
+from outrider.engine.transformers.kv_cache import KvStore
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.block_manager import BLOCK_TOKENS, BlockManager, blocks_for
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, BlockManager, blocks_for
 from outrider.protocol.errors import Overloaded
 
 PROMPT = list(range(3 * BLOCK_TOKENS + 5))

@@ -10,8 +10,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from transformers import MistralForCausalLM as Mistral
 
 from outrider.engine import SessionTokens
-from outrider.engine import cuda_graphs as engines
-from outrider.engine.cuda_graphs import CudaGraphEngine, GraphShape
+from outrider.engine.cuda import engine as engines
+from outrider.engine.cuda.engine import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
 from outrider.engine.model_spec import build_spec
 from outrider.protocol.fleet import ModelInfo

@@ -23,9 +23,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from outrider.engine.block_manager import BLOCK_TOKENS
-from outrider.engine.kv_cache import KvStore, Slots
-from outrider.engine.paged import ForwardStep, Segment
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.engine.paged.step import ForwardStep, Segment
+from outrider.engine.transformers.kv_cache import KvStore, Slots
 from outrider.protocol.errors import ModelMismatch
 
 NAME = "outrider_ragged"

@@ -12,7 +12,7 @@ from outrider.base.config import ENGINES, WorkerSettings, deprecated_options, se
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.testing.toy_models import make_model
 from tests.architectures import save

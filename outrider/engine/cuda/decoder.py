@@ -1,4 +1,4 @@
-"""The forward pass of a model spec in torch, over keys and values in blocks; `cuda_graphs` decides its shapes.
+"""The forward pass of a model spec in torch, over keys and values in blocks; `CudaGraphEngine` decides its shapes.
 
 All sessions of a step share the products with the weights. Attention runs in
 groups: sessions of one padded shape, each with its own block table. Nothing
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from outrider.engine.block_manager import BLOCK_TOKENS
 from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
 
 FEW_TOKENS = 64  # up to here a session's scores are materialised; more would not fit in memory
 _SPLIT_TOKENS = 512  # of a context: shorter splits cost more than they gain

@@ -1,0 +1,1 @@
+"""The engine for CUDA devices: a model spec in torch, its common steps captured as graphs."""
