@@ -26,28 +26,25 @@ def within_share(held: int, free: int) -> bool:
 
 
 class TokenBucket:
-    """Token bucket of one minute's amount. Use beyond it makes the level negative, which delays the next."""
+    """Token bucket of one minute's amount, kept as the time at which it is full again (generic cell rate algorithm).
+
+    Use beyond the amount moves that time on, which delays the next use.
+    """
 
     def __init__(self, per_minute: int) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = time.monotonic()
+        self.per_minute = per_minute  # 0: no limit
+        self._full_at = 0.0
 
     def take(self, amount: int) -> None:
-        self._refill()
-        self._level -= amount
+        if self.per_minute:
+            self._full_at = max(time.monotonic(), self._full_at) + amount * _MINUTE_S / self.per_minute
 
-    def wait_s(self, amount: int = 1) -> float:
-        """Return the seconds until this amount is available."""
+    def wait_s(self) -> float:
+        """Return the seconds until there is one to take."""
         if not self.per_minute:
             return 0.0
-        self._refill()
-        return max(0.0, (min(amount, self.per_minute) - self._level) * _MINUTE_S / self.per_minute)
-
-    def _refill(self) -> None:
-        now = time.monotonic()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / _MINUTE_S)
-        self._at = now
+        full_but_one_at = self._full_at - _MINUTE_S * (1 - 1 / self.per_minute)
+        return max(0.0, full_but_one_at - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Quotas:
     def admit(self, tenant: Tenant, held: int, live: int) -> None:
         """Count a new session of a tenant that holds `held` of `live`; raise Overloaded beyond a limit."""
         limit = self._settings.max_sessions
-        usage = self._usage(tenant, refresh=True)
+        usage = self._usage(tenant)
         if live >= limit:
             raise _full("sessions", f"{live} sessions are running", live, limit)
         if usage.max_sessions and held >= usage.max_sessions:
@@ -82,12 +79,13 @@ class Quotas:
         usage.requests.take(1)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:
-        self._usage(tenant).tokens.take(tokens)
+        usage = self._usages.get(tenant.id) or self._usage(tenant)
+        usage.tokens.take(tokens)
 
-    def _usage(self, tenant: Tenant, *, refresh: bool = False) -> _KeyUsage:
-        """Return a tenant's usage; with `refresh`, changed limits of its key take effect."""
+    def _usage(self, tenant: Tenant) -> _KeyUsage:
+        """Return a tenant's usage, which starts anew with changed limits of its key."""
         usage = self._usages.get(tenant.id)
-        if usage is None or (refresh and usage.limits != tenant.limits):
+        if usage is None or usage.limits != tenant.limits:
             given, settings = tenant.limits, self._settings
             usage = self._usages[tenant.id] = _KeyUsage(
                 given,

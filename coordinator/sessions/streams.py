@@ -105,7 +105,7 @@ class WorkerStream(Generic[Out, In]):
             return None
         if message is None:  # gRPC returns None for bytes that it cannot decode
             raise ProtocolViolation(f"{self.connection.info.address} sent bytes that are no message")
-        self.connection.silence.reset()
+        self.connection.silent_s = 0.0
         return cast(In, message)
 
     async def opened(self) -> In:

@@ -1,4 +1,4 @@
-"""Worker connection: one worker's channel, its streams, and its state."""
+"""Worker connection: streams to one worker, its load, and whether it may be used."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Protocol
 import grpc
 import structlog
 
+from coordinator.workers.worker_channel import WorkerChannel
 from outrider.base.rpc_status import error_from_rpc
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, ProtocolViolation, Unauthenticated, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo, WorkerLoad
-from outrider.protocol.message_limits import MAX_DRAFTER_MESSAGE_BYTES
 from outrider.security.channels import Channels
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2_grpc, verifier_pb2_grpc
@@ -46,19 +46,6 @@ class Stream(Protocol):
         ...
 
 
-class Silence:
-    """Time since a worker's last message."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def reset(self) -> None:
-        self.seconds = 0.0
-
-    def __bool__(self) -> bool:
-        return self.seconds >= SILENT_S
-
-
 class WorkerConnection:
     """Connection to one worker, probed for its load and its round trip."""
 
@@ -66,16 +53,13 @@ class WorkerConnection:
         """Open the channel; `access` is called before each use, because keys and certificates change."""
         self.info = info
         self.streams: set[Stream] = set()  # of this coordinator's sessions
-        self.silence = Silence()
+        self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
         self.reported_at = time.monotonic()  # last report over such a stream
         self._failures = 0
         self._not_before = 0.0
-        self._access = access
-        self._opened_with = access()
-        self._channel = self._open()
-        self._old: list[tuple[grpc.aio.Channel, set[Stream]]] = []  # with the streams that may still use them
+        self._channel = WorkerChannel(info, access, self.streams)
         self._probing = asyncio.create_task(self._probe())
 
     @property
@@ -84,11 +68,11 @@ class WorkerConnection:
 
     @property
     def verifier(self) -> verifier_pb2_grpc.VerifierAsyncStub:
-        return verifier_pb2_grpc.VerifierStub(self._current())  # type: ignore[return-value]
+        return verifier_pb2_grpc.VerifierStub(self._channel.current())  # type: ignore[return-value]
 
     @property
     def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
-        return drafter_pb2_grpc.DrafterStub(self._current())  # type: ignore[return-value]
+        return drafter_pb2_grpc.DrafterStub(self._channel.current())  # type: ignore[return-value]
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -100,15 +84,8 @@ class WorkerConnection:
         }
 
     @property
-    def state(self) -> str:
-        """Return the state as a metric label."""
-        if self.info.draining:
-            return "draining"
-        return "usable" if self.usable() else "resting"
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self.reported_at
+    def is_silent(self) -> bool:
+        return self.silent_s >= SILENT_S
 
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
@@ -133,32 +110,11 @@ class WorkerConnection:
     async def close(self) -> None:
         self._probing.cancel()
         await asyncio.gather(self._probing, return_exceptions=True)
-        for channel in (self._channel, *(old for old, _ in self._old)):
-            await channel.close()
-
-    def _open(self) -> grpc.aio.Channel:
-        # Drafters send small messages and are not trusted: gRPC drops larger ones before they are read.
-        drafter = self.info.role is Role.DRAFTER
-        return self._opened_with.aio_channel(self.info.address, MAX_DRAFTER_MESSAGE_BYTES if drafter else None)
-
-    def _current(self) -> grpc.aio.Channel:
-        """Return a channel with the present key and certificate; open streams stay on their channel."""
-        if (access := self._access()) != self._opened_with:
-            self._old.append((self._channel, set(self.streams)))
-            self._opened_with = access
-            self._channel = self._open()
-        return self._channel
-
-    async def _close_old(self) -> None:
-        for entry in self._old[:]:
-            channel, carried = entry
-            if not carried & self.streams:
-                self._old.remove(entry)
-                await channel.close()
+        await self._channel.close()
 
     async def _probe(self) -> None:
         while True:
-            await self._close_old()
+            await self._channel.close_unused()
             stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
             started = time.perf_counter()
             try:
@@ -167,7 +123,7 @@ class WorkerConnection:
                 self._handle_failed_probe(error)
                 reply = None
             if reply is not None:  # gRPC also returns None for bytes that it cannot decode
-                self.silence.reset()
+                self.silent_s = 0.0
                 self.round_trip_ms = _smooth(self.round_trip_ms, 1000 * (time.perf_counter() - started))
                 self.info = replace(self.info, load=convert.load_from_proto(reply.load), draining=reply.draining)
             await asyncio.sleep(PROBE_BUSY_S if self.streams else PROBE_S)

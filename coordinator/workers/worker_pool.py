@@ -74,7 +74,11 @@ class WorkerPool:
 
     def state(self, connection: WorkerConnection) -> str:
         """Return the state as a metric label."""
-        return "shunned" if self.shunned.is_shunned(connection.info) else connection.state
+        if self.shunned.is_shunned(connection.info):
+            return "shunned"
+        if connection.info.draining:
+            return "draining"
+        return "usable" if connection.usable() else "resting"
 
     def connections(self) -> list[WorkerConnection]:
         return list(self._connections.values())
@@ -126,7 +130,7 @@ class WorkerPool:
     ) -> WorkerConnection | None:
         """Return, of the usable workers that fit, the preferred one or else the least loaded."""
         usable = [connection for connection in self._of(role) if self.usable(connection) and fits(connection)]
-        usable = [connection for connection in usable if not connection.silence] or usable
+        usable = [connection for connection in usable if not connection.is_silent] or usable
         chosen = next((connection for connection in usable if connection.info.worker_id == prefer), None)
         if chosen is not None or not usable:
             return chosen
@@ -180,7 +184,7 @@ class WorkerPool:
 
     def _has_spare(self, silent: WorkerConnection) -> bool:
         others = [connection for connection in self._of(silent.info.role) if connection is not silent]
-        return any(self.usable(connection) and not connection.silence for connection in others)
+        return any(self.usable(connection) and not connection.is_silent for connection in others)
 
     async def _add_recorded(self, info: WorkerInfo) -> None:
         connection = self._connections.get(info.worker_id)
@@ -225,7 +229,7 @@ class WorkerPool:
     def _conflict(self, info: WorkerInfo, connection: WorkerConnection) -> tuple[str, str] | None:
         """Return the field and value that a worker shares with a present one, or None."""
         limit_s = SILENT_AFTER_HEARTBEATS * self._heartbeat_ms / 1000
-        reports = bool(connection.registrations) and connection.silent_s <= limit_s
+        reports = bool(connection.registrations) and time.monotonic() - connection.reported_at <= limit_s
         if connection.info.worker_id == info.worker_id:
             # A worker known only from Redis is present until it is forgotten.
             present = reports or not connection.registrations
