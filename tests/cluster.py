@@ -166,6 +166,14 @@ class Process:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
+    def peak_memory_mb(self, *, anew: bool = False) -> float:
+        """Return the largest resident memory since the last call with `anew`."""
+        folder = Path(f"/proc/{self.pid}")
+        if anew:
+            (folder / "clear_refs").write_text("5")
+        peak = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) * 1024 / 1e6
+
     def kill(self) -> None:
         """Send SIGKILL and wait."""
         self.signal(signal.SIGKILL)

@@ -43,14 +43,6 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     cluster.stop()
 
 
-def peak_mb(process: Process, *, anew: bool = False) -> float:
-    """The most that it had in memory since this was last asked `anew`."""
-    if anew:
-        Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1000
-
-
 # --- compressed messages ---------------------------------------------------------------------------------------------
 
 _METHODS = {
@@ -70,13 +62,13 @@ _METHODS = {
 def test_a_compressed_message_is_never_inflated(fleet: Cluster, method: str, encoding: str, keyed: bool) -> None:
     group, path, key = _METHODS[method]
     process: Process = getattr(fleet, group)[0]
-    before = peak_mb(process, anew=True)
+    before = process.peak_memory_mb(anew=True)
     authorized = [("authorization", f"Bearer {key}")] if keyed and key else []
     with Http2(process.address) as peer:
         peer.call(1, path, ("grpc-encoding", encoding), *authorized)
         peer.data(1, message(bomb(BOMB_MIB, encoding), compressed=True), end=True)
         peer.until_ended(1)
-    assert peak_mb(process) - before < BOMB_MIB / 8
+    assert process.peak_memory_mb() - before < BOMB_MIB / 8
     assert server_info(fleet.address, fleet.access).coordinator_id
 
 
