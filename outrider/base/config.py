@@ -214,6 +214,13 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
     return entry
 
 
+def option(flag: str, text: str, **more: Any) -> Any:
+    """Return an option with its environment variable: --max-tokens and OUTRIDER_MAX_TOKENS."""
+    names = [flag, *more.pop("short", [])]
+    first = flag.split("/")[0].removeprefix("--")
+    return typer.Option(*names, envvar=PREFIX + first.upper().replace("-", "_"), help=text, **more)
+
+
 def main(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> None:
     """Run a service from its `__main__`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)  # a local may be a key

@@ -15,7 +15,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
-from outrider.base.config import home, redis_url
+from outrider.base.config import home, option, redis_url
 from outrider.cli import options
 from outrider.client.sync import DEFAULT_ENDPOINT, Client
 from outrider.models.hub import DEFAULT, default_path, locate
@@ -42,8 +42,8 @@ def doctor(
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
-    target: Annotated[str, options.option("--target", "Target model to look for.")] = DEFAULT,
-    port: Annotated[int, options.option("--port", "Port to check for `outrider up`.")] = 50050,
+    target: Annotated[str, option("--target", "Target model to look for.")] = DEFAULT,
+    port: Annotated[int, option("--port", "Port to check for `outrider up`.")] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
     client = options.connect(

@@ -6,23 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from outrider.base.config import PREFIX
+from outrider.base.config import option
 from outrider.client.sync import Client
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
-
-
-def option(flag: str, text: str, **more: Any) -> Any:
-    """Return an option with its environment variable: --max-tokens and OUTRIDER_MAX_TOKENS."""
-    names = [flag, *more.pop("short", [])]
-    first = flag.split("/")[0].removeprefix("--")
-    return typer.Option(*names, envvar=PREFIX + first.upper().replace("-", "_"), help=text, **more)
-
 
 Endpoint = Annotated[
     str, option("--endpoint", "host:port of the coordinator, or several separated by commas, tried in turn.")

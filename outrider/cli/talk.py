@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from outrider.base.config import option
 from outrider.cli import options
 from outrider.cli.show import LEGEND, as_json, escaped, explanation, show_tokens, summary
 from outrider.client.sync import DEFAULT_ENDPOINT, Client, Finished, Tokens
@@ -43,10 +44,10 @@ def generate(
     json_schema: options.JsonSchema = "",
     json_object: options.JsonObject = False,
     regex: options.Regex = "",
-    chat: Annotated[bool, options.option("--chat/--raw", "Send through the chat template, or unchanged.")] = False,
-    system: Annotated[str, options.option("--system", "System message before the prompt, with --chat.")] = "",
-    timeout_s: Annotated[float | None, options.option("--timeout-s", "Time limit in seconds.")] = None,
-    as_json_: Annotated[bool, options.option("--json", "Print one JSON object at the end.")] = False,
+    chat: Annotated[bool, option("--chat/--raw", "Send through the chat template, or unchanged.")] = False,
+    system: Annotated[str, option("--system", "System message before the prompt, with --chat.")] = "",
+    timeout_s: Annotated[float | None, option("--timeout-s", "Time limit in seconds.")] = None,
+    as_json_: Annotated[bool, option("--json", "Print one JSON object at the end.")] = False,
     show_guesses: options.ShowGuesses = False,
     explain: options.Explain = False,
     plain: options.Plain = False,
@@ -86,7 +87,7 @@ def chat(
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
-    system: Annotated[str, options.option("--system", "System message.")] = "",
+    system: Annotated[str, option("--system", "System message.")] = "",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.7,
     top_k: options.TopK = 0,

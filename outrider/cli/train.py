@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from typer import Argument
 
-from outrider.cli.options import option
+from outrider.base.config import option
 from outrider.models.hub import DEFAULT
 
 if TYPE_CHECKING:

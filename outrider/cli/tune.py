@@ -8,8 +8,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
-from outrider.base.config import home
-from outrider.cli.options import option
+from outrider.base.config import home, option
 
 _PAYS = 1.05
 

@@ -14,44 +14,30 @@ from rich.rule import Rule
 from rich.spinner import Spinner
 from rich.table import Table
 
-from outrider.base.config import ENGINES, deprecated_options, redis_url, selected_engine
+from outrider.base.config import deprecated_options, option, redis_url
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
+from outrider.launch.options import (
+    Compile,
+    Device,
+    DrafterChoice,
+    DrafterDevice,
+    Dtype,
+    Engine,
+    Quantization,
+    Target,
+    Threads,
+    check_engine,
+)
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
 from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
-from outrider.protocol.errors import InvalidRequest, OutriderError, StartupError
+from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM
 
-Target = Annotated[str, options.option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
-DrafterChoice = Annotated[
-    str,
-    options.option(
-        "--drafter",
-        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, model, translate; + joins them, "
-        "as suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best bundled drafter for "
-        "the target.",
-    ),
-]
-Port = Annotated[int, options.option("--port", "Port of the first coordinator; further ones take the next ports.")]
-Device = Annotated[str, options.option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
-DrafterDevice = Annotated[str, options.option("--drafter-device", "Device of the drafters.")]
-Dtype = Annotated[str, options.option("--dtype", "auto, float32, bfloat16 or float16.")]
-Quantization = Annotated[str, options.option("--quantization", "The target's weights: none or int8 (on a CPU).")]
-Engine = Annotated[
-    str,
-    options.option(
-        "--engine",
-        "What runs the target: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), transformers, "
-        "or mock (no model, for measuring overhead; its drafter is mock too).",
-    ),
-]
-Compile = Annotated[
-    str, options.option("--compile", "Deprecated: on is --engine native or cuda, off is --engine transformers.")
-]
-Threads = Annotated[int, options.option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
+Port = Annotated[int, option("--port", "Port of the first coordinator; further ones take the next ports.")]
 
 
 def _defaults_from(context: typer.Context, config: str) -> str:
@@ -73,16 +59,14 @@ def up(
     context: typer.Context,
     target: Target = DEFAULT,
     drafter: DrafterChoice = AUTO,
-    verifiers: Annotated[int, options.option("--verifiers", "Number of verifiers.", min=1)] = 1,
-    drafters: Annotated[int, options.option("--drafters", "Number of drafters.", min=0)] = 1,
-    coordinators: Annotated[int, options.option("--coordinators", "Number of coordinators.", min=1)] = 1,
-    host: Annotated[str, options.option("--host", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    insecure: Annotated[
-        bool, options.option("--insecure", "Allow a --host other than loopback without API keys.")
-    ] = False,
+    verifiers: Annotated[int, option("--verifiers", "Number of verifiers.", min=1)] = 1,
+    drafters: Annotated[int, option("--drafters", "Number of drafters.", min=0)] = 1,
+    coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1)] = 1,
+    host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    insecure: Annotated[bool, option("--insecure", "Allow a --host other than loopback without API keys.")] = False,
     port: Port = 50050,
     http_port: Annotated[
-        int, options.option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
+        int, option("--http-port", "Port of the first coordinator's HTTP API and playground; -1: none.", min=-1)
     ] = 8000,
     device: Device = "auto",
     drafter_device: DrafterDevice = "auto",
@@ -91,46 +75,42 @@ def up(
     engine: Engine = "auto",
     compile: Compile = "",  # noqa: A002
     threads: Threads = 0,
-    kv_tokens: Annotated[int, options.option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
-    log_level: Annotated[str, options.option("--log-level", "debug, info, warning or error.")] = "info",
+    kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
+    log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
     api_keys: Annotated[
-        str, options.option("--api-keys", "API keys of clients, separated by commas, or @FILE with one per line.")
+        str, option("--api-keys", "API keys of clients, separated by commas, or @FILE with one per line.")
     ] = "",
     open_metrics: Annotated[
-        bool, options.option("--open-metrics", "Serve HTTP /metrics without an API key, for benchmark tools.")
+        bool, option("--open-metrics", "Serve HTTP /metrics without an API key, for benchmark tools.")
     ] = False,
     fleet_key: Annotated[
-        str, options.option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: a generated one.")
+        str, option("--fleet-key", "Secret for workers on other machines, or @FILE. Default: a generated one.")
     ] = "",
     drafter_key: Annotated[
         str,
-        options.option(
+        option(
             "--drafter-key",
             "Secret for drafters on other machines, or @FILE. Default: a generated one; none with --fleet-key.",
         ),
     ] = "",
     otlp_endpoint: Annotated[
-        str, options.option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
+        str, option("--otlp-endpoint", "Traces go to this OTLP/HTTP collector, http://host:4318.")
     ] = "",
     state_dir: Annotated[
         str,
-        options.option(
+        option(
             "--state-dir", "Folder for sessions and keys between runs. Default: a folder per port in OUTRIDER_HOME."
         ),
     ] = "",
-    tls: Annotated[
-        bool, options.option("--tls", "Use TLS, with a private authority made in the state folder.")
-    ] = False,
+    tls: Annotated[bool, option("--tls", "Use TLS, with a private authority made in the state folder.")] = False,
     tls_cert: Annotated[
-        str, options.option("--tls-cert", "PEM file: certificate of all services. With it they use TLS only.")
+        str, option("--tls-cert", "PEM file: certificate of all services. With it they use TLS only.")
     ] = "",
-    tls_key: Annotated[str, options.option("--tls-key", "PEM file: private key of --tls-cert, unencrypted.")] = "",
-    tls_ca: Annotated[
-        str, options.option("--tls-ca", "PEM file: authority of --tls-cert. Default: public authorities.")
-    ] = "",
+    tls_key: Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert, unencrypted.")] = "",
+    tls_ca: Annotated[str, option("--tls-ca", "PEM file: authority of --tls-cert. Default: public authorities.")] = "",
     settings: Annotated[
         list[str] | None,
-        options.option(
+        option(
             "--set",
             "Any setting of a service: coordinator.max-sessions=64, or verifier-2.device=cuda:1 for one of several. "
             "Repeatable. `outrider serve SERVICE --help` lists them.",
@@ -139,7 +119,7 @@ def up(
     ] = None,
     config: Annotated[
         str,
-        options.option(
+        option(
             "--config",
             "TOML file: flags of this command by name, and the services' settings in tables [coordinator], "
             "[verifier], [drafter], or [verifier-2] for one of several. Flags and variables override it.",
@@ -189,8 +169,8 @@ def up(
     console = Console()
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
-    for option, replacement in deprecated_options(engine, compile):
-        console.print(f"{option} is deprecated, use {replacement}", style="yellow")
+    for old, replacement in deprecated_options(engine, compile):
+        console.print(f"{old} is deprecated, use {replacement}", style="yellow")
     _end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
@@ -214,15 +194,6 @@ def up(
         console.print("stopped")
 
 
-def check_engine(engine: str, compile_: str, engines: tuple[str, ...] = ENGINES) -> None:
-    """Raise InvalidRequest or StartupError for an unknown --engine or --compile, or for two that disagree."""
-    if engine not in engines:
-        raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")
-    if compile_ not in ("", "auto", "on", "off"):
-        raise InvalidRequest.of("--compile", compile_, "one of auto, on, off")
-    selected_engine(engine, compile_)
-
-
 def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
     """Return a drafter's kind and model. The mock engine has its own drafter."""
     if engine != "mock":
@@ -238,7 +209,7 @@ def demo(
     target: Target = DEFAULT,
     drafter: DrafterChoice = AUTO,
     max_tokens: options.MaxTokens = 160,
-    port: Annotated[int, options.option("--port", "Port of the coordinator; 0 takes a free one.")] = 0,
+    port: Annotated[int, option("--port", "Port of the coordinator; 0 takes a free one.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:

@@ -1,1 +1,1 @@
-"""Processes of `outrider up`."""
+"""Processes of `outrider up`, and the options that say what to start."""

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.config import option
 from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures, run_sessions
 from outrider.bench.common.progress import progress_spinner
 from outrider.bench.common.remote_pair import ThrottledTimes, ToyPair, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, write_json
-from outrider.cli import options
 
 _ROUND_MS = 20.0  # of a verifier's step, per session: sessions must wait for each other
 _LIGHT, _HEAVY = 0.05, 0.2  # time to draft a token, as share of a verifier's step
@@ -30,12 +30,12 @@ _MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def capacity(
-    quick: Annotated[bool, options.option("--quick", "Fewer sessions, shorter answers.")] = False,
-    gamma: Annotated[int, options.option("--gamma", "Tokens guessed per step.", min=1)] = 4,
+    quick: Annotated[bool, option("--quick", "Fewer sessions, shorter answers.")] = False,
+    gamma: Annotated[int, option("--gamma", "Tokens guessed per step.", min=1)] = 4,
     acceptance: Annotated[
-        float, options.option("--acceptance", "Acceptance of the pair's first guess.", min=0.05, max=0.99)
+        float, option("--acceptance", "Acceptance of the pair's first guess.", min=0.05, max=0.99)
     ] = 0.8,
-    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
+    json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Compare sessions per verifier at equal time per token, with a remote drafter and one on the verifier's device.
 

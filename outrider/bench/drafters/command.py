@@ -12,14 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.config import option
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
 from outrider.bench.drafters import peers, setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
 from outrider.bench.drafters.peers import Peer, Weights
 from outrider.bench.drafters.schedule import DraftersExtent, Schedule, TurnProgress, bench_requests, turn_progress
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
-from outrider.cli import options
-from outrider.cli.up import Dtype, Target, Threads
+from outrider.launch.options import Dtype, Target, Threads
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.models.hub import DEFAULT, best_drafter, drafter_kinds, locate
 from outrider.protocol.errors import InvalidRequest, OutriderError
@@ -32,48 +32,46 @@ def drafters(
     target: Target = DEFAULT,
     drafter_list: Annotated[
         str,
-        options.option(
+        option(
             "--drafters",
             "KIND or KIND:MODEL, separated by commas; A+B is one drafter of both kinds, A&B are two in one session. "
             "Default: those that Outrider ships for the target.",
             show_default=False,
         ),
     ] = "",
-    device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
     threads: Threads = 0,
-    gamma: Annotated[
-        int, options.option("--gamma", "Fixed γ of the runs that measure acceptance.", min=1, max=MAX_GAMMA)
-    ] = 4,
+    gamma: Annotated[int, option("--gamma", "Fixed γ of the runs that measure acceptance.", min=1, max=MAX_GAMMA)] = 4,
     tokens: Annotated[
-        int | None, options.option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
+        int | None, option("--tokens", "Tokens per answer; 128, or 64 with --quick.", min=2, show_default=False)
     ] = None,
     prompts: Annotated[
         Path | None,
-        options.option("--prompts", "File with your prompts: one JSON object per line, with kind and prompt."),
+        option("--prompts", "File with your prompts: one JSON object per line, with kind and prompt."),
     ] = None,
     prompts_per_kind: Annotated[
         int | None,
-        options.option(
+        option(
             "--prompts-per-kind", "Number of prompts of each kind; 3, or 1 with --quick.", min=1, show_default=False
         ),
     ] = None,
     rounds: Annotated[
         int | None,
-        options.option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False),
+        option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False),
     ] = None,
     early_exit: Annotated[
         int | None,
-        options.option(
+        option(
             "--early-exit", "Layers that transformers uses for drafting; default: a third.", min=1, show_default=False
         ),
     ] = None,
     vllm_python: Annotated[
-        Path | None, options.option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
+        Path | None, option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
     ] = None,
-    quick: Annotated[bool, options.option("--quick", "Fewer and shorter answers: nine minutes.")] = False,
-    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
-    plot_file: Annotated[Path | None, options.option("--plot", "Draw the results into this .png file.")] = None,
+    quick: Annotated[bool, option("--quick", "Fewer and shorter answers: nine minutes.")] = False,
+    json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, option("--plot", "Draw the results into this .png file.")] = None,
 ) -> None:
     """Measure speed-up and acceptance of each drafter by kind of prompt, greedy and sampled.
 

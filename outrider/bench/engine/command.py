@@ -11,12 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.base.config import ENGINES
+from outrider.base.config import ENGINES, option
 from outrider.bench.common.report import Times, check_files, import_on_use, write_json
 from outrider.bench.engine import results, streams
 from outrider.bench.engine.results import EngineExtent, PassTimes, ServedTimes
-from outrider.cli import options
-from outrider.cli.up import Compile, Dtype, Target, Threads, check_engine
+from outrider.launch.options import Compile, Dtype, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest
@@ -44,20 +43,20 @@ _LEAST_ROUNDS = {False: 20, True: 7}  # by --quick; minima of fewer rounds are n
 
 def engine(
     target: Target = DEFAULT,
-    device: Annotated[str, options.option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
-    quantization: Annotated[str, options.option("--quantization", "none or int8 (weights only, on a CPU).")] = "none",
+    quantization: Annotated[str, option("--quantization", "none or int8 (weights only, on a CPU).")] = "none",
     engine_name: Annotated[
-        str, options.option("--engine", "auto (the fastest that works), native, cuda or transformers.")
+        str, option("--engine", "auto (the fastest that works), native, cuda or transformers.")
     ] = "auto",
     compile_engine: Compile = "",
     threads: Threads = 0,
     rounds: Annotated[
-        int | None, options.option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)
+        int | None, option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)
     ] = None,
-    quick: Annotated[bool, options.option("--quick", "Fewer points and rounds: three minutes, the same keys.")] = False,
-    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
-    plot_file: Annotated[Path | None, options.option("--plot", "Draw the curves into this .png file.")] = None,
+    quick: Annotated[bool, option("--quick", "Fewer points and rounds: three minutes, the same keys.")] = False,
+    json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, option("--plot", "Draw the curves into this .png file.")] = None,
 ) -> None:
     """Measure one engine: steps by new tokens and by sessions, compared with transformers and the machine's limits.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from rich.console import Console
 
+from outrider.base.config import option
 from outrider.bench.common.progress import progress_spinner
 from outrider.bench.common.remote_pair import ReferenceAnswers, ThrottledTimes, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
@@ -17,34 +18,33 @@ from outrider.bench.network.figures import NetworkResults, report_rows, summaris
 from outrider.bench.network.measurement import PROMPT, NetworkMeasurement, drift_blur
 from outrider.bench.network.prediction import parse_step_times, predict, prediction_cases
 from outrider.bench.network.table import show
-from outrider.cli import options
 
 
 def network(
-    quick: Annotated[bool, options.option("--quick", "Three links, one short answer per mode.")] = False,
+    quick: Annotated[bool, option("--quick", "Three links, one short answer per mode.")] = False,
     verify: Annotated[
-        str, options.option("--verify-pace", "Time of a verifier's step by its tokens, tokens:ms.")
+        str, option("--verify-pace", "Time of a verifier's step by its tokens, tokens:ms.")
     ] = "1:40,17:40,33:80",
     drafters: Annotated[
         str,
-        options.option(
+        option(
             "--drafters",
             "acceptance:ms of each drafter: acceptance of its first guess, and time of its step. The first is measured "
             "over every link, the others over those of 15 and 80 ms. Empty: 0.8:4,0.5:4,0.8:16, with --quick the "
             "first.",
         ),
     ] = "",
-    tokens: Annotated[int, options.option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
-    rounds: Annotated[int, options.option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
+    tokens: Annotated[int, option("--tokens", "Length of an answer; 0: 192, with --quick 96.", min=0)] = 0,
+    rounds: Annotated[int, option("--rounds", "Answers per mode and link; 0: 3, with --quick 1.", min=0)] = 0,
     rtts: Annotated[
         str,
-        options.option(
+        option(
             "--rtts",
             "Only these round trips in ms, separated by commas; 15~4: with jitter; 15@32: with a limit in KiB/s.",
         ),
     ] = "",
-    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
-    plot_file: Annotated[Path | None, options.option("--plot", "Draw the results into this .png file.")] = None,
+    json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, option("--plot", "Draw the results into this .png file.")] = None,
 ) -> None:
     """Measure a remote drafter in every mode over every link, and compare adaptive control with the best fixed mode.
 

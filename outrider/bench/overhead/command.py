@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.base.config import option
 from outrider.bench.common.report import Row, Times, write_json
-from outrider.cli import options
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.launch.stack import LaunchPlan, stack
 from outrider.protocol.sampling_params import SamplingParams
@@ -19,9 +19,9 @@ _WARM_UP_ROUNDS = 50
 
 
 def overhead(
-    rounds: Annotated[int, options.option("--rounds", "Rounds to measure.", min=100)] = 2000,
-    gamma: Annotated[int, options.option("--gamma", "Tokens guessed per round.", min=1)] = 4,
-    json_file: Annotated[Path | None, options.option("--json", "Write the results to this file.")] = None,
+    rounds: Annotated[int, option("--rounds", "Rounds to measure.", min=100)] = 2000,
+    gamma: Annotated[int, option("--gamma", "Tokens guessed per round.", min=1)] = 4,
+    json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Measure what the three services add to a full draft → verify → commit round.
 

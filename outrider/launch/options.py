@@ -1,0 +1,44 @@
+"""Command-line options of what starts services: `outrider up`, `outrider demo` and the benchmarks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from outrider.base.config import ENGINES, option, selected_engine
+from outrider.protocol.errors import InvalidRequest
+
+Target = Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
+DrafterChoice = Annotated[
+    str,
+    option(
+        "--drafter",
+        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, model, translate; + joins them, "
+        "as suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best bundled drafter for "
+        "the target.",
+    ),
+]
+Device = Annotated[str, option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]
+DrafterDevice = Annotated[str, option("--drafter-device", "Device of the drafters.")]
+Dtype = Annotated[str, option("--dtype", "auto, float32, bfloat16 or float16.")]
+Quantization = Annotated[str, option("--quantization", "The target's weights: none or int8 (on a CPU).")]
+Engine = Annotated[
+    str,
+    option(
+        "--engine",
+        "What runs the target: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), transformers, "
+        "or mock (no model, for measuring overhead; its drafter is mock too).",
+    ),
+]
+Compile = Annotated[
+    str, option("--compile", "Deprecated: on is --engine native or cuda, off is --engine transformers.")
+]
+Threads = Annotated[int, option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
+
+
+def check_engine(engine: str, compile_: str, engines: tuple[str, ...] = ENGINES) -> None:
+    """Raise InvalidRequest or StartupError for an unknown --engine or --compile, or for two that disagree."""
+    if engine not in engines:
+        raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")
+    if compile_ not in ("", "auto", "on", "off"):
+        raise InvalidRequest.of("--compile", compile_, "one of auto, on, off")
+    selected_engine(engine, compile_)
