@@ -171,7 +171,7 @@ def _opening(request: pb.DraftRequest) -> DraftOpening:
         params=convert.params_from_proto(given.params),
         vocab_size=given.vocab_size,
         cache_salt=given.cache_salt,
-        steering=convert.steering_from_proto(given.steer),
+        steering=convert.draft_steering_from_proto(given.steer),
         vocabulary_digest=given.vocabulary_digest,
         eos_token_ids=tuple(given.eos_token_ids),
     )
@@ -184,6 +184,6 @@ def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
         hidden_states = convert.hidden_states_from_proto(committed.features) if committed.HasField("features") else None
         session.commit(committed.position, tuple(committed.tokens), hidden_states)
     elif kind == "steer":
-        session.steer(convert.steering_from_proto(request.steer))
+        session.steer(convert.draft_steering_from_proto(request.steer))
     else:
         raise InvalidRequest.of("message", kind or "empty", "committed or steer once the stream is open")

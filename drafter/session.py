@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
@@ -15,10 +15,9 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_HIDDEN_POSITIONS,
-    NO_STEERING,
+    DraftSteering,
     Guess,
     HiddenStates,
-    Steering,
     check_opening,
 )
 from outrider.speculation.tree_shape import ROOT, TreeShape
@@ -40,7 +39,7 @@ class DraftOpening:
     prompt_length: int
     params: SamplingParams
     vocab_size: int
-    steering: Steering = NO_STEERING
+    steering: DraftSteering = field(default_factory=DraftSteering)
     cache_salt: str = ""
     vocabulary_digest: str = ""
     eos_token_ids: tuple[int, ...] = ()
@@ -165,7 +164,7 @@ class DraftSession:
             self._guesses.commit(token)
             self._exhausted = False
 
-    def steer(self, steering: Steering) -> None:
+    def steer(self, steering: DraftSteering) -> None:
         steering.check()
         if steering.gamma is not None:
             self._gamma = steering.gamma

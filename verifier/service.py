@@ -221,7 +221,7 @@ def _opening(request: pb.VerifyRequest) -> VerifyOpening:
         tokens=tuple(given.tokens),
         prompt_length=given.prompt_length,
         params=convert.params_from_proto(given.params),
-        steering=convert.steering_from_proto(given.steer),
+        steering=convert.verify_steering_from_proto(given.steer),
         features=given.features,
         cache_salt=given.cache_salt,
         tenant=given.tenant,
@@ -233,6 +233,6 @@ def _apply(session: VerifySession, request: pb.VerifyRequest) -> None:
     if kind == "guess":
         session.add_guess(convert.guess_from_proto(request.guess))
     elif kind == "steer":
-        session.steer(convert.steering_from_proto(request.steer))
+        session.steer(convert.verify_steering_from_proto(request.steer))
     else:
         raise InvalidRequest.of("message", kind or "empty", "guess or steer once the stream is open")

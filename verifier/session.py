@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,12 +16,11 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
-    NO_STEERING,
     FinishReason,
     Guess,
-    Steering,
     TokenKind,
     Verdict,
+    VerifySteering,
     check_opening,
 )
 from outrider.speculation.acceptance import RandomSource, SeededNoise
@@ -44,7 +43,7 @@ class VerifyOpening:
     tokens: tuple[int, ...]
     prompt_length: int
     params: SamplingParams
-    steering: Steering = NO_STEERING
+    steering: VerifySteering = field(default_factory=VerifySteering)
     features: bool = False
     cache_salt: str = ""
     tenant: str = ""
@@ -151,7 +150,7 @@ class VerifySession:
     def remaining(self) -> int:
         return self.prompt_length + self.params.max_tokens - len(self.committed)
 
-    def steer(self, steering: Steering) -> None:
+    def steer(self, steering: VerifySteering) -> None:
         steering.check()
         if steering.gamma is not None:
             self.gamma = steering.gamma

@@ -26,7 +26,7 @@ from coordinator.control.throughput_model import (
     net_throughput,
     throughput,
 )
-from outrider.protocol.speculation import MAX_GAMMA, Steering, Verdict
+from outrider.protocol.speculation import MAX_GAMMA, Verdict, VerifySteering
 
 MAX_SHORTFALL_RATE = 0.9  # above it even a fixed γ is not waited for,
 RETRY_AFTER = 16  # except for one step after this many verdicts, doubled each time
@@ -149,7 +149,7 @@ class Controller:
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
-    def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
+    def decide(self, round_trips_ms: float, *, attached: bool) -> VerifySteering | None:
         """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`."""
         if not attached:
             choice = PlanChoice(PLAIN, 0.0, 0.0)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import MAX_GAMMA, Steering
+from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, VerifySteering
 
 MIN_WAIT_TIMEOUT_MS = 2.0
 MAX_WAIT_TIMEOUT_MS = 1_000.0
@@ -77,11 +77,11 @@ class SpeculationPlan:
         """Return the number of guesses that the drafter may have open; 0 stands for γ × branches."""
         return OPEN_NODES if self.ahead and self.branches > 1 else 0
 
-    def for_drafter(self) -> Steering:
-        return Steering(gamma=self.gamma, branches=self.branches, nodes=self.nodes, eager=self.ahead)
+    def for_drafter(self) -> DraftSteering:
+        return DraftSteering(gamma=self.gamma, branches=self.branches, nodes=self.nodes, eager=self.ahead)
 
-    def for_verifier(self, wait_timeout_ms: float) -> Steering:
-        return Steering(
+    def for_verifier(self, wait_timeout_ms: float) -> VerifySteering:
+        return VerifySteering(
             gamma=self.awaited if self.ahead else self.gamma,
             draft_wait_us=int(wait_timeout_ms * 1000),
             nodes=self.budget,

@@ -34,7 +34,7 @@ from outrider.base.aio import background
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import WorkerInfo
-from outrider.protocol.speculation import Steering, Verdict
+from outrider.protocol.speculation import Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 
@@ -286,7 +286,7 @@ class Drafting:
         if self._verifier is None or wanted == self._hidden_states_on:
             return
         self._hidden_states_on = wanted
-        self._verifier.steer(Steering(hidden_states=wanted))
+        self._verifier.steer(VerifySteering(hidden_states=wanted))
         if not wanted:
             self._window.clear()
 
@@ -302,7 +302,7 @@ class Drafting:
             tokens=[*request.prompt, *self._record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(drafter_params(self._record, self._sources)),
-            steer=convert.steering_to_proto(self._control.plan.for_drafter()),
+            steer=convert.draft_steering_to_proto(self._control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,
             vocabulary_digest=self._target.info.vocabulary_digest,

@@ -46,7 +46,6 @@ from outrider.protocol.errors import (
 from outrider.protocol.fleet import Role
 from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
-from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
@@ -258,7 +257,7 @@ class Session:
             tokens=[*request.prompt, *self.record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(verifier_params(self.record)),
-            steer=common.Steer(gamma=0),
+            steer=verify.VerifySteering(gamma=0),
             features=hidden_states,
             cache_salt=request.cache_salt,
             tenant=self.record.tenant,

@@ -24,7 +24,7 @@ from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, WorkerLoad
-from outrider.protocol.speculation import HiddenStates, Steering, Verdict
+from outrider.protocol.speculation import DraftSteering, HiddenStates, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
@@ -164,12 +164,11 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
         self._sent.add_guess(guess)
         self.send(verify.VerifyRequest(guess=guess))
 
-    def steer(self, steering: Steering) -> None:
-        steer = convert.steering_to_proto(steering)
-        self._sent.add_steer(steer)
+    def steer(self, steering: VerifySteering) -> None:
+        self._sent.add_steering(steering)
         if steering.draft_wait_us is not None:
             self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
-        self.send(verify.VerifyRequest(steer=steer))
+        self.send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         return self._deadline.overdue_s(tick_s, load, timeout_s)
@@ -200,8 +199,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             message.features.CopyFrom(convert.hidden_states_to_proto(hidden_states))
         self.send(draft.DraftRequest(committed=message))
 
-    def steer(self, steering: Steering) -> None:
-        self.send(draft.DraftRequest(steer=convert.steering_to_proto(steering)))
+    def steer(self, steering: DraftSteering) -> None:
+        self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
         """Yield guesses as received, marked with their source; they are relayed without conversion.

@@ -14,7 +14,15 @@ from coordinator.persistence.session_record import SessionRecord
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation, shorten
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import (
+    MAX_GAMMA,
+    MAX_NODES,
+    FinishReason,
+    TokenKind,
+    Verdict,
+    VerifySteering,
+    VerifyTimings,
+)
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
@@ -46,9 +54,9 @@ class SentMessages:
         self.sources = max(self.sources, guess.source)
         self.guessed_to = max(self.guessed_to, guess.position + len(guess.tokens))
 
-    def add_steer(self, steer: common.Steer) -> None:
+    def add_steering(self, steering: VerifySteering) -> None:
         self.messages += 1
-        self.hidden_states = self.hidden_states or steer.features
+        self.hidden_states = self.hidden_states or bool(steering.hidden_states)
 
 
 class VerdictReader:

@@ -12,24 +12,26 @@ from google.protobuf.message import Message
 from outrider.protocol import message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import KINDS, InvalidRequest, OutriderError
-from outrider.protocol.fieldwise import from_plain
+from outrider.protocol.fieldwise import by_key, from_plain
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, SamplingParams
 from outrider.protocol.speculation import (
     Distribution,
+    DraftSteering,
     FinishReason,
     Guess,
     HiddenStates,
     SourceTally,
-    Steering,
     TokenKind,
     TokenLogprobs,
     Verdict,
+    VerifySteering,
     VerifyTimings,
 )
 from outrider.protocol.statistics import GenerationStats, ServerInfo
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as coordinator
+from outrider.v1 import drafter_pb2 as drafter
 from outrider.v1 import verifier_pb2 as verifier
 
 ERROR_KEY = "outrider-error-bin"
@@ -65,26 +67,20 @@ def _present(value: Any) -> Any:
     return present_fields(value) if isinstance(value, Message) else value
 
 
-def steering_to_proto(steering: Steering) -> common.Steer:
-    return common.Steer(
-        gamma=steering.gamma,
-        branches=steering.branches,
-        patience_us=steering.draft_wait_us,
-        features=steering.hidden_states,
-        nodes=steering.nodes,
-        eager=steering.eager,
-    )
+def draft_steering_to_proto(steering: DraftSteering) -> drafter.DraftSteering:
+    return drafter.DraftSteering(**by_key(steering))
 
 
-def steering_from_proto(proto: common.Steer) -> Steering:
-    return Steering(
-        gamma=proto.gamma if proto.HasField("gamma") else None,
-        branches=proto.branches if proto.HasField("branches") else None,
-        draft_wait_us=proto.patience_us if proto.HasField("patience_us") else None,
-        hidden_states=proto.features if proto.HasField("features") else None,
-        nodes=proto.nodes if proto.HasField("nodes") else None,
-        eager=proto.eager if proto.HasField("eager") else None,
-    )
+def draft_steering_from_proto(proto: drafter.DraftSteering) -> DraftSteering:
+    return from_plain(DraftSteering, present_fields(proto))
+
+
+def verify_steering_to_proto(steering: VerifySteering) -> verifier.VerifySteering:
+    return verifier.VerifySteering(**by_key(steering))
+
+
+def verify_steering_from_proto(proto: verifier.VerifySteering) -> VerifySteering:
+    return from_plain(VerifySteering, present_fields(proto))
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:

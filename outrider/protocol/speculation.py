@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fieldwise import KEY
 from outrider.protocol.sampling_params import SamplingParams
 
 MAX_GAMMA = 64
@@ -46,28 +47,38 @@ class FinishReason(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
-    """Changes to how a session is drafted and verified; None leaves a value unchanged."""
+class DraftSteering:
+    """New settings of a session's drafter; None leaves a setting unchanged."""
 
-    gamma: int | None = None
+    gamma: int | None = None  # how far to guess beyond the committed tokens
     branches: int | None = None
-    draft_wait_us: int | None = None
-    hidden_states: bool | None = None
-    nodes: int | None = None
-    eager: bool | None = None
+    nodes: int | None = None  # open guesses; 0: γ × branches
+    eager: bool | None = None  # send guesses as they are drafted
 
     def check(self) -> None:
-        for name, value, high in (
-            ("steer.gamma", self.gamma, MAX_GAMMA),
-            ("steer.branches", self.branches, MAX_BRANCHES),
-            ("steer.patience_us", self.draft_wait_us, MAX_DRAFT_WAIT_US),
-            ("steer.nodes", self.nodes, MAX_NODES),
-        ):
-            if value is not None:
-                check_number(name, value, 0, high)
+        _check_settings(
+            gamma=(self.gamma, MAX_GAMMA), branches=(self.branches, MAX_BRANCHES), nodes=(self.nodes, MAX_NODES)
+        )
 
 
-NO_STEERING = Steering()
+@dataclass(frozen=True, slots=True)
+class VerifySteering:
+    """New settings of a session's verifier; None leaves a setting unchanged."""
+
+    gamma: int | None = None  # length of the guessed path that a step waits for
+    draft_wait_us: int | None = field(default=None, metadata={KEY: "patience_us"})
+    nodes: int | None = None  # guesses checked per step; 0: no limit for this session
+    hidden_states: bool | None = field(default=None, metadata={KEY: "features"})  # send them with verdicts
+
+    def check(self) -> None:
+        wait = (self.draft_wait_us, MAX_DRAFT_WAIT_US)
+        _check_settings(gamma=(self.gamma, MAX_GAMMA), patience_us=wait, nodes=(self.nodes, MAX_NODES))
+
+
+def _check_settings(**settings: tuple[int | None, int]) -> None:
+    for name, (value, high) in settings.items():
+        if value is not None:
+            check_number(f"steer.{name}", value, 0, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +184,7 @@ def check_opening(
     tokens: Sequence[int],
     prompt_length: int,
     params: SamplingParams,
-    steering: Steering,
+    steering: DraftSteering | VerifySteering,
     vocab_size: int,
     cache_salt: str = "",
 ) -> None:

@@ -454,62 +454,6 @@ class ProbeReply(google.protobuf.message.Message):
 global___ProbeReply = ProbeReply
 
 @typing.final
-class Steer(google.protobuf.message.Message):
-    """Steering of one session: how far to draft, and how long to wait. Absent fields keep their values."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GAMMA_FIELD_NUMBER: builtins.int
-    BRANCHES_FIELD_NUMBER: builtins.int
-    PATIENCE_US_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
-    NODES_FIELD_NUMBER: builtins.int
-    EAGER_FIELD_NUMBER: builtins.int
-    gamma: builtins.int
-    """tokens beyond the committed position; 0: none. Drafters guess this far,"""
-    branches: builtins.int
-    """verifiers wait for a guessed path of this length
-    siblings per position that a drafter may send; default 1
-    """
-    patience_us: builtins.int
-    """draft wait timeout of a verifier, microseconds"""
-    features: builtins.bool
-    """send hidden states with the next verdicts; verifiers only"""
-    nodes: builtins.int
-    """guesses, all branches together. Drafters: open at the same time (default"""
-    eager: builtins.bool
-    """and 0: gamma x branches). Verifiers: verified per step (default and 0: the
-    verifier's own limit)
-    send guesses as they are drafted, not only whole paths of gamma; drafters only
-    """
-    def __init__(
-        self,
-        *,
-        gamma: builtins.int | None = ...,
-        branches: builtins.int | None = ...,
-        patience_us: builtins.int | None = ...,
-        features: builtins.bool | None = ...,
-        nodes: builtins.int | None = ...,
-        eager: builtins.bool | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "branches", b"branches", "eager", b"eager", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "branches", b"branches", "eager", b"eager", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_eager", b"_eager"]) -> typing.Literal["eager"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_features", b"_features"]) -> typing.Literal["features"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_patience_us", b"_patience_us"]) -> typing.Literal["patience_us"] | None: ...
-
-global___Steer = Steer
-
-@typing.final
 class Guess(google.protobuf.message.Message):
     """Tokens guessed for the absolute positions position, position+1, ...
     The first token follows `parent`: a node id assigned earlier on this stream, or

@@ -25,13 +25,13 @@ class DraftRequest(google.protobuf.message.Message):
     @property
     def committed(self) -> global___Committed: ...
     @property
-    def steer(self) -> outrider.v1.common_pb2.Steer: ...
+    def steer(self) -> global___DraftSteering: ...
     def __init__(
         self,
         *,
         open: global___OpenDraft | None = ...,
         committed: global___Committed | None = ...,
-        steer: outrider.v1.common_pb2.Steer | None = ...,
+        steer: global___DraftSteering | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "steer", b"steer"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "steer", b"steer"]) -> None: ...
@@ -72,7 +72,7 @@ class OpenDraft(google.protobuf.message.Message):
         """seed and max_tokens must be set"""
 
     @property
-    def steer(self) -> outrider.v1.common_pb2.Steer: ...
+    def steer(self) -> global___DraftSteering: ...
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """the target's"""
@@ -85,7 +85,7 @@ class OpenDraft(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_length: builtins.int = ...,
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
-        steer: outrider.v1.common_pb2.Steer | None = ...,
+        steer: global___DraftSteering | None = ...,
         vocab_size: builtins.int = ...,
         cache_salt: builtins.str = ...,
         vocabulary_digest: builtins.str = ...,
@@ -95,6 +95,45 @@ class OpenDraft(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___OpenDraft = OpenDraft
+
+@typing.final
+class DraftSteering(google.protobuf.message.Message):
+    """How a session is drafted. Absent fields keep their values."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GAMMA_FIELD_NUMBER: builtins.int
+    BRANCHES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    EAGER_FIELD_NUMBER: builtins.int
+    gamma: builtins.int
+    """how far to guess beyond the committed position, tokens; 0: not at all"""
+    branches: builtins.int
+    """siblings per position at most; default 1"""
+    nodes: builtins.int
+    """guesses open at the same time, all branches together; default and 0: gamma x branches"""
+    eager: builtins.bool
+    """send guesses as they are drafted, not only whole paths of gamma"""
+    def __init__(
+        self,
+        *,
+        gamma: builtins.int | None = ...,
+        branches: builtins.int | None = ...,
+        nodes: builtins.int | None = ...,
+        eager: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_gamma", b"_gamma", "_nodes", b"_nodes", "branches", b"branches", "eager", b"eager", "gamma", b"gamma", "nodes", b"nodes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_branches", b"_branches", "_eager", b"_eager", "_gamma", b"_gamma", "_nodes", b"_nodes", "branches", b"branches", "eager", b"eager", "gamma", b"gamma", "nodes", b"nodes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_branches", b"_branches"]) -> typing.Literal["branches"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_eager", b"_eager"]) -> typing.Literal["eager"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
+
+global___DraftSteering = DraftSteering
 
 @typing.final
 class Committed(google.protobuf.message.Message):

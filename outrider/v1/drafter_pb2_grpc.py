@@ -57,7 +57,7 @@ class DrafterServicer(object):
 
     def Draft(self, request_iterator, context):
         """One stream per session. The first message is OpenDraft, then Committed and
-        Steer follow; the drafter sends guesses. Half-closing ends the session.
+        DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ class DrafterStub:
         outrider.v1.drafter_pb2.DraftReply,
     ]
     """One stream per session. The first message is OpenDraft, then Committed and
-    Steer follow; the drafter sends guesses. Half-closing ends the session.
+    DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
 
     GetModelInfo: grpc.UnaryUnaryMultiCallable[
@@ -44,7 +44,7 @@ class DrafterAsyncStub:
         outrider.v1.drafter_pb2.DraftReply,
     ]
     """One stream per session. The first message is OpenDraft, then Committed and
-    Steer follow; the drafter sends guesses. Half-closing ends the session.
+    DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
 
     GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -65,7 +65,7 @@ class DrafterServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[outrider.v1.drafter_pb2.DraftReply], collections.abc.AsyncIterator[outrider.v1.drafter_pb2.DraftReply]]:
         """One stream per session. The first message is OpenDraft, then Committed and
-        Steer follow; the drafter sends guesses. Half-closing ends the session.
+        DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
         """
 
     @abc.abstractmethod

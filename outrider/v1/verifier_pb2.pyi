@@ -89,13 +89,13 @@ class VerifyRequest(google.protobuf.message.Message):
     @property
     def guess(self) -> outrider.v1.common_pb2.Guess: ...
     @property
-    def steer(self) -> outrider.v1.common_pb2.Steer: ...
+    def steer(self) -> global___VerifySteering: ...
     def __init__(
         self,
         *,
         open: global___OpenVerify | None = ...,
         guess: outrider.v1.common_pb2.Guess | None = ...,
-        steer: outrider.v1.common_pb2.Steer | None = ...,
+        steer: global___VerifySteering | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["guess", b"guess", "message", b"message", "open", b"open", "steer", b"steer"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["guess", b"guess", "message", b"message", "open", b"open", "steer", b"steer"]) -> None: ...
@@ -136,7 +136,7 @@ class OpenVerify(google.protobuf.message.Message):
         """seed and max_tokens must be set"""
 
     @property
-    def steer(self) -> outrider.v1.common_pb2.Steer: ...
+    def steer(self) -> global___VerifySteering: ...
     def __init__(
         self,
         *,
@@ -145,7 +145,7 @@ class OpenVerify(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         prompt_length: builtins.int = ...,
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
-        steer: outrider.v1.common_pb2.Steer | None = ...,
+        steer: global___VerifySteering | None = ...,
         features: builtins.bool = ...,
         cache_salt: builtins.str = ...,
         tenant: builtins.str = ...,
@@ -154,6 +154,45 @@ class OpenVerify(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
 
 global___OpenVerify = OpenVerify
+
+@typing.final
+class VerifySteering(google.protobuf.message.Message):
+    """How a session is verified. Absent fields keep their values."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GAMMA_FIELD_NUMBER: builtins.int
+    PATIENCE_US_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    gamma: builtins.int
+    """length of the guessed path that a step waits for; 0: none"""
+    patience_us: builtins.int
+    """draft wait timeout, microseconds"""
+    features: builtins.bool
+    """send hidden states with the next verdicts"""
+    nodes: builtins.int
+    """guesses verified per step, all branches together; 0: as many as the verifier allows"""
+    def __init__(
+        self,
+        *,
+        gamma: builtins.int | None = ...,
+        patience_us: builtins.int | None = ...,
+        features: builtins.bool | None = ...,
+        nodes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_features", b"_features"]) -> typing.Literal["features"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_patience_us", b"_patience_us"]) -> typing.Literal["patience_us"] | None: ...
+
+global___VerifySteering = VerifySteering
 
 @typing.final
 class VerifyReply(google.protobuf.message.Message):
@@ -171,7 +210,7 @@ class VerifyReply(google.protobuf.message.Message):
     def verdict(self) -> global___Verdict: ...
     @property
     def refused(self) -> outrider.v1.common_pb2.Error:
-        """an invalid Guess or Steer; the session continues"""
+        """an invalid Guess or VerifySteering; the session continues"""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class VerifierServicer(object):
 
     def Verify(self, request_iterator, context):
         """One stream per session. The first message is OpenVerify, then Guess and
-        Steer follow at any time; the verifier sends verdicts until the output ends.
+        VerifySteering follow at any time; the verifier sends verdicts until the output ends.
         Half-closing or cancelling ends the session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -27,7 +27,7 @@ class VerifierStub:
         outrider.v1.verifier_pb2.VerifyReply,
     ]
     """One stream per session. The first message is OpenVerify, then Guess and
-    Steer follow at any time; the verifier sends verdicts until the output ends.
+    VerifySteering follow at any time; the verifier sends verdicts until the output ends.
     Half-closing or cancelling ends the session.
     """
 
@@ -53,7 +53,7 @@ class VerifierAsyncStub:
         outrider.v1.verifier_pb2.VerifyReply,
     ]
     """One stream per session. The first message is OpenVerify, then Guess and
-    Steer follow at any time; the verifier sends verdicts until the output ends.
+    VerifySteering follow at any time; the verifier sends verdicts until the output ends.
     Half-closing or cancelling ends the session.
     """
 
@@ -81,7 +81,7 @@ class VerifierServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[outrider.v1.verifier_pb2.VerifyReply], collections.abc.AsyncIterator[outrider.v1.verifier_pb2.VerifyReply]]:
         """One stream per session. The first message is OpenVerify, then Guess and
-        Steer follow at any time; the verifier sends verdicts until the output ends.
+        VerifySteering follow at any time; the verifier sends verdicts until the output ends.
         Half-closing or cancelling ends the session.
         """
 

@@ -95,7 +95,7 @@ class Verify:
         self.verdicts: list[verify.Verdict] = []
 
     async def open(self, tokens: list[int], **fields: Any) -> verify.Opened:
-        """Sends Open and reads Opened. Takes the fields of OpenVerify, Steer and SamplingParams together."""
+        """Sends Open and reads Opened. Takes the fields of OpenVerify, VerifySteering and SamplingParams together."""
         await self.send_open(tokens, **fields)
         reply = await self.call.read()
         assert reply.WhichOneof("message") == "opened", reply
@@ -109,7 +109,7 @@ class Verify:
         await self.call.write(verify.VerifyRequest(guess=guess))
 
     async def steer(self, **fields: Any) -> None:
-        await self.call.write(verify.VerifyRequest(steer=common.Steer(**fields)))
+        await self.call.write(verify.VerifyRequest(steer=verify.VerifySteering(**fields)))
 
     async def verdict(self) -> verify.Verdict:
         reply = await self.call.read()
@@ -154,7 +154,7 @@ class Verify:
 
 
 _OPEN = ("session_id", "epoch", "prompt_length", "features", "cache_salt")
-_STEER = ("gamma", "branches", "patience_us")
+_STEER = ("gamma", "patience_us")
 
 
 def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:
@@ -165,7 +165,7 @@ def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:
         tokens=tokens,
         **({"session_id": "s", "epoch": 1, "prompt_length": len(tokens)} | given),
         params=common.SamplingParams(**{name: value for name, value in params.items() if value is not None}),
-        steer=common.Steer(**steer),
+        steer=verify.VerifySteering(**steer),
     )
 
 

@@ -197,7 +197,6 @@ _OPENINGS = {
     "nothing left": (opening(PROMPT, prompt_length=30, max_tokens=10), "open.tokens", "10 output", "fewer than"),
     "temperature": (opening(PROMPT, temperature=-1.0), "params.temperature", "-1.0", "[0, 10]"),
     "gamma": (opening(PROMPT, gamma=65), "steer.gamma", "65", "[0, 64]"),
-    "branches": (opening(PROMPT, branches=9), "steer.branches", "9", "[0, 8]"),
     "patience": (opening(PROMPT, patience_us=2**31), "steer.patience_us", "2147483648", "[0,"),
 }
 

@@ -86,7 +86,7 @@ class Draft:
             tokens=tokens,
             prompt_length=len(tokens) if prompt_length is None else prompt_length,
             params=common.SamplingParams(**{name: value for name, value in params.items() if value is not None}),
-            steer=common.Steer(gamma=gamma, branches=branches),
+            steer=pb.DraftSteering(gamma=gamma, branches=branches),
             vocab_size=vocab_size,
             vocabulary_digest=vocabulary_digest,
             eos_token_ids=eos_token_ids,
@@ -102,7 +102,7 @@ class Draft:
         await self.call.write(pb.DraftRequest(committed=pb.Committed(position=position, tokens=tokens)))
 
     async def steer(self, gamma: int) -> None:
-        await self.call.write(pb.DraftRequest(steer=common.Steer(gamma=gamma)))
+        await self.call.write(pb.DraftRequest(steer=pb.DraftSteering(gamma=gamma)))
 
 
 @asynccontextmanager
@@ -262,6 +262,7 @@ async def test_full_drafter_refuses(models: Models) -> None:
         ({"seed": None}, "params.seed"),
         ({"temperature": -1.0}, "params.temperature"),
         ({"gamma": 65}, "steer.gamma"),
+        ({"branches": 9}, "steer.branches"),
     ],
 )
 async def test_bad_open_is_refused(model_drafter: str, guesses: list[int], fields: dict[str, Any], field: str) -> None:

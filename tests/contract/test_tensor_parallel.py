@@ -131,7 +131,7 @@ async def guessed(address: str, truth: list[int], **fields: object) -> tuple[lis
     """What a verifier says when it is sent guesses: a wrong branch first, so that what is kept has to move."""
     at = len(PROMPT)
     async with verifying(address) as stream:
-        await stream.send_open(PROMPT, max_tokens=24, gamma=4, branches=3, patience_us=PATIENCE_US, **fields)
+        await stream.send_open(PROMPT, max_tokens=24, gamma=4, patience_us=PATIENCE_US, **fields)
         await stream.guess(at, [wrong(truth[0]), 7, 8])
         await stream.guess(at, [truth[0], wrong(truth[1])], first_id=4)
         await stream.guess(at + 1, truth[1:4], first_id=6, parent=4)

@@ -94,7 +94,7 @@ async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: 
     truth = greedy(prompt, 40)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=2) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=40, gamma=1, branches=4, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=40, gamma=1, patience_us=LONG_PATIENCE_US)
         await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
         await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
         await stream.guess(at + 2, truth[2:4], first_id=7, parent=2)
@@ -400,9 +400,7 @@ async def test_features_of_a_branch_that_is_not_the_first(
     truth = greedy(prompt, 6)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
-        await stream.send_open(
-            prompt, max_tokens=6, gamma=4, branches=2, patience_us=1_000_000, features=True, cache_salt="tree"
-        )
+        await stream.send_open(prompt, max_tokens=6, gamma=4, patience_us=1_000_000, features=True, cache_salt="tree")
         await stream.guess(at, [truth[0], wrong(truth[1]), 7, 8])
         await stream.guess(at + 1, truth[1:4], first_id=5, parent=1)
         assert (await stream.call.read()).HasField("opened")

@@ -104,8 +104,8 @@ def _params() -> list[common.SamplingParams]:
     return filled
 
 
-def _steer(**fields: Any) -> common.Steer:
-    return common.Steer(**({"gamma": 4, "patience_us": 500} | fields))
+def _steer(**fields: Any) -> verify.VerifySteering:
+    return verify.VerifySteering(**({"gamma": 4, "patience_us": 500} | fields))
 
 
 @cache
@@ -143,13 +143,23 @@ def guesses(known: Known, position: int) -> list[common.Guess]:
 
 
 @cache
-def steers() -> list[common.Steer]:
+def verify_steers() -> list[verify.VerifySteering]:
     return [
         _steer(),
         _steer(gamma=0),
-        _steer(gamma=8, branches=3, nodes=12, eager=True),
-        common.Steer(features=True),
-        common.Steer(patience_us=0),
+        _steer(gamma=8, nodes=12),
+        verify.VerifySteering(features=True),
+        verify.VerifySteering(patience_us=0),
+    ]
+
+
+@cache
+def draft_steers() -> list[draft.DraftSteering]:
+    return [
+        draft.DraftSteering(gamma=4),
+        draft.DraftSteering(gamma=0),
+        draft.DraftSteering(gamma=8, branches=3, nodes=12, eager=True),
+        draft.DraftSteering(nodes=0),
     ]
 
 
@@ -157,9 +167,14 @@ def steers() -> list[common.Steer]:
 def draft_openings(known: Known) -> list[draft.OpenDraft]:
     more = {"vocab_size": known.target.vocab_size, "vocabulary_digest": known.target.vocabulary_digest}
     ends = {"eos_token_ids": known.target.eos_token_ids}
-    openings = [draft.OpenDraft(**_opening(params=params), **more, **ends) for params in _params()]
+    openings = [
+        draft.OpenDraft(**_opening(params=params, steer=draft.DraftSteering(gamma=4)), **more, **ends)
+        for params in _params()
+    ]
     openings.append(
-        draft.OpenDraft(**_opening(steer=_steer(gamma=8, branches=3, nodes=20, eager=True)), **more, **ends)
+        draft.OpenDraft(
+            **_opening(steer=draft.DraftSteering(gamma=8, branches=3, nodes=20, eager=True)), **more, **ends
+        )
     )
     return openings
 

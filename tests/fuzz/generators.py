@@ -83,7 +83,7 @@ def _verify(rng: random.Random, known: Known) -> Case:
         if rng.random() < 0.7:
             said.append(verify.VerifyRequest(guess=corpus.pick(rng, corpus.guesses(known, position))))
         else:
-            said.append(verify.VerifyRequest(steer=corpus.pick(rng, corpus.steers())))
+            said.append(verify.VerifyRequest(steer=corpus.pick(rng, corpus.verify_steers())))
     return Case("verify", "Verify", VERIFY, _stream(rng, said), _ends(rng))
 
 
@@ -101,7 +101,7 @@ def _draft(rng: random.Random, known: Known) -> Case:
             said.append(draft.DraftRequest(committed=commit))
             position += len(commit.tokens)
         else:
-            said.append(draft.DraftRequest(steer=corpus.pick(rng, corpus.steers())))
+            said.append(draft.DraftRequest(steer=corpus.pick(rng, corpus.draft_steers())))
     return Case("draft", "Draft", DRAFT, _stream(rng, said), _ends(rng))
 
 

@@ -25,7 +25,7 @@ from drafter.session import DraftOpening, DraftSession
 from outrider.engine import SessionTokens, StepResult
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import Guess, Steering
+from outrider.protocol.speculation import DraftSteering, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation import acceptance, noise
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
@@ -55,7 +55,7 @@ LENGTH = 3
 DRAWS = 640
 FEW = 320  # plenty for a planted bug
 SURELY = 1e-9
-PLAIN = Steering(gamma=2)
+PLAIN = DraftSteering(gamma=2)
 DRAWN = [Verification.REJECTION, Verification.BLOCK]
 
 Recorder = Callable[[str, object], None]
@@ -95,7 +95,7 @@ class Setting:
     params: SamplingParams
     vocab: int = 3
     prompt: Path = PROMPT
-    steering: Steering = PLAIN
+    steering: DraftSteering = PLAIN
     late: Late = never
     rows: int = 9  # guesses that a step takes at most
     tree: type[GuessTree] = GuessTree
@@ -396,7 +396,7 @@ class Crowd:
 
     def _text(self, seed: int) -> Path:
         params = SamplingParams(seed=seed, max_tokens=LENGTH, verification=self.mode)
-        steering = Steering(gamma=2, branches=self.branches)
+        steering = DraftSteering(gamma=2, branches=self.branches)
         setting = Setting(params, steering=steering, late=self.late, tree=self.tree)
         chance = SeededNoise(seed)
 

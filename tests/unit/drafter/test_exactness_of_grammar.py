@@ -28,7 +28,7 @@ from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
-from outrider.protocol.speculation import FinishReason, Steering, TokenKind, Verdict
+from outrider.protocol.speculation import DraftSteering, FinishReason, TokenKind, Verdict
 from outrider.speculation import sampling
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarCompiler
@@ -112,7 +112,7 @@ class Both:
         self.params = params
         self.verifier = VerifySession(VerifyOpening("s", 1, PROMPT, START, params), INFO, CPU, GRAMMARS.compile(params))
         grammar_cursor = None if blind else GrammarCursor(GRAMMARS.compile(params), START)
-        opening = Drafted("s", 1, PROMPT, START, params, VOCAB, Steering(gamma=gamma, branches=branches))
+        opening = Drafted("s", 1, PROMPT, START, params, VOCAB, DraftSteering(gamma=gamma, branches=branches))
         self.drafter = Drafting(opening, grammar_cursor=grammar_cursor)
         self.accepted = 0
 

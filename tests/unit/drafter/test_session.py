@@ -11,7 +11,7 @@ from drafter.methods.ngram import NgramDrafter
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering
+from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
 from outrider.speculation.tree import GuessTree
 
 PROMPT = (1, 2, 3)
@@ -26,7 +26,7 @@ def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -
         len(PROMPT),
         SamplingParams(seed=1, max_tokens=max_tokens, **params),
         VOCAB,
-        Steering(gamma=gamma, branches=branches),
+        DraftSteering(gamma=gamma, branches=branches),
     )
     opening.check()
     return DraftSession(opening)
@@ -74,7 +74,7 @@ def test_nothing_is_asked_at_gamma_zero_or_when_the_chain_is_long_enough() -> No
     session = opened(gamma=2)
     draft(session, 7, 8)
     assert session.next_request() is None
-    session.steer(Steering(gamma=3))
+    session.steer(DraftSteering(gamma=3))
     assert session.next_request() is not None
 
 
@@ -110,7 +110,7 @@ def test_a_chain_is_sent_when_nothing_more_will_come() -> None:
 
 def test_an_eager_session_sends_what_there_is() -> None:
     session = opened(gamma=3)
-    session.steer(Steering(eager=True))
+    session.steer(DraftSteering(eager=True))
     assert draft(session, 7) == [Guess(3, 1, 0, (7,), draft_us=100)]
     assert draft(session, 8) == [Guess(4, 2, 1, (8,), draft_us=100)]
 
@@ -118,7 +118,7 @@ def test_an_eager_session_sends_what_there_is() -> None:
 def test_an_eager_session_asks_for_little_at_a_time() -> None:
     """So that a commit takes effect soon: about as many tokens as its drafter makes in four milliseconds."""
     session = opened(gamma=64)
-    session.steer(Steering(eager=True))
+    session.steer(DraftSteering(eager=True))
     for _ in range(20):
         request = session.next_request()
         assert request is not None
@@ -130,7 +130,7 @@ def test_an_eager_session_asks_for_little_at_a_time() -> None:
 def test_nothing_to_guess_is_said_once_per_position() -> None:
     session = opened()
     assert draft(session, done=True) == [Guess(3, 0, 0, (), draft_us=100)]
-    session.steer(Steering(gamma=5))
+    session.steer(DraftSteering(gamma=5))
     assert draft(session, done=True) == []
     session.commit(3, (9,))
     assert [guess.position for guess in draft(session, done=True)] == [4]
@@ -174,7 +174,7 @@ def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
     session = opened(gamma=2, branches=2)
     (guess,) = draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 0))
     assert (guess.tokens, guess.parents, guess.parent) == ((7, 8, 9, 4), (-1, -1, 0, 0), 0)
-    session.steer(Steering(gamma=3))
+    session.steer(DraftSteering(gamma=3))
     request = session.next_request()
     assert request is not None
     assert (request.open_tokens, request.open_parents, request.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
@@ -207,7 +207,7 @@ def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
 
 def test_an_eager_session_widens_its_tree_until_no_more_may_be_open() -> None:
     session = opened(gamma=2, branches=2)
-    session.steer(Steering(eager=True, nodes=5))
+    session.steer(DraftSteering(eager=True, nodes=5))
     draft(session, 7, 8, 9, 4, parents=(-1, -1, 0, 1))
     request = session.next_request()
     assert request is not None
@@ -270,7 +270,7 @@ def test_distributions_travel_with_their_tokens() -> None:
         ({"prompt_length": 4}, "open.prompt_length"),
         ({"params": SamplingParams()}, "params.seed"),
         ({"params": SamplingParams(seed=1, top_p=0.0)}, "params.top_p"),
-        ({"steering": Steering(gamma=65)}, "steer.gamma"),
+        ({"steering": DraftSteering(gamma=65)}, "steer.gamma"),
     ],
 )
 def test_an_opening_that_cannot_be_is_refused(change: dict, name: str) -> None:
@@ -326,7 +326,7 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
         elif action == "hear" and unsaid:
             session.commit(*unsaid.pop(0))
         elif action == "steer":
-            session.steer(Steering(gamma=data.draw(st.integers(0, 5))))
+            session.steer(DraftSteering(gamma=data.draw(st.integers(0, 5))))
     for guess in underway:
         tree.add(guess)
     for news in unsaid:

@@ -21,7 +21,7 @@ from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, t
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
-from outrider.protocol.speculation import MAX_GAMMA, Steering, TokenKind, Verdict, VerifyTimings
+from outrider.protocol.speculation import MAX_GAMMA, TokenKind, Verdict, VerifySteering, VerifyTimings
 
 GAMMA_MAX = 16
 TIMEOUT_MS = 100.0
@@ -463,7 +463,7 @@ def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
     for made in (controller(), controller(FixedChoices(gamma=5))):
         made.decide(3.0, attached=True)
         assert made.plan.gamma
-        assert made.decide(3.0, attached=False) == Steering(gamma=0, draft_wait_us=0, nodes=0)
+        assert made.decide(3.0, attached=False) == VerifySteering(gamma=0, draft_wait_us=0, nodes=0)
         assert made.plan == PLAIN
         assert made.decide(3.0, attached=False) is None, "said once"
         assert made.decide(3.0, attached=True) is not None, "and taken back at once when one comes"
@@ -488,7 +488,7 @@ def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
 
 def test_a_fixed_patience_is_kept() -> None:
     made = controller(FixedChoices(gamma=5, patience_us=1234))
-    assert made.decide(3.0, attached=True) == Steering(gamma=5, draft_wait_us=1234, nodes=0)
+    assert made.decide(3.0, attached=True) == VerifySteering(gamma=5, draft_wait_us=1234, nodes=0)
     free = controller(FixedChoices(patience_us=1234))
     free.decide(3.0, attached=True)
     assert free.plan.gamma

@@ -18,7 +18,7 @@ from coordinator.control.simulated_world import World
 from coordinator.control.simulation import Simulation, SimulationResult
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms, window
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import Steering
+from outrider.protocol.speculation import VerifySteering
 
 HOUSE = World(acceptance=0.8, gain=0.6, draft_ms=4.0)
 FAST = CostCurve((1, 17, 33), (10.0, 10.0, 20.0))
@@ -38,7 +38,7 @@ class Keeping(Controller):
         self._kept = plan
         self._for_ms = max(50.0, draft_wait_timeout_ms(known, plan)) if plan.awaited or not plan.ahead else 0.0
 
-    def decide(self, round_trips_ms: float, *, attached: bool) -> Steering | None:
+    def decide(self, round_trips_ms: float, *, attached: bool) -> VerifySteering | None:
         self.plan, self.wait_timeout_ms = self._kept, self._for_ms
         return None
 

@@ -20,7 +20,7 @@ from coordinator.persistence import stored_records
 from coordinator.persistence.session_record import SessionRequest
 from outrider.protocol import convert
 from outrider.protocol.fleet import ModelInfo, Role
-from outrider.protocol.speculation import FinishReason
+from outrider.protocol.speculation import DraftSteering, FinishReason, VerifySteering
 from outrider.protocol.speculation import TokenKind as Kind
 from outrider.security.api_keys import ApiKeys
 from outrider.v1 import coordinator_pb2 as pb
@@ -86,7 +86,7 @@ READERS: dict[str, tuple[type[Message], Callable[[Any], Any]]] = {
     "GenerateReply": (pb.GenerateReply, lambda m: m.chunk.token_ids == [4]),
     "VerifyRequest": (verifier_pb2.VerifyRequest, lambda m: convert.params_from_proto(m.open.params)),
     "VerifyReply": (verifier_pb2.VerifyReply, lambda m: convert.verdict_from_proto(m.verdict)),
-    "DraftRequest": (drafter_pb2.DraftRequest, lambda m: convert.steering_from_proto(m.open.steer)),
+    "DraftRequest": (drafter_pb2.DraftRequest, lambda m: convert.draft_steering_from_proto(m.open.steer)),
     "DraftReply": (drafter_pb2.DraftReply, lambda m: convert.guess_from_proto(m.guess)),
 }
 
@@ -101,6 +101,15 @@ def test_messages_are_read_and_mean_the_same(name: str) -> None:
     # What a newer one adds is carried along and harms nobody.
     newer = kind.FromString(data + bytes([0xFA, 0xFF, 0x01, 3]) + b"new")
     read(newer)
+
+
+def test_its_steering_is_read_by_both_ends() -> None:
+    """It had one message for both: gamma 4, branches 3, 500 us of patience, features, nodes 12, eager."""
+    data = bytes.fromhex("0804100318f4032001280c3001")
+    draft = convert.draft_steering_from_proto(drafter_pb2.DraftSteering.FromString(data))
+    assert draft == DraftSteering(gamma=4, branches=3, nodes=12, eager=True)
+    verify = convert.verify_steering_from_proto(verifier_pb2.VerifySteering.FromString(data))
+    assert verify == VerifySteering(gamma=4, draft_wait_us=500, nodes=12, hidden_states=True)
 
 
 def _unknown(message: Message) -> list[int]:

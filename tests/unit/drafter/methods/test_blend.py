@@ -20,7 +20,7 @@ from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution, Guess, HiddenStates, Steering
+from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.tree import GuessTree
 
@@ -115,7 +115,7 @@ def run(
             PROMPT,
             SamplingParams(seed=1, max_tokens=10_000, **params),
             VOCAB,
-            Steering(gamma=gamma, branches=branches),
+            DraftSteering(gamma=gamma, branches=branches),
         )
     )
     session.key = "s"

@@ -20,7 +20,7 @@ from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Steering
+from outrider.protocol.speculation import WHOLE, DraftSteering
 from outrider.speculation.exponential_race import shared_choices
 from outrider.speculation.sampling import History, adjust
 from tests.conftest import Models
@@ -50,7 +50,9 @@ def drafter_of(loaded: LoadedModel) -> ModelDrafter:
 
 def session_of(tokens: list[int], gamma: int, branches: int, **params) -> DraftSession:
     params = SamplingParams(max_tokens=500, **({"seed": 1} | params))
-    opening = DraftOpening("s", 0, tuple(tokens), len(PROMPT), params, VOCAB, Steering(gamma=gamma, branches=branches))
+    opening = DraftOpening(
+        "s", 0, tuple(tokens), len(PROMPT), params, VOCAB, DraftSteering(gamma=gamma, branches=branches)
+    )
     return DraftSession(opening)
 
 

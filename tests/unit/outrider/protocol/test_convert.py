@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -31,20 +32,23 @@ from outrider.protocol.speculation import (
     MAX_BRANCHES,
     MAX_DRAFT_WAIT_US,
     MAX_GAMMA,
+    MAX_NODES,
     WHOLE,
     Distribution,
+    DraftSteering,
     FinishReason,
     Guess,
     HiddenStates,
     SourceTally,
-    Steering,
     TokenKind,
     TokenLogprobs,
     Verdict,
+    VerifySteering,
     VerifyTimings,
 )
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as coordinator
+from outrider.v1 import drafter_pb2 as drafter
 from outrider.v1 import verifier_pb2 as verifier
 
 VOCAB = 49_152
@@ -155,21 +159,36 @@ def test_the_mode_follows_the_temperature_unless_it_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("steering", "name"),
     [
-        ({"gamma": -1}, "steer.gamma"),
-        ({"gamma": MAX_GAMMA + 1}, "steer.gamma"),
-        ({"branches": -1}, "steer.branches"),
-        ({"branches": MAX_BRANCHES + 1}, "steer.branches"),
-        ({"draft_wait_us": -1}, "steer.patience_us"),
-        ({"draft_wait_us": MAX_DRAFT_WAIT_US + 1}, "steer.patience_us"),
+        (DraftSteering(gamma=-1), "steer.gamma"),
+        (DraftSteering(gamma=MAX_GAMMA + 1), "steer.gamma"),
+        (DraftSteering(branches=-1), "steer.branches"),
+        (DraftSteering(branches=MAX_BRANCHES + 1), "steer.branches"),
+        (DraftSteering(nodes=MAX_NODES + 1), "steer.nodes"),
+        (VerifySteering(gamma=-1), "steer.gamma"),
+        (VerifySteering(gamma=MAX_GAMMA + 1), "steer.gamma"),
+        (VerifySteering(draft_wait_us=-1), "steer.patience_us"),
+        (VerifySteering(draft_wait_us=MAX_DRAFT_WAIT_US + 1), "steer.patience_us"),
+        (VerifySteering(nodes=MAX_NODES + 1), "steer.nodes"),
     ],
 )
-def test_bad_steering_names_its_field(change: dict[str, int], name: str) -> None:
-    error = refused(Steering(**change))
-    assert (error.field, error.value) == (name, str(next(iter(change.values()))))
-    Steering(MAX_GAMMA, MAX_BRANCHES, MAX_DRAFT_WAIT_US).check()
-    Steering().check()
+def test_bad_steering_names_its_field(steering: DraftSteering | VerifySteering, name: str) -> None:
+    error = refused(steering)
+    assert (error.field, error.value) == (name, str(next(value for value in asdict(steering).values() if value)))
+
+
+@pytest.mark.parametrize(
+    "steering",
+    [
+        DraftSteering(),
+        DraftSteering(MAX_GAMMA, MAX_BRANCHES, MAX_NODES),
+        VerifySteering(),
+        VerifySteering(MAX_GAMMA, MAX_DRAFT_WAIT_US, MAX_NODES),
+    ],
+)
+def test_steering_at_its_limits_is_allowed(steering: DraftSteering | VerifySteering) -> None:
+    steering.check()
 
 
 @pytest.mark.parametrize(
@@ -248,11 +267,18 @@ params_strategy = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     verification=st.sampled_from([Verification.COUPLED, Verification.BLOCK, Verification.REJECTION]),
 )
-steerings = st.builds(
-    Steering,
+draft_steerings = st.builds(
+    DraftSteering,
     gamma=st.none() | uint32,
     branches=st.none() | uint32,
+    nodes=st.none() | uint32,
+    eager=st.none() | st.booleans(),
+)
+verify_steerings = st.builds(
+    VerifySteering,
+    gamma=st.none() | uint32,
     draft_wait_us=st.none() | uint32,
+    nodes=st.none() | uint32,
     hidden_states=st.none() | st.booleans(),
 )
 
@@ -327,7 +353,18 @@ workers = st.builds(
 
 MESSAGES = {
     "params": (params_strategy, convert.params_to_proto, convert.params_from_proto, common.SamplingParams),
-    "steering": (steerings, convert.steering_to_proto, convert.steering_from_proto, common.Steer),
+    "draft steering": (
+        draft_steerings,
+        convert.draft_steering_to_proto,
+        convert.draft_steering_from_proto,
+        drafter.DraftSteering,
+    ),
+    "verify steering": (
+        verify_steerings,
+        convert.verify_steering_to_proto,
+        convert.verify_steering_from_proto,
+        verifier.VerifySteering,
+    ),
     "distribution": (
         distributions(),
         convert.distribution_to_proto,
@@ -364,8 +401,8 @@ def test_zero_is_not_absent() -> None:
     zeros = common.SamplingParams(temperature=0.0, top_k=0, top_p=0.0, seed=0, max_tokens=0, logprobs=0)
     params = convert.params_from_proto(common.SamplingParams.FromString(zeros.SerializeToString()))
     assert (params.temperature, params.top_p, params.seed, params.max_tokens, params.logprobs) == (0.0, 0.0, 0, 0, 0)
-    assert convert.steering_from_proto(common.Steer(gamma=0)) == Steering(gamma=0)
-    assert convert.steering_from_proto(common.Steer()) == Steering()
+    assert convert.draft_steering_from_proto(drafter.DraftSteering(gamma=0)) == DraftSteering(gamma=0)
+    assert convert.draft_steering_from_proto(drafter.DraftSteering()) == DraftSteering()
 
 
 def test_absent_verification_says_nothing_and_the_mode_in_force_is_sent() -> None:

@@ -21,7 +21,7 @@ from scipy import stats
 from drafter.interface import DraftResult
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution, Guess, Steering, TokenKind
+from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, TokenKind
 from outrider.speculation import acceptance, noise, sampling
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
@@ -289,7 +289,7 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
     params = SamplingParams(seed=1, max_tokens=length, verification=mode)
     tree = GuessTree(committed, single=True, max_nodes=64, max_ahead=8)
     drafter = DraftSession(
-        DraftOpening("s", 0, tuple(prompt), START, params, pair.vocab, Steering(gamma=schedule.gamma))
+        DraftOpening("s", 0, tuple(prompt), START, params, pair.vocab, DraftSteering(gamma=schedule.gamma))
     )
 
     def draft() -> None:
