@@ -20,6 +20,7 @@ from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import make_tracing
 from outrider.runtime.serving import Service
 from outrider.runtime.worker import run_worker
+from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
 
@@ -33,10 +34,12 @@ def build(
     if settings.selected_engine == "mock":
         log.warning("mock engine selected: no model, for measuring overhead only")
         mock = MockEngine()
-        return VerifierService(mock, mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing)
+        return VerifierService(
+            EngineTarget(mock), mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing
+        )
     loaded = load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
     files = save_tokenizer(loaded.tokenizer, scratch)
-    return VerifierService(loaded.engine, loaded.vocabulary, files, settings, loaded.cost, tracing)
+    return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings, loaded.cost, tracing)
 
 
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:

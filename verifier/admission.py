@@ -5,38 +5,24 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from outrider.engine import Engine
-from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import Fenced, InvalidRequest, OutriderError, Overloaded
 from outrider.speculation.grammar import GrammarMatcher
+from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession
+from verifier.target import VerifyTarget
 
 _REMEMBERED_EPOCHS = 16_384
 EPOCH_KEPT_S = 600.0  # after its stream was opened; longer than a coordinator takes to notice that it lost a session
 _RETRY_AFTER_MS = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits on sessions, cache and steps."""
-
-    max_sessions: int
-    max_waiting: int
-    kv_tokens: int
-    prefill_rows: int  # prompt tokens per step, all sessions together
-    prefill_stretch: float  # how many times as long they may make a step while other sessions decode
-    guess_rows: int  # guesses verified per session and step
-    tenant_stretch: float = 1.05  # how many times as long heavy tenants may make the steps of tenants with few sessions
-
-
 class Admission:
     """Running and waiting sessions. A running session has reserved all KV cache that it can come to need."""
 
-    def __init__(self, engine: Engine, limits: SchedulerLimits, metrics: VerifierMetrics) -> None:
-        self._engine = engine
+    def __init__(self, target: VerifyTarget, limits: SchedulerLimits, metrics: VerifierMetrics) -> None:
+        self._target = target
         self._limits = limits
         self._metrics = metrics
         self._epochs = _EpochMemory()
@@ -67,7 +53,7 @@ class Admission:
                 value=opening.epoch,
                 limit=f"at least {known}",
             )
-        session = VerifySession(opening, self._engine.info, self._engine.device, guide)
+        session = VerifySession(opening, self._target.info, self._target.device, guide)
         self._check_size(session)
         self._epochs.record(opening.session_id, opening.epoch)
         if current is not None:
@@ -105,9 +91,9 @@ class Admission:
             self.reserved_tokens += self._tokens_to_reserve(session)
 
     def free_closed(self) -> None:
-        """Free the KV cache of closed sessions. Not during a step: the engine may be computing them."""
+        """Free the KV cache of closed sessions. Not during a step: the target may be computing them."""
         for session in self._closed:
-            self._engine.free(session.key)
+            self._target.free(session)
         self._closed.clear()
 
     def _check_size(self, session: VerifySession) -> None:
@@ -128,7 +114,7 @@ class Admission:
     def _tokens_to_reserve(self, session: VerifySession) -> int:
         """Return the KV cache, in whole blocks, that a session can come to need: no step finds the cache full."""
         tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
-        return blocks_for(tokens) * BLOCK_TOKENS
+        return -(-tokens // self._target.block_tokens) * self._target.block_tokens
 
     def _find(self, session_id: str) -> VerifySession | None:
         return next((session for session in self.sessions() if session.id == session_id), None)

@@ -14,9 +14,9 @@ import torch
 
 from outrider.engine import SessionTokens
 from outrider.speculation.tree import Block
-from verifier.admission import SchedulerLimits
 from verifier.fair_shares import FairShares
 from verifier.hidden_states import to_wire_format
+from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.step_times import StepTimes
 
@@ -67,9 +67,10 @@ class ScheduledSession:
 class Batching:
     """Composition of steps."""
 
-    def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
+    def __init__(self, limits: SchedulerLimits, times: StepTimes, *, chain: bool = False) -> None:
         self._limits = limits
         self._times = times
+        self._chain = chain  # the target verifies no branches
         self._shares = FairShares(times, limits.max_sessions, limits.tenant_stretch)
 
     def schedule(self, sessions: Collection[VerifySession], now: float) -> tuple[list[ScheduledSession], float | None]:
@@ -113,7 +114,7 @@ class Batching:
     def _decode(self, session: VerifySession, max_guesses: int) -> ScheduledSession:
         """Schedule the last committed token with up to `max_guesses` guesses."""
         pending = session.committed[session.cache_length :]
-        return ScheduledSession.of(session, pending, session.block(max_guesses), verifies=True)
+        return ScheduledSession.of(session, pending, session.block(max_guesses, chain=self._chain), verifies=True)
 
     def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
         """Schedule sessions of heavy tenants within their budget, longest waiting first."""

@@ -1,8 +1,8 @@
 """The verification loop: schedule, run, commit.
 
-The loop runs on the event loop, the engine in one thread. Guess trees change
+The loop runs on the event loop, the target in one thread. Guess trees change
 on the event loop only, also during a step, since guesses arrive at any time.
-The engine's thread does not read the trees. It reads the step's immutable
+The target's thread does not read the trees. It reads the step's immutable
 `ScheduledSession` objects and the parts of a session that change only between
 steps: committed tokens, cache length, sampling history, and the draft
 probabilities of the block's nodes. It advances a session's grammar itself;
@@ -18,18 +18,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from outrider.engine import Engine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
 from outrider.speculation.grammar import GrammarMatcher
-from verifier.admission import Admission, SchedulerLimits
+from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
+from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession, last_kind
-from verifier.step import SessionResult, StepExecutor, VerifyStep
 from verifier.step_times import StepTimes
+from verifier.target import SessionResult, TargetFailed, VerifyStep, VerifyTarget
 
 log = structlog.get_logger(__name__)
 
@@ -40,20 +40,19 @@ class VerificationLoop:
     """Verification of all sessions in shared steps."""
 
     def __init__(
-        self, engine: Engine, limits: SchedulerLimits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
+        self, target: VerifyTarget, limits: SchedulerLimits, metrics: VerifierMetrics, cost: CostCurve = UNKNOWN_COST
     ) -> None:
-        self._engine = engine
+        self._target = target
         self._limits = limits
         self._metrics = metrics
         self._times = StepTimes(cost)
-        self._admission = Admission(engine, limits, metrics)
-        self._batching = Batching(limits, self._times)
-        self._executor = StepExecutor(engine)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._admission = Admission(target, limits, metrics)
+        self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
         self._wake = asyncio.Event()
         self._step_ms = 0.0
         self._draining = False
-        metrics.bind_gauge(metrics.cache_idle, lambda: engine.evictable_tokens / limits.kv_tokens)
+        metrics.bind_gauge(metrics.cache_idle, lambda: target.evictable_tokens / limits.kv_tokens)
 
     # Called by the streams.
 
@@ -64,7 +63,7 @@ class VerificationLoop:
         """
         if self._draining:
             raise Unavailable("this verifier is shutting down")
-        opening.check(self._engine.info)
+        opening.check(self._target.info)
         try:
             return self._admission.open(opening, guide)
         finally:
@@ -94,7 +93,7 @@ class VerificationLoop:
             kv_tokens_total=self._limits.kv_tokens,
             step_ms=self._step_ms,
             cost=self._times.curve(),
-            kv_tokens_idle=self._engine.evictable_tokens,
+            kv_tokens_idle=self._target.evictable_tokens,
         )
 
     # The loop.
@@ -112,7 +111,10 @@ class VerificationLoop:
                 continue
             started = time.monotonic()
             try:
-                step = await loop.run_in_executor(self._thread, self._executor.run, batch)
+                step = await loop.run_in_executor(self._thread, self._target.step, batch)
+            except TargetFailed as error:
+                self._fail(error)
+                raise
             except Exception as error:  # a failing step must not end sessions that are not in it
                 log.exception("verification step failed", session_ids=[item.session.id for item in batch])
                 for item in batch:
@@ -125,17 +127,20 @@ class VerificationLoop:
         for session in self._admission.sessions():
             self.close(session, Unavailable("this verifier is shutting down"))
         self._thread.shutdown(wait=True)
-        self._executor.close()
+        self._target.close()
         self._admission.free_closed()
 
     def _match_prefixes(self) -> None:
-        """Start new sessions from the cached blocks of their prompts."""
         for session in self._admission.running.values():
-            if not session.prefix_matched:
-                session.prefix_matched = True
-                length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
-                session.cache_length = session.num_cached_tokens = length
-                self._metrics.record_prefix_lookup(tokens=len(session.committed), num_cached_tokens=length)
+            if not session.begun:
+                session.begun = True
+                self._target.match_prefix(session)
+
+    def _fail(self, error: TargetFailed) -> None:
+        """Close all sessions, so that they continue on another verifier."""
+        log.critical("target failed, the process ends", error=str(error))
+        for session in self._admission.sessions():
+            self.close(session, PeerLost(f"the target failed: {error}"))
 
     async def _wait(self, seconds: float | None) -> None:
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._wake.set)
@@ -162,13 +167,18 @@ class VerificationLoop:
             if result.error is not None:
                 self.close(session, result.error)
                 continue
-            session.cache_length += len(item.pending)
+            session.cache_length = result.cache_length
+            if result.num_cached_tokens is not None:
+                session.num_cached_tokens = result.num_cached_tokens
             if result.verified is None:
                 session.waiting_since = time.monotonic()
                 if result.hidden_states is not None:
                     session.hidden_states.add(result.hidden_states)
                 continue
-            session.cache_length += len(result.verified.outcome.path)
+            if not session.has_committed:
+                self._metrics.record_prefix_lookup(
+                    tokens=len(session.committed), num_cached_tokens=session.num_cached_tokens
+                )
             timings = VerifyTimings(
                 wait_us=max(0, int((started - session.waiting_since) * 1e6)),
                 forward_us=step.forward_us,

@@ -11,7 +11,6 @@ import grpc
 import structlog
 
 from outrider.base.aio import background, critical_task, first_message
-from outrider.engine import Engine
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import bind_context
@@ -31,10 +30,11 @@ from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
-from verifier.admission import SchedulerLimits
+from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
 from verifier.settings import VerifierSettings
+from verifier.target import VerifyTarget
 
 log = structlog.get_logger(__name__)
 
@@ -48,22 +48,22 @@ class VerifierService(rpc.VerifierServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        target: VerifyTarget,
         vocabulary: Vocabulary,
         tokenizer_files: dict[str, Path],
         settings: VerifierSettings,
         cost: CostCurve = UNKNOWN_COST,
         tracing: Tracing = OFF,
     ) -> None:
-        self._engine = engine
+        self._target = target
         self._settings = settings
         self._tokenizer_files = tokenizer_files
         self._tracing = tracing
-        self._metrics = VerifierMetrics(engine.info.name)
+        self._metrics = VerifierMetrics(target.info.name)
         self.credentials = Credentials(settings)
         self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = VerificationLoop(
-            engine,
+            target,
             SchedulerLimits(
                 max_sessions=settings.max_sessions,
                 max_waiting=settings.max_waiting,
@@ -77,7 +77,7 @@ class VerifierService(rpc.VerifierServicer):
             cost,
         )
         self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
-        self._grammars = GrammarCompiler(self._tokenizer, engine.info.eos_token_ids)
+        self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self._identity = WorkerIdentity(settings)
         self._registration = RegistrationClient(
             self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
@@ -126,7 +126,7 @@ class VerifierService(rpc.VerifierServicer):
         try:
             with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
                 yield pb.VerifyReply(
-                    opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._engine.info))
+                    opened=pb.Opened(position=len(session.committed), model=convert.model_to_proto(self._target.info))
                 )
                 async with background(self._receive(session, requests)) as receiving:
                     while not isinstance(reply := await session.outbox.get(), Ended):
@@ -151,7 +151,7 @@ class VerifierService(rpc.VerifierServicer):
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return convert.model_to_proto(self._engine.info)
+        return convert.model_to_proto(self._target.info)
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -170,7 +170,7 @@ class VerifierService(rpc.VerifierServicer):
         """Return the grammar state at the end of the session's output."""
         if opening.params.grammar is None:
             return None
-        opening.check(self._engine.info)
+        opening.check(self._target.info)
         return await self._grammars.compile_async(opening.params, opening.tokens[opening.prompt_length :])
 
     async def _receive(self, session: VerifySession, requests: AsyncIterator[pb.VerifyRequest]) -> None:
@@ -201,7 +201,7 @@ class VerifierService(rpc.VerifierServicer):
             worker_id=self._identity.worker_id,
             role=Role.VERIFIER,
             address=self._identity.address,
-            model=self._engine.info,
+            model=self._target.info,
             kind="target",
             capacity=self._settings.max_sessions,
             load=self._loop.load(),

@@ -121,7 +121,7 @@ class VerifySession:
         self.tenant = opening.tenant
         self.cache_length = 0  # committed tokens in the KV cache
         self.num_cached_tokens = 0  # tokens found in the prefix index, until a verdict reports them
-        self.prefix_matched = False
+        self.begun = False  # its target knows it
         self.opened_at = time.monotonic()
         self.gamma = 0  # a step waits for a guessed path of this length
         self.max_guesses = 0  # guesses to verify per step; 0: no limit for this session
@@ -133,7 +133,7 @@ class VerifySession:
         self._stops = set(self.params.stop_token_ids)
         if guide is not None or not self.params.ignore_eos:
             self._stops.update(model.eos_token_ids)
-        self._has_committed = False
+        self.has_committed = False
         self.steer(opening.steering)
 
     @property
@@ -183,15 +183,15 @@ class VerifySession:
     def ready_at(self, now: float) -> float:
         """Return when the next step may run: now, or when the draft wait timeout ends."""
         wanted = min(self.gamma, self.remaining - 1)
-        nothing_to_wait_for = not self._has_committed or self.tree.passed_at >= len(self.committed)
+        nothing_to_wait_for = not self.has_committed or self.tree.passed_at >= len(self.committed)
         if nothing_to_wait_for or self.draft_wait_s == 0.0 or self.tree.has_depth(wanted):
             return now
         return self.waiting_since + self.draft_wait_s
 
-    def block(self, max_guesses: int) -> Block:
+    def block(self, max_guesses: int, *, chain: bool = False) -> Block:
         if self.guide is not None:
             max_guesses = min(max_guesses, self.guide.affordable_masks(_MAX_MASK_S))
-        return self.tree.block(min(max_guesses, self.max_guesses or max_guesses), self.remaining - 1)
+        return self.tree.block(min(max_guesses, self.max_guesses or max_guesses), self.remaining - 1, chain=chain)
 
     def truncate_output(
         self, tokens: Sequence[int], complete_after: int | None = None
@@ -214,7 +214,7 @@ class VerifySession:
         if self.history is not None:
             self.history.append(verdict.tokens)
         self.waiting_since = time.monotonic()
-        self._has_committed = True
+        self.has_committed = True
         self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
 
     def check_backlog(self) -> bool:

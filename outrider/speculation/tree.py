@@ -190,8 +190,11 @@ class GuessTree:
                 self._roots = kept.children
             position += 1
 
-    def block(self, max_rows: int, max_depth: int) -> Block:
-        """Return up to `max_rows` guesses, no deeper than `max_depth`, the likeliest to be accepted first."""
+    def block(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Block:
+        """Return up to `max_rows` guesses, no deeper than `max_depth`, the likeliest to be accepted first.
+
+        `chain` leaves branches out: each guess hangs from the one before it.
+        """
         tokens: list[int] = []
         parents: list[int] = []
         nodes: list[Node] = []
@@ -213,6 +216,8 @@ class GuessTree:
             parents.append(parent)
             nodes.append(node)
             ranks.append(rank)
+            if chain:
+                reached.clear()
             if depth < max_depth:
                 reach(node.children, len(tokens) - 1, depth + 1, -negated)
         return Block(tuple(tokens), TreeShape(tuple(parents)), tuple(nodes), tuple(ranks))

@@ -29,6 +29,7 @@ from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import Output, Redis, ask, client, generate, in_process
 from tests.conftest import Models
+from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
 
@@ -69,7 +70,9 @@ def prompt(loaded: LoadedModel) -> list[int]:
 async def verifier_serving(loaded: LoadedModel, folder: Path, **settings: Any) -> AsyncIterator[str]:
     chosen = VerifierSettings(**settings)
     files = save_tokenizer(loaded.tokenizer, folder)
-    async with in_process(VerifierService(loaded.engine, loaded.vocabulary, files, chosen), chosen) as address:
+    async with in_process(
+        VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, chosen), chosen
+    ) as address:
         yield address
 
 

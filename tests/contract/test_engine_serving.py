@@ -19,6 +19,7 @@ from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import Cluster, failure, in_process, until_async
 from tests.conftest import Models
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
+from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
 from verifier.settings import VerifierSettings
 from verifier.step_times import StepTimes
@@ -73,7 +74,7 @@ async def test_a_long_prompt_comes_in_pieces_while_others_decode(loaded: LoadedM
     steep = CostCurve.line(1.0, 1.0)
     settings = VerifierSettings(prefill_rows=512)
     service = VerifierService(
-        loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings, steep
+        EngineTarget(loaded.engine), loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings, steep
     )
     async with in_process(service, settings) as address, verifying(address) as talker, verifying(address) as reader:
         await talker.open([3, *PROMPT], session_id="talker", max_tokens=600)

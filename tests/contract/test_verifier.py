@@ -22,6 +22,7 @@ from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import failure, in_process, until_async
 from tests.contract.conftest import Greedy, verifier_serving, verifying
+from verifier.engine_target import EngineTarget
 from verifier.service import PEER_CLOSE_TIMEOUT_S, VerifierService
 from verifier.settings import VerifierSettings
 
@@ -520,7 +521,9 @@ async def test_draining_refuses_new_sessions_and_finishes_old_ones(
     loaded: LoadedModel, tmp_path: Path, truth: list[int]
 ) -> None:
     settings = VerifierSettings()
-    service = VerifierService(loaded.engine, loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings)
+    service = VerifierService(
+        EngineTarget(loaded.engine), loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings
+    )
     async with in_process(service, settings) as address, verifying(address) as old, verifying(address) as new:
         await old.open(PROMPT, max_tokens=8, gamma=2, patience_us=100_000)
         service.drain()

@@ -27,10 +27,11 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import DraftSteering, Guess
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.speculation import acceptance, noise
+from outrider.speculation import acceptance, noise, verification
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.tree import Block, GuessTree
+from outrider.speculation.verification import verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
     LOWEST_P,
@@ -45,8 +46,6 @@ from tests.unit.outrider.speculation.test_exactness import (
     noted,
     target_joint,
 )
-from verifier import verify as verification
-from verifier.verify import verify
 
 SPOKEN = Vocabulary(("a", "b", "c"))
 PROMPT = (0, 1, 2) * 3  # a copy goes on with 0, 1, 2

@@ -32,6 +32,7 @@ from outrider.protocol.speculation import DraftSteering, FinishReason, TokenKind
 from outrider.speculation import sampling
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarCompiler
+from outrider.speculation.verification import verify
 from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
@@ -43,7 +44,6 @@ from tests.unit.outrider.speculation.test_exactness import (
     every_way,
 )
 from verifier.session import VerifyOpening, VerifySession
-from verifier.verify import verify
 
 LETTERS = "abc"
 END = 3

@@ -256,6 +256,18 @@ def test_what_second_guesses_are_worth_is_learnt() -> None:
     assert tree.block(1, 9).tokens == (5,)
 
 
+def test_a_block_that_is_a_chain_follows_the_likeliest_child() -> None:
+    tree = tree_over([1])
+    tree.add(chain(1, 1, 5, 6))
+    tree.add(chain(1, 3, 8))  # a sibling of the first
+    tree.add(chain(2, 4, 9, parent=1))  # and one below it
+    whole, straight = tree.block(10, 10), tree.block(10, 10, chain=True)
+    assert not whole.shape.is_chain
+    assert straight.shape.is_chain
+    assert straight.tokens == (5, 6)
+    assert tree.block(1, 10, chain=True).tokens == (5,)
+
+
 def test_reaching_a_depth() -> None:
     tree = tree_over([1])
     assert [tree.has_depth(depth) for depth in range(3)] == [True, False, False]

@@ -8,7 +8,6 @@ from itertools import islice
 
 import torch
 
-from outrider.engine import StepResult
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import TokenLogprobs
 from outrider.speculation import acceptance, sampling
@@ -66,12 +65,17 @@ def is_plain_argmax(params: SamplingParams) -> bool:
     return params.greedy and not params.penalised and not params.logit_bias and params.grammar is None
 
 
-def argmax_per_session(computed: StepResult, params: Sequence[SamplingParams]) -> list[list[int]]:
-    """Return the argmax of every row of a step, per session, in one operation; empty if no session needs it."""
+def argmax_per_session(
+    logits: torch.Tensor, counts: Sequence[int], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Return the argmax of every row of a step, per session, in one operation; empty if no session needs it.
+
+    `counts` are the rows of each session in `logits`.  # [rows, vocab]
+    """
     if not any(is_plain_argmax(each) for each in params):
-        return [[] for _ in computed.logits]
-    tokens = iter(computed.all_logits.argmax(dim=-1).tolist())
-    return [list(islice(tokens, len(part))) for part in computed.logits]
+        return [[] for _ in counts]
+    tokens = iter(logits.argmax(dim=-1).tolist())
+    return [list(islice(tokens, count)) for count in counts]
 
 
 def _tokens(block: Block, outcome: Outcome) -> tuple[int, ...]:

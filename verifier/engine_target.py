@@ -1,0 +1,119 @@
+"""The target on one of Outrider's own engines: one forward pass for the batch, then each session's verification."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import structlog
+import torch
+
+from outrider.engine import Engine, StepResult
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo
+from outrider.speculation.grammar import Masks
+from outrider.speculation.verification import argmax_per_session, verify
+from verifier.batching import ScheduledSession
+from verifier.session import VerifySession
+from verifier.target import SessionResult, TargetFailed, VerifyStep
+
+log = structlog.get_logger(__name__)
+
+MASK_THREADS = min(4, os.cpu_count() or 1)
+
+
+class EngineTarget:
+    """A VerifyTarget on an Engine. Grammar masks are computed by threads of their own during the forward pass."""
+
+    block_tokens = BLOCK_TOKENS
+    verifies_trees = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._engine.info
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def evictable_tokens(self) -> int:
+        return self._engine.evictable_tokens
+
+    def match_prefix(self, session: VerifySession) -> None:
+        length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
+        session.cache_length = session.num_cached_tokens = length
+
+    def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
+        try:
+            return self._step(batch)
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+            # An error of the device is sticky: later steps would fail as well.
+            raise TargetFailed(f"the device failed: {error}") from error
+
+    def free(self, session: VerifySession) -> None:
+        self._engine.free(session.key)
+
+    def close(self) -> None:
+        self._mask_threads.shutdown(wait=True)
+
+    def _step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
+        started = time.perf_counter()
+        masks = [self._compute_mask(item) for item in batch]
+        computed = self._engine.extend([item.engine_tokens() for item in batch])
+        forward = time.perf_counter()
+        counts = [len(part) for part in computed.logits]
+        params = [item.session.params for item in batch if item.verifies]
+        argmax = argmax_per_session(computed.all_logits, counts, params)
+        results: list[SessionResult] = []
+        for index, item in enumerate(batch):
+            try:
+                results.append(self._session_result(item, computed, index, argmax[index], masks[index]))
+            except InvalidRequest as error:  # in its grammar: the other sessions are not affected
+                log.info("grammar failed, session ended", session=item.session.id, error=error.message)
+                results.append(SessionResult(None, None, item.session.cache_length, error=error))
+        finished = time.perf_counter()
+        return VerifyStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+
+    def _compute_mask(self, item: ScheduledSession) -> Future[Masks] | None:
+        """Start the computation of the tokens that the grammar allows at each row."""
+        guide = item.session.guide
+        if guide is None or not item.verifies:
+            return None
+        return self._mask_threads.submit(guide.allowed, item.block.paths, self._engine.info.vocab_size)
+
+    def _session_result(
+        self,
+        item: ScheduledSession,
+        computed: StepResult,
+        index: int,
+        argmax: Sequence[int],
+        mask: Future[Masks] | None,
+    ) -> SessionResult:
+        session = item.session
+        cache_length = session.cache_length + len(item.pending)
+        if not item.verifies:
+            return SessionResult(None, item.kept_hidden_states(computed.hidden_states[index], ()), cache_length)
+        verified = verify(
+            computed.logits[index],
+            item.block,
+            len(session.committed),
+            session.params,
+            session.history,
+            session.chance,
+            argmax,
+            None if mask is None else mask.result(),
+        )
+        path = verified.outcome.path
+        complete_after = None if session.guide is None else session.guide.advance(verified.tokens)
+        last = len(item.pending) - 1
+        self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
+        hidden_states = item.kept_hidden_states(computed.hidden_states[index], path)
+        return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)
