@@ -12,11 +12,11 @@ import contextlib
 import structlog
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.config import main, redis_url, resolved_redis_url
 from outrider.base.logs import report_progress, set_up_logs
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.runtime.serving import serve
+from outrider.settings.coordinator import CoordinatorSettings
 
 log = structlog.get_logger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from drafter.settings import DrafterSettings
 from outrider.base.config import main
 from outrider.base.openmp import use_threads
 from outrider.models.hub import AUTO, MODEL_FREE, choose_drafter
 from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service
+from outrider.settings.drafter import DrafterSettings
 
 _WITHOUT_ENGINE = MODEL_FREE | {"medusa", "mock"}
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafter.settings import DrafterSettings
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.fleet import ModelInfo
+from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head

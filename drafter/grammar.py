@@ -14,12 +14,12 @@ from pathlib import Path
 import structlog
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from drafter.settings import DrafterSettings
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
 from outrider.models.tokenizer import tokenizer_json
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher, Masks
 
 log = structlog.get_logger(__name__)

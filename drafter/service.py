@@ -13,7 +13,6 @@ from drafter.grammar import GrammarCursor, TargetGrammars
 from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
-from drafter.settings import DrafterSettings
 from outrider.base.aio import background, critical_task, first_message
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.metrics_server import MetricsServer
@@ -28,6 +27,7 @@ from outrider.runtime.worker import WorkerIdentity
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
+from outrider.settings.drafter import DrafterSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc

@@ -20,9 +20,9 @@ from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import make_tracing
 from outrider.runtime.serving import Service
 from outrider.runtime.worker import run_worker
+from outrider.settings.verifier import VerifierSettings
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
-from verifier.settings import VerifierSettings
 
 log = structlog.get_logger(__name__)
 

@@ -26,6 +26,7 @@ from outrider.runtime.worker import WorkerIdentity
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
@@ -33,7 +34,6 @@ from outrider.v1 import verifier_pb2_grpc as rpc
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
-from verifier.settings import VerifierSettings
 from verifier.target import VerifyTarget
 
 log = structlog.get_logger(__name__)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import Overloaded
 from outrider.security.tenants import Tenant, TenantLimits
+from outrider.settings.coordinator import CoordinatorSettings
 
 SHARE = 3
 _MINUTE_S = 60.0

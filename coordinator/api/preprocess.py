@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol import convert
 from outrider.protocol.checks import check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 
 MAX_MESSAGES = 1_000

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
@@ -18,6 +17,7 @@ from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
 from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary, check_same_vocabulary
 from outrider.security.api_keys import HEADER
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 

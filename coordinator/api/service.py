@@ -20,13 +20,13 @@ from coordinator.api.whole_messages import WholeMessages
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, grpc_status_name
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc

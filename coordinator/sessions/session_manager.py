@@ -28,7 +28,6 @@ from coordinator.sessions.idempotency import IdempotencyKeys, check_key
 from coordinator.sessions.seeds import draw_nonce
 from coordinator.sessions.session import Session, SessionContext
 from coordinator.sessions.stop_conditions import finish_ended
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
@@ -40,6 +39,7 @@ from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, Outride
 from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.speculation import TokenKind as Kind
 from outrider.security.tenants import tenant
+from outrider.settings.coordinator import CoordinatorSettings
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,6 @@ from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
 from outrider.engine import Engine, SessionTokens
@@ -30,6 +29,7 @@ from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.tree_shape import ROOT
 from outrider.train.artifacts.eagle import METHOD, Eagle
 

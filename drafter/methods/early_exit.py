@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from drafter.methods.model import ModelDrafter, read_vocabulary
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
+from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts import card as cards
 
 METHOD = "early-exit"

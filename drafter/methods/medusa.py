@@ -11,12 +11,12 @@ from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.medusa import METHOD, Medusa
 
 

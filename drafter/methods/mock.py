@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from outrider.engine.mock import next_token
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 
 
 class MockDrafter:

@@ -17,13 +17,13 @@ import torch
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.tree_shape import ROOT, TreeShape
 from outrider.train.artifacts import card as cards
 

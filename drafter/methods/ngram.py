@@ -8,10 +8,10 @@ from drafter.grammar_filter import filter_by_grammar
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.proposal import Proposal
-from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 
 Ngram = tuple[int, ...]
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from drafter import methods
 from drafter.interface import Drafter
-from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
+from outrider.settings.drafter import DrafterSettings
 
 Factory = Callable[[DrafterSettings, Callable[[str], None]], Drafter]
 

@@ -17,11 +17,11 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.registry import drafter
 from drafter.methods.suffix_automaton import END, Automaton, Place
 from drafter.proposal import Proposal
-from drafter.settings import DrafterSettings
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.tree_shape import ROOT
 
 _INDEXED_PER_REQUEST = 1024  # tokens of a session: the other sessions wait meanwhile

@@ -18,13 +18,13 @@ from drafter.grammar_filter import filter_by_grammar
 from drafter.interface import Drafter, DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter, load
 from drafter.methods.registry import drafter
-from drafter.settings import DrafterSettings
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 
 _WINDOW = 1024  # the target's tokens that the model reads; beyond that, the older half is dropped
 _CONTEXT = 8  # tokens of context for encoding new text and decoding new tokens

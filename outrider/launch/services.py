@@ -18,12 +18,12 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base.config import PREFIX, VARIABLES, Settings, flags, require_keys_or_insecure
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
-from verifier.settings import VerifierSettings
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 
 KINDS: dict[str, type[Settings]] = {
     "coordinator": CoordinatorSettings,

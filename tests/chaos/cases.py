@@ -134,12 +134,12 @@ async def _complete(client: Any, case: Case) -> Case:
 async def _make(folder: Path, seed: int) -> None:
     """Run all services in this process, without a drafter."""
     from coordinator.api.service import CoordinatorService
-    from coordinator.settings import CoordinatorSettings
     from outrider.client.aio import AsyncClient
+    from outrider.settings.coordinator import CoordinatorSettings
+    from outrider.settings.verifier import VerifierSettings
     from outrider.testing.toy_models import make_model
     from tests.cluster import in_process
     from verifier.__main__ import build
-    from verifier.settings import VerifierSettings
 
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1)
     make_model(folder / "draft", seed=99, like=target, blur=0.05)

@@ -15,15 +15,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from drafter.methods.registry import make
 from drafter.service import DrafterService
-from drafter.settings import DrafterSettings
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.models.tokenizer import save_tokenizer
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
@@ -31,7 +32,6 @@ from tests.cluster import Output, Redis, ask, client, generate, in_process
 from tests.conftest import Models
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
-from verifier.settings import VerifierSettings
 
 Greedy = Callable[[list[int], int], list[int]]
 

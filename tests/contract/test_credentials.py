@@ -20,7 +20,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import background
 from outrider.base.aio import until as soon
 from outrider.client.aio import AsyncClient
@@ -34,6 +33,7 @@ from outrider.security.api_keys import ApiKeys, bearer
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tls import Tls
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc

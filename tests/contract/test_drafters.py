@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.toy_models import byte_tokenizer, make_model, permuted_vocabulary
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process

@@ -13,12 +13,12 @@ import grpc
 import pytest
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import EngineOptions, LoadedModel, load_model
 from outrider.engine.throttled import ThrottledEngine, parse_pace
 from outrider.protocol import convert
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, ask, client, follow, in_process

@@ -14,6 +14,7 @@ from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol import convert
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import FinishReason
+from outrider.settings.verifier import VerifierSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
 from tests.cluster import Cluster, failure, in_process, until_async
@@ -21,7 +22,6 @@ from tests.conftest import Models
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
-from verifier.settings import VerifierSettings
 from verifier.step_times import StepTimes
 
 pytestmark = pytest.mark.timeout(90)

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol import convert
 from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc

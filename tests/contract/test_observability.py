@@ -19,10 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as rpc

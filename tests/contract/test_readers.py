@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, client, follow, generate, in_process
 from tests.contract.conftest import Home, verifier_serving

@@ -15,13 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base.aio import until as soon
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, StartupError, Unauthenticated, Unavailable
 from outrider.protocol.fleet import Role
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc

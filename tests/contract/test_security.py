@@ -23,7 +23,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.worker_connection import worker_error
 from outrider.base.aio import until as soon
 from outrider.client.aio import AsyncClient
@@ -35,6 +34,7 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.channels import PLAIN, Channels
 from outrider.security.tls import Tls
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.certificates import Authority
 from tests.cluster import (

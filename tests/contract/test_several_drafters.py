@@ -16,15 +16,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from drafter.interface import DraftRequest, DraftResult
 from drafter.service import DrafterService
-from drafter.settings import DrafterSettings
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
 from outrider.testing.link_emulator import EmulatedLink, LinkShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb

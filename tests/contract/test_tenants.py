@@ -16,10 +16,10 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until as soon
 from outrider.engine.loading.loader import LoadedModel
 from outrider.security.channels import Channels
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Output, Redis, ask, failure, follow, generate, in_process

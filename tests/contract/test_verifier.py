@@ -17,6 +17,7 @@ from outrider.engine.loading.loader import LoadedModel
 from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.checks import MAX_EPOCH
 from outrider.protocol.speculation import FinishReason, TokenKind
+from outrider.settings.verifier import VerifierSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 from outrider.v1 import verifier_pb2_grpc as verifier_rpc
@@ -24,7 +25,6 @@ from tests.cluster import failure, in_process, until_async
 from tests.contract.conftest import Greedy, verifier_serving, verifying
 from verifier.engine_target import EngineTarget
 from verifier.service import PEER_CLOSE_TIMEOUT_S, VerifierService
-from verifier.settings import VerifierSettings
 
 pytestmark = pytest.mark.timeout(60)
 

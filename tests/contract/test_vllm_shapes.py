@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
 from coordinator.control.throughput_model import Mode
-from coordinator.settings import CoordinatorSettings
+from outrider.settings.coordinator import CoordinatorSettings
 from tests.bench_serve import Counts, read
 from tests.cluster import Redis, in_process
 from tests.contract.conftest import House

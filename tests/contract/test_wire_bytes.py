@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
+from outrider.settings.coordinator import CoordinatorSettings
 from outrider.testing.link_emulator import EmulatedLink
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, client, free_port, generate, in_process

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider import TokenKind
+from outrider.settings.verifier import VerifierSettings
 from tests.cluster import Cluster, Process, ask, client, until
 from tests.shape.sources import product
-from verifier.settings import VerifierSettings
 
 ROUNDS = 48
 STRETCH = 4

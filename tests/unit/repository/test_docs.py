@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import typer
 
-import coordinator.settings
-import drafter.settings
-import verifier.settings
 from outrider.cli.app import app
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 from tests.cluster import ROOT
 from tests.unit.repository.test_threat_model import functions
 
@@ -94,9 +94,9 @@ def flags() -> dict[str, set[str]]:
         commands += getattr(command, "commands", {}).values()
         found[command.name] = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
     for name, settings in (
-        ("coordinator", coordinator.settings.CoordinatorSettings),
-        ("drafter", drafter.settings.DrafterSettings),
-        ("verifier", verifier.settings.VerifierSettings),
+        ("coordinator", CoordinatorSettings),
+        ("drafter", DrafterSettings),
+        ("verifier", VerifierSettings),
     ):
         found[name] = {"--" + field.replace("_", "-") for field in settings.model_fields}
     return found

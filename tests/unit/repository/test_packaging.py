@@ -15,22 +15,22 @@ from packaging.requirements import Requirement
 from setuptools import find_packages
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import coordinator.settings
-import drafter.settings
-import verifier.settings
 from coordinator.api.http.connections import Connection
 from coordinator.api.http.server import _UvicornServer
 from loadtest.__main__ import app as loadtest
 from loadtest.arguments import add_arguments
 from outrider.base.config import PREFIX, VARIABLES, Settings
 from outrider.cli.app import app
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 
 ROOT = Path(__file__).parents[3]
 TOP_LEVEL = {"outrider", "drafter", "verifier", "coordinator", "loadtest"}
 SETTINGS = (
-    coordinator.settings.CoordinatorSettings,
-    drafter.settings.DrafterSettings,
-    verifier.settings.VerifierSettings,
+    CoordinatorSettings,
+    DrafterSettings,
+    VerifierSettings,
 )
 
 

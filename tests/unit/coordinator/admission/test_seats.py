@@ -10,9 +10,9 @@ import pytest
 
 from coordinator.admission.quotas import Quotas, TokenBucket
 from coordinator.admission.seats import Capacity, Seats
-from coordinator.settings import CoordinatorSettings
 from outrider.protocol.errors import Overloaded
 from outrider.security.tenants import Tenant, TenantLimits
+from outrider.settings.coordinator import CoordinatorSettings
 
 GREEDY, MODEST, THIRD = Tenant("greedy"), Tenant("modest"), Tenant("third")
 

@@ -16,12 +16,12 @@ from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession
-from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.tree import GuessTree
 
 VOCAB = 100

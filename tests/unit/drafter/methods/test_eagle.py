@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.eagle import EagleDrafter, engine_for
-from drafter.settings import DrafterSettings
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import HiddenStates
+from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 

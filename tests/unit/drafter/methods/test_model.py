@@ -14,13 +14,13 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter, read_vocabulary
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
-from drafter.settings import DrafterSettings
 from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, DraftSteering
+from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.exponential_race import shared_choices
 from outrider.speculation.sampling import History, adjust
 from tests.conftest import Models

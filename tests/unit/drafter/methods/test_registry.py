@@ -10,8 +10,8 @@ import pytest
 
 from drafter import methods
 from drafter.methods import registry
-from drafter.settings import DrafterSettings
 from outrider.models.hub import choose_drafter, drafter_kinds
+from outrider.settings.drafter import DrafterSettings
 
 METHOD = """
 from drafter.methods.registry import drafter

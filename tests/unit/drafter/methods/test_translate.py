@@ -15,12 +15,12 @@ from drafter.interface import DraftRequest, DraftResult
 from drafter.methods.model import ModelDrafter
 from drafter.methods.registry import make
 from drafter.methods.translate import TranslatingDrafter
-from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution
 from outrider.protocol.vocabulary import Vocabulary
+from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import EOS, byte_tokenizer, permuted_vocabulary
 from tests.conftest import Models
 

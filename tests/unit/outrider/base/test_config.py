@@ -11,12 +11,12 @@ import typer
 from pydantic import Field, ValidationError
 from typer.testing import CliRunner, Result
 
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base import config
 from outrider.base.config import PREFIX, Settings
 from outrider.protocol.errors import StartupError
-from verifier.settings import VerifierSettings
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
+from outrider.settings.verifier import VerifierSettings
 
 
 class Example(Settings):
@@ -137,7 +137,8 @@ def test_another_services_variables_do_no_harm() -> None:
 
 def test_another_services_variables_do_no_harm_where_that_service_is_not_loaded() -> None:
     """As it is in a real process: a drafter never imports the coordinator's settings."""
-    script = "import typer; from drafter.settings import DrafterSettings as S; from outrider.base.config import main; "
+    imports = "import typer; from outrider.settings.drafter import DrafterSettings as S; "
+    script = imports + "from outrider.base.config import main; "
     done = subprocess.run(
         [sys.executable, "-c", script + "main(S, lambda made: typer.echo(made.kind), 'drafter')"],
         env=os.environ | {"OUTRIDER_GAMMA_MAX": "3", "OUTRIDER_REDIS_URL": "redis://x"},

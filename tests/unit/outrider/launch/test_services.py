@@ -17,8 +17,8 @@ from outrider.base.config import PREFIX, Settings
 from outrider.launch import services
 from outrider.launch.services import KINDS, ServiceSpec, make_services, merged, read_assignments, read_file
 from outrider.protocol.errors import StartupError
+from outrider.settings.verifier import VerifierSettings
 from tests.cluster import ROOT
-from verifier.settings import VerifierSettings
 
 
 def values(overrides: services.Overrides) -> dict[str, dict[str, Any]]:

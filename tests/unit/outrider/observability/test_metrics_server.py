@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from drafter.settings import DrafterSettings
 from outrider.base.aio import background
 from outrider.base.aio import until as soon
 from outrider.observability import metrics_server
@@ -22,6 +21,7 @@ from outrider.observability.metrics_server import MOST, MetricsServer
 from outrider.protocol.errors import StartupError
 from outrider.security import credentials
 from outrider.security.credentials import Credentials
+from outrider.settings.drafter import DrafterSettings
 from tests.certificates import Authority
 from tests.cluster import free_port, until
 

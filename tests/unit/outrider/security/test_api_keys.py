@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.service import CoordinatorService
-from coordinator.settings import CoordinatorSettings
-from drafter.settings import DrafterSettings
 from outrider.base import config
 from outrider.base.config import has_secrets
 from outrider.protocol.errors import KINDS, STATUS, StartupError, Unauthenticated
@@ -18,6 +16,8 @@ from outrider.security.api_keys import ApiKeys, bearer
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tenants import NO_TENANT, Tenant, TenantLimits
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.settings.drafter import DrafterSettings
 
 NOWHERE = "redis://127.0.0.1:1"
 

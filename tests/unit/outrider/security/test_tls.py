@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from drafter.settings import DrafterSettings
 from outrider.protocol.errors import StartupError
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
 from outrider.security.tls import SYSTEM, Tls, certified_names
+from outrider.settings.drafter import DrafterSettings
 from tests.certificates import Authority
 
 

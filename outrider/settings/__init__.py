@@ -1,0 +1,1 @@
+"""Settings of the three services: what they take as flags and variables, and what the launcher sets."""
