@@ -97,10 +97,7 @@ class DrafterService(rpc.DrafterServicer):
         failed: list[OutriderError] = []
         try:
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
-                opened = pb.DraftOpened(
-                    model=convert.model_to_proto(self._drafter.info), features=self._drafter.needs_hidden_states
-                )
-                yield pb.DraftReply(opened=opened)
+                yield pb.DraftReply(opened=pb.DraftOpened(features=self._drafter.needs_hidden_states))
                 async with background(self._receive(session, requests, failed)):
                     while (guess := await session.outbox.get()) is not None:
                         span.add(len(guess.tokens), guess.draft_us)
@@ -109,11 +106,6 @@ class DrafterService(rpc.DrafterServicer):
                     raise failed[0]
         finally:
             self._loop.close(session)
-
-    async def GetModelInfo(
-        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ModelInfo:
-        return convert.model_to_proto(self._drafter.info)
 
     async def Probe(
         self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]

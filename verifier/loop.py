@@ -181,7 +181,6 @@ class VerificationLoop:
                 )
             timings = VerifyTimings(
                 wait_us=max(0, int((started - session.waiting_since) * 1e6)),
-                forward_us=step.forward_us,
                 step_us=step.step_us,
                 sessions=len(batch),
                 batch_tokens=num_tokens,
@@ -214,7 +213,6 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         accepted=accepted,
         last=last_kind(outcome.kind, accepted, len(tokens)),
         proposed=block.depth,
-        skipped=sum(block.nodes[row - 1].skipped for row in path),
         finish_reason=reason,
         timings=timings,
         logprobs=result.verified.logprobs[: len(tokens)],

@@ -148,11 +148,6 @@ class VerifierService(rpc.VerifierServicer):
         finally:
             self._loop.close(session)
 
-    async def GetModelInfo(
-        self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ModelInfo:
-        return convert.model_to_proto(self._target.info)
-
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.FileChunk]:

@@ -131,7 +131,6 @@ class VerdictReader:
         _range("verdict.offered", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
         _range("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
         _range("verdict.left", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
-        _range("verdict.skipped", verdict.skipped, accepted)
         _range("verdict.beside", verdict.accepted_from_branch, accepted)
         seen = [tally.source for tally in verdict.sources]
         _hold("verdict.sources", seen, len(set(seen)) == len(seen), "each once")
@@ -196,7 +195,7 @@ class VerdictReader:
         step_us = min(reported.step_us, allowed_us)
         wait_us = min(reported.wait_us, allowed_us - step_us)
         self._accounted_to += (step_us + wait_us) / 1e6
-        return replace(reported, step_us=step_us, wait_us=wait_us, forward_us=min(reported.forward_us, step_us))
+        return replace(reported, step_us=step_us, wait_us=wait_us)
 
 
 def _converted(proto: verify.Verdict) -> Verdict:

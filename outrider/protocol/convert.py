@@ -139,11 +139,9 @@ def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
         accepted=verdict.accepted,
         last=verifier.TokenKind.ValueType(verdict.last),
         offered=verdict.proposed,
-        skipped=verdict.skipped,
         finish_reason=verifier.FinishReason.ValueType(verdict.finish_reason),
         timings=verifier.VerifyTimings(
             wait_us=timings.wait_us,
-            forward_us=timings.forward_us,
             step_us=timings.step_us,
             sessions=timings.sessions,
             rows=timings.batch_tokens,
@@ -170,11 +168,9 @@ def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
         accepted=proto.accepted,
         last=TokenKind(proto.last),
         proposed=proto.offered,
-        skipped=proto.skipped,
         finish_reason=FinishReason(proto.finish_reason),
         timings=VerifyTimings(
             wait_us=timings.wait_us,
-            forward_us=timings.forward_us,
             step_us=timings.step_us,
             sessions=timings.sessions,
             batch_tokens=timings.rows,

@@ -136,7 +136,6 @@ class HiddenStates:
 @dataclass(frozen=True, slots=True)
 class VerifyTimings:
     wait_us: int = 0
-    forward_us: int = 0
     step_us: int = 0
     sessions: int = 1
     batch_tokens: int = 1
@@ -163,7 +162,6 @@ class Verdict:
     accepted: int
     last: TokenKind
     proposed: int = 0
-    skipped: int = 0
     finish_reason: FinishReason = FinishReason.NONE
     timings: VerifyTimings = VerifyTimings()
     logprobs: tuple[TokenLogprobs, ...] = ()

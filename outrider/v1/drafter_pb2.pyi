@@ -186,19 +186,14 @@ global___DraftReply = DraftReply
 class DraftOpened(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MODEL_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     features: builtins.bool
     """needs hidden states with Committed"""
-    @property
-    def model(self) -> outrider.v1.common_pb2.ModelInfo: ...
     def __init__(
         self,
         *,
-        model: outrider.v1.common_pb2.ModelInfo | None = ...,
         features: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["features", b"features", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["features", b"features"]) -> None: ...
 
 global___DraftOpened = DraftOpened

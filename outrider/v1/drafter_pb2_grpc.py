@@ -40,11 +40,6 @@ class DrafterStub(object):
                 request_serializer=outrider_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_drafter__pb2.DraftReply.FromString,
                 _registered_method=True)
-        self.GetModelInfo = channel.unary_unary(
-                '/outrider.v1.Drafter/GetModelInfo',
-                request_serializer=outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_common__pb2.ModelInfo.FromString,
-                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/outrider.v1.Drafter/Probe',
                 request_serializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
@@ -63,12 +58,6 @@ class DrafterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Probe(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -82,11 +71,6 @@ def add_DrafterServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=outrider_dot_v1_dot_drafter__pb2.DraftRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_drafter__pb2.DraftReply.SerializeToString,
-            ),
-            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetModelInfo,
-                    request_deserializer=outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_common__pb2.ModelInfo.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -121,33 +105,6 @@ class Drafter(object):
             '/outrider.v1.Drafter/Draft',
             outrider_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
             outrider_dot_v1_dot_drafter__pb2.DraftReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetModelInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/outrider.v1.Drafter/GetModelInfo',
-            outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.SerializeToString,
-            outrider_dot_v1_dot_common__pb2.ModelInfo.FromString,
             options,
             channel_credentials,
             insecure,

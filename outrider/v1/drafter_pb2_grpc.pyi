@@ -28,11 +28,6 @@ class DrafterStub:
     DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
 
-    GetModelInfo: grpc.UnaryUnaryMultiCallable[
-        outrider.v1.common_pb2.GetModelInfoRequest,
-        outrider.v1.common_pb2.ModelInfo,
-    ]
-
     Probe: grpc.UnaryUnaryMultiCallable[
         outrider.v1.common_pb2.ProbeRequest,
         outrider.v1.common_pb2.ProbeReply,
@@ -46,11 +41,6 @@ class DrafterAsyncStub:
     """One stream per session. The first message is OpenDraft, then Committed and
     DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
-
-    GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
-        outrider.v1.common_pb2.GetModelInfoRequest,
-        outrider.v1.common_pb2.ModelInfo,
-    ]
 
     Probe: grpc.aio.UnaryUnaryMultiCallable[
         outrider.v1.common_pb2.ProbeRequest,
@@ -67,13 +57,6 @@ class DrafterServicer(metaclass=abc.ABCMeta):
         """One stream per session. The first message is OpenDraft, then Committed and
         DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
         """
-
-    @abc.abstractmethod
-    def GetModelInfo(
-        self,
-        request: outrider.v1.common_pb2.GetModelInfoRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[outrider.v1.common_pb2.ModelInfo, collections.abc.Awaitable[outrider.v1.common_pb2.ModelInfo]]: ...
 
     @abc.abstractmethod
     def Probe(

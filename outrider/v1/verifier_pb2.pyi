@@ -256,7 +256,6 @@ class Verdict(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     OFFERED_FIELD_NUMBER: builtins.int
-    SKIPPED_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
@@ -273,8 +272,6 @@ class Verdict(google.protobuf.message.Message):
     """kind of the token after the accepted ones; unspecified: none"""
     offered: builtins.int
     """length of the longest guessed path that was verified"""
-    skipped: builtins.int
-    """accepted tokens of guesses whose first tokens were committed before they arrived"""
     finish_reason: global___FinishReason.ValueType
     nodes: builtins.int
     """guesses that were verified, all branches together"""
@@ -308,7 +305,6 @@ class Verdict(google.protobuf.message.Message):
         accepted: builtins.int = ...,
         last: global___TokenKind.ValueType = ...,
         offered: builtins.int = ...,
-        skipped: builtins.int = ...,
         finish_reason: global___FinishReason.ValueType = ...,
         timings: global___VerifyTimings | None = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
@@ -319,7 +315,7 @@ class Verdict(google.protobuf.message.Message):
         left: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["features", b"features", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "beside", b"beside", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "skipped", b"skipped", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "beside", b"beside", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
 
@@ -354,7 +350,6 @@ class VerifyTimings(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WAIT_US_FIELD_NUMBER: builtins.int
-    FORWARD_US_FIELD_NUMBER: builtins.int
     STEP_US_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
@@ -363,10 +358,8 @@ class VerifyTimings(google.protobuf.message.Message):
     STEP_TOKENS_FIELD_NUMBER: builtins.int
     wait_us: builtins.int
     """from the previous verdict to the start of this step, draft wait included"""
-    forward_us: builtins.int
-    """forward pass, shared by all sessions of the step"""
     step_us: builtins.int
-    """forward, sampling and acceptance"""
+    """forward pass, sampling and acceptance, shared by all sessions of the step"""
     sessions: builtins.int
     """sessions in the step"""
     rows: builtins.int
@@ -381,7 +374,6 @@ class VerifyTimings(google.protobuf.message.Message):
         self,
         *,
         wait_us: builtins.int = ...,
-        forward_us: builtins.int = ...,
         step_us: builtins.int = ...,
         sessions: builtins.int = ...,
         rows: builtins.int = ...,
@@ -389,7 +381,7 @@ class VerifyTimings(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         step_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "forward_us", b"forward_us", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
 
 global___VerifyTimings = VerifyTimings
 

@@ -40,11 +40,6 @@ class VerifierStub(object):
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.VerifyReply.FromString,
                 _registered_method=True)
-        self.GetModelInfo = channel.unary_unary(
-                '/outrider.v1.Verifier/GetModelInfo',
-                request_serializer=outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_common__pb2.ModelInfo.FromString,
-                _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/outrider.v1.Verifier/GetTokenizer',
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.GetTokenizerRequest.SerializeToString,
@@ -69,12 +64,6 @@ class VerifierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetTokenizer(self, request, context):
         """The target's tokenizer, file by file, for services without the model.
         """
@@ -95,11 +84,6 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.VerifyReply.SerializeToString,
-            ),
-            'GetModelInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetModelInfo,
-                    request_deserializer=outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=outrider_dot_v1_dot_common__pb2.ModelInfo.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -139,33 +123,6 @@ class Verifier(object):
             '/outrider.v1.Verifier/Verify',
             outrider_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.VerifyReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetModelInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/outrider.v1.Verifier/GetModelInfo',
-            outrider_dot_v1_dot_common__pb2.GetModelInfoRequest.SerializeToString,
-            outrider_dot_v1_dot_common__pb2.ModelInfo.FromString,
             options,
             channel_credentials,
             insecure,

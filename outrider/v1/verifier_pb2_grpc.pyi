@@ -31,11 +31,6 @@ class VerifierStub:
     Half-closing or cancelling ends the session.
     """
 
-    GetModelInfo: grpc.UnaryUnaryMultiCallable[
-        outrider.v1.common_pb2.GetModelInfoRequest,
-        outrider.v1.common_pb2.ModelInfo,
-    ]
-
     GetTokenizer: grpc.UnaryStreamMultiCallable[
         outrider.v1.verifier_pb2.GetTokenizerRequest,
         outrider.v1.verifier_pb2.FileChunk,
@@ -56,11 +51,6 @@ class VerifierAsyncStub:
     VerifySteering follow at any time; the verifier sends verdicts until the output ends.
     Half-closing or cancelling ends the session.
     """
-
-    GetModelInfo: grpc.aio.UnaryUnaryMultiCallable[
-        outrider.v1.common_pb2.GetModelInfoRequest,
-        outrider.v1.common_pb2.ModelInfo,
-    ]
 
     GetTokenizer: grpc.aio.UnaryStreamMultiCallable[
         outrider.v1.verifier_pb2.GetTokenizerRequest,
@@ -84,13 +74,6 @@ class VerifierServicer(metaclass=abc.ABCMeta):
         VerifySteering follow at any time; the verifier sends verdicts until the output ends.
         Half-closing or cancelling ends the session.
         """
-
-    @abc.abstractmethod
-    def GetModelInfo(
-        self,
-        request: outrider.v1.common_pb2.GetModelInfoRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[outrider.v1.common_pb2.ModelInfo, collections.abc.Awaitable[outrider.v1.common_pb2.ModelInfo]]: ...
 
     @abc.abstractmethod
     def GetTokenizer(

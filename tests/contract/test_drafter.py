@@ -117,10 +117,8 @@ async def drafting(address: str) -> AsyncIterator[Draft]:
 
 async def test_runs_ahead_by_gamma(model_drafter: str, guesses: list[int]) -> None:
     async with drafting(model_drafter) as stream:
-        opened = await stream.open(PROMPT, gamma=4)
+        await stream.open(PROMPT, gamma=4)
         guess = await stream.guess()
-    assert opened.model.vocab_size == VOCAB
-    assert opened.model.vocabulary_digest
     assert (guess.position, guess.parent, guess.first_id) == (len(PROMPT), 0, 1)
     assert list(guess.tokens) == guesses[:4]
     assert not guess.draft_probs, "no probability crosses the wire unless it is needed"
@@ -201,8 +199,7 @@ async def test_probabilities_come_with_guesses(model_drafter: str, ngram_drafter
 
 async def test_ngram_copies_what_followed_before(ngram_drafter: str) -> None:
     async with drafting(ngram_drafter) as stream:
-        opened = await stream.open([1, 2, 3, 4, 5, 6, 1, 2, 3], gamma=3)
-        assert not opened.model.vocabulary_digest, "any vocabulary will do"
+        await stream.open([1, 2, 3, 4, 5, 6, 1, 2, 3], gamma=3)
         assert list((await stream.guess()).tokens) == [4, 5, 6]
 
 

@@ -51,7 +51,7 @@ async def test_plain_decoding(verifier: str, truth: list[int]) -> None:
     assert stream.tokens == truth[:12]
     assert {verdict.last for verdict in verdicts} == {TokenKind.PLAIN}
     assert [verdict.finish_reason for verdict in verdicts] == [FinishReason.NONE] * 11 + [FinishReason.LENGTH]
-    assert all(verdict.timings.step_us >= verdict.timings.forward_us > 0 for verdict in verdicts)
+    assert all(verdict.timings.step_us > 0 for verdict in verdicts)
 
 
 async def test_resumed_in_the_middle(verifier: str, truth: list[int]) -> None:
@@ -71,7 +71,7 @@ async def test_guesses_that_hold_and_the_bonus(verifier: str, truth: list[int]) 
         await stream.guess(len(PROMPT) + 1, truth[1:4])
         second = await stream.verdict()
     assert list(second.tokens) == truth[1:5]
-    assert (second.accepted, second.offered, second.skipped) == (3, 3, 0)
+    assert (second.accepted, second.offered) == (3, 3)
     assert second.last == TokenKind.BONUS
 
 
@@ -133,7 +133,7 @@ async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) ->
         await stream.verdict()
         await stream.guess(len(PROMPT), truth[0:4])
         verdict = await stream.verdict()
-    assert (list(verdict.tokens), verdict.accepted, verdict.skipped) == (truth[1:5], 3, 3)
+    assert (list(verdict.tokens), verdict.accepted) == (truth[1:5], 3)
 
 
 @pytest.mark.parametrize("copies", [2, 5])
@@ -505,7 +505,9 @@ async def test_tokenizer_model_info_and_probe(verifier: str, loaded: LoadedModel
             assert "/" not in chunk.name
             with (tmp_path / chunk.name).open("ab") as file:
                 file.write(chunk.data)
-        info = await stub.GetModelInfo(common.GetModelInfoRequest(), timeout=10)
+    async with verifying(verifier) as stream:
+        info = (await stream.open(PROMPT)).model
+        await stream.rest()
     text = "Grüße, 世界! \t x"
     assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == loaded.tokenizer.encode(text)
     assert info.fingerprint == loaded.engine.info.fingerprint

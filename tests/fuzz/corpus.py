@@ -224,7 +224,7 @@ def vocabularies() -> list[pb.Vocabulary]:
 @cache
 def verdicts(known: Known) -> list[verify.Verdict]:
     """Return a complete answer to PROMPT with FEW tokens in three steps."""
-    timings = verify.VerifyTimings(wait_us=10, forward_us=900, step_us=1000, sessions=1, rows=3, session_rows=3)
+    timings = verify.VerifyTimings(wait_us=10, step_us=1000, sessions=1, rows=3, session_rows=3)
     tokens, at, said = list(known.greedy[:FEW]), len(PROMPT), []
     for size in (1, 2, 1):
         part, tokens = tokens[:size], tokens[size:]

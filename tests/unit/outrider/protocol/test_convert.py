@@ -313,7 +313,6 @@ verdicts = st.builds(
     accepted=uint32,
     last=st.sampled_from(TokenKind),
     proposed=uint32,
-    skipped=uint32,
     finish_reason=st.sampled_from(FinishReason),
     timings=st.builds(VerifyTimings, *[uint32] * 6),
     logprobs=st.lists(logprob_entries, max_size=2).map(tuple),
