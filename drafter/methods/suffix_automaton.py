@@ -21,6 +21,50 @@ _MANY = -3  # instead of the only transition's token: several transitions
 Place = tuple[int, int]  # a state, and the length of the suffix that leads to it
 
 
+class _Transitions:
+    """Transitions of all states. Most states have one: two arrays take a tenth of the memory of a dict per state."""
+
+    __slots__ = ("_many", "_only_target", "_only_token")
+
+    def __init__(self) -> None:
+        self._only_token = array("i")
+        self._only_target = array("i")
+        self._many: dict[int, dict[int, int]] = {}
+
+    def target(self, state: int, token: int) -> int:
+        only = self._only_token[state]
+        if only == token:
+            return self._only_target[state]
+        if only == _MANY:
+            return self._many[state].get(token, _NOWHERE)
+        return _NOWHERE
+
+    def several(self, state: int) -> dict[int, int]:
+        """Return the targets by token of a state with several transitions, else nothing."""
+        return self._many.get(state, {})
+
+    def add_state(self) -> None:
+        self._only_token.append(_NONE)
+        self._only_target.append(_NOWHERE)
+
+    def add(self, state: int, token: int, target: int) -> None:
+        only = self._only_token[state]
+        if only in (_NONE, token):
+            self._only_token[state] = token
+            self._only_target[state] = target
+        elif only == _MANY:
+            self._many[state][token] = target
+        else:
+            self._many[state] = {only: self._only_target[state], token: target}
+            self._only_token[state] = _MANY
+
+    def copy(self, state: int, to: int) -> None:
+        self._only_token[to] = self._only_token[state]
+        self._only_target[to] = self._only_target[state]
+        if state in self._many:
+            self._many[to] = dict(self._many[state])
+
+
 class Automaton:
     """Counting suffix automaton of one text, built token by token."""
 
@@ -31,11 +75,9 @@ class Automaton:
         "_last",
         "_length",
         "_link",
-        "_many_targets",
-        "_only_target",
-        "_only_token",
         "_tip",
         "_tip_length",
+        "_transitions",
         "size",
         "steps",
     )
@@ -45,15 +87,13 @@ class Automaton:
         self.steps = 0  # states visited, for tests of the cost
         self._last = self._tip = ROOT
         self._tip_length = 0  # `_tip` is the state of the last LONGEST + 1 tokens
-        self._length = array("i", [0])  # of a state's longest substring
-        self._link = array("i", [_NOWHERE])  # suffix link: the longest suffix in another state
-        self._count = array("i", [0])  # occurrences of its substrings
-        self._followed = array("i", [0])  # occurrences that a token followed
-        self._best = array("i", [_NONE])  # most frequent next token; among equals the latest
-        # Most states have one transition: two arrays take a tenth of the memory of a dict per state.
-        self._only_token = array("i", [_NONE])
-        self._only_target = array("i", [_NOWHERE])
-        self._many_targets: dict[int, dict[int, int]] = {}
+        self._length = array("i")  # of a state's longest substring
+        self._link = array("i")  # suffix link: the longest suffix in another state
+        self._count = array("i")  # occurrences of its substrings
+        self._followed = array("i")  # occurrences that a token followed
+        self._best = array("i")  # most frequent next token; among equals the latest
+        self._transitions = _Transitions()
+        self._new_state(0, _NOWHERE)  # ROOT
 
     def append(self, token: int) -> None:
         before = self._tip
@@ -81,7 +121,7 @@ class Automaton:
     def advance(self, place: Place, token: int) -> Place:
         """Return the place of the longest known suffix after one more token."""
         state, length = place
-        while (target := self._target(state, token)) == _NOWHERE:
+        while (target := self._transitions.target(state, token)) == _NOWHERE:
             self.steps += 1
             if state == ROOT:
                 return ROOT, 0
@@ -101,12 +141,12 @@ class Automaton:
         """Return the most frequent next token, its count, and the count of all next tokens."""
         state = place[0]
         token = self._best[state]
-        return token, self._count[self._target(state, token)], self._followed[state]
+        return token, self._count[self._transitions.target(state, token)], self._followed[state]
 
     def continuations(self, place: Place, max_options: int) -> list[tuple[int, int]]:
         """Return the next tokens with their counts; only the most frequent if there are more than `max_options`."""
         state = place[0]
-        options = self._many_targets.get(state, {})
+        options = self._transitions.several(state)
         if not options or len(options) > max_options:
             token, count, _ = self.most_frequent(place)
             return [(token, count)] if count else []
@@ -122,45 +162,25 @@ class Automaton:
             state = self._link[state]
         return state, length
 
-    def _target(self, state: int, token: int) -> int:
-        only = self._only_token[state]
-        if only == token:
-            return self._only_target[state]
-        if only == _MANY:
-            return self._many_targets[state].get(token, _NOWHERE)
-        return _NOWHERE
-
-    def _add_transition(self, state: int, token: int, target: int) -> None:
-        only = self._only_token[state]
-        if only in (_NONE, token):
-            self._only_token[state] = token
-            self._only_target[state] = target
-        elif only == _MANY:
-            self._many_targets[state][token] = target
-        else:
-            self._many_targets[state] = {only: self._only_target[state], token: target}
-            self._only_token[state] = _MANY
-
     def _new_state(self, length: int, link: int) -> int:
         self._length.append(length)
         self._link.append(link)
         for numbers, first in ((self._count, 0), (self._followed, 0), (self._best, _NONE)):
             numbers.append(first)
-        self._only_token.append(_NONE)
-        self._only_target.append(_NOWHERE)
+        self._transitions.add_state()
         return len(self._length) - 1
 
     def _extend(self, token: int) -> None:
         """Add a token to the automaton: the textbook algorithm, without counts."""
         state = self._last
         new = self._last = self._new_state(self._length[state] + 1, ROOT)
-        while state != _NOWHERE and self._target(state, token) == _NOWHERE:
+        while state != _NOWHERE and self._transitions.target(state, token) == _NOWHERE:
             self.steps += 1
-            self._add_transition(state, token, new)
+            self._transitions.add(state, token, new)
             state = self._link[state]
         if state == _NOWHERE:
             return
-        target = self._target(state, token)
+        target = self._transitions.target(state, token)
         if self._length[target] != self._length[state] + 1:
             target = self._split(state, token, target)
         self._link[new] = target
@@ -168,19 +188,18 @@ class Automaton:
     def _split(self, state: int, token: int, target: int) -> int:
         """Give the shorter substrings of `target` a state of their own: they now end where the longer ones do not."""
         short = self._new_state(self._length[state] + 1, self._link[target])
-        for numbers in (self._count, self._followed, self._best, self._only_token, self._only_target):
+        for numbers in (self._count, self._followed, self._best):
             numbers[short] = numbers[target]
-        if target in self._many_targets:
-            self._many_targets[short] = dict(self._many_targets[target])
+        self._transitions.copy(target, short)
         self._link[target] = short
-        while state != _NOWHERE and self._target(state, token) == target:
+        while state != _NOWHERE and self._transitions.target(state, token) == target:
             self.steps += 1
-            self._add_transition(state, token, short)
+            self._transitions.add(state, token, short)
             state = self._link[state]
         return short
 
     def _move_tip(self, token: int) -> None:
-        state = self._target(self._tip, token)
+        state = self._transitions.target(self._tip, token)
         length = min(self._tip_length + 1, LONGEST + 1)
         while self._length[self._link[state]] >= length:
             self.steps += 1
@@ -192,7 +211,13 @@ class Automaton:
 
         Most of the time is spent here, so names are local.
         """
-        counts, followed, best, link, target = self._count, self._followed, self._best, self._link, self._target
+        counts, followed, best, link, target = (
+            self._count,
+            self._followed,
+            self._best,
+            self._link,
+            self._transitions.target,
+        )
         steps = 0
         state = self._tip
         while state != ROOT:

@@ -146,7 +146,7 @@ class VerifyTimings:
 
 @dataclass(frozen=True, slots=True)
 class SourceTally:
-    """Counts of one drafter's guesses in a step."""
+    """Tally of one drafter's guesses in a step."""
 
     source: int
     proposed: int  # length of its longest path that was checked

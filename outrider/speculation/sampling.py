@@ -1,4 +1,4 @@
-"""From logits to the distribution that a request specifies: one definition for drafters and verifiers.
+"""The distribution that a request specifies, from logits: one definition for drafters and verifiers.
 
 The order is fixed: logit bias, penalties, grammar, temperature, top-k, top-p,
 min-p.

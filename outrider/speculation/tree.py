@@ -26,15 +26,17 @@ MAX_HELD = 16_384  # committed guesses that later ones may hang from
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A guessed token that matches the committed prefix so far."""
+    """A guessed token that matches the committed prefix so far; the root stands for the prefix itself."""
 
     token: int
     position: int
     draft_prob: Distribution | None = None
-    parent: Node | None = None  # None: hangs from the committed prefix
     children: list[Node] = field(default_factory=list)
     keys: list[NodeKey] = field(default_factory=list)
     skipped: bool = False  # earlier tokens of its guess were committed before it arrived
+
+    def child(self, token: int) -> Node | None:
+        return next((node for node in self.children if node.token == token), None)
 
 
 # Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
@@ -61,8 +63,8 @@ class SiblingRates:
             self._accepted[rank] = self._accepted[rank] * _RATE_DECAY + (1.0 if accepted == rank else 0.0)
 
 
-# A parent node and the position after it; no node: the committed prefix.
-Place = tuple[Node | None, int]
+# A parent node and the position after it.
+Place = tuple[Node, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class GuessTree:
         self._single = single
         self._max_nodes = max_nodes
         self._max_ahead = max_ahead
-        self._roots: list[Node] = []
+        self._root = Node(-1, len(committed) - 1)
         self._nodes: dict[NodeKey, Node] = {}
         self._committed_guesses: dict[NodeKey, int] = {}  # → position
         self._highest: dict[int, int] = {}
@@ -134,35 +136,35 @@ class GuessTree:
             self.passed_at = max(self.passed_at, guess.position)
             return 0
         before = self._size
-        places: list[Place | None] = [(parent, guess.position)]
+        places: list[Place | None] = [(parent, after)]
         for i in range(len(guess.tokens)):
             place = places[guess.parents[i] + 1 if guess.parents else i]
             places.append(None if place is None else self._put(guess, i, *place))
         return self._size - before
 
-    def _put(self, guess: Guess, i: int, parent: Node | None, position: int) -> Place | None:
+    def _put(self, guess: Guess, i: int, parent: Node, position: int) -> Place | None:
         """Put token i of a guess at `position`. Return the place for its children; None: it does not match."""
         key = (guess.source, guess.first_id + i)
         if position < len(self._committed):  # committed already: skipped if it is equal
             if self._committed[position] != guess.tokens[i]:
                 return None
             self._keep_committed(key, position)
-            return None, position + 1
+            return self._root, position + 1
         node = self._add_node(guess, i, parent, position, key)
         return None if node is None else (node, position + 1)
 
-    def _add_node(self, guess: Guess, i: int, parent: Node | None, position: int, key: NodeKey) -> Node | None:
+    def _add_node(self, guess: Guess, i: int, parent: Node, position: int, key: NodeKey) -> Node | None:
         """Return a new node below `parent`, or the equal one that exists; None: a limit is reached."""
         if position >= len(self._committed) + self._max_ahead:
             return None
-        node = self._child(parent, guess.tokens[i])
+        node = parent.child(guess.tokens[i])
         if node is None:
-            if self._full(parent):
+            if self._size >= self._max_nodes or (self._single and parent.children):
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
             skipped = guess.position < len(self._committed)
-            node = Node(guess.tokens[i], position, draft_prob, parent, skipped=skipped)
-            self._siblings(parent).append(node)
+            node = Node(guess.tokens[i], position, draft_prob, skipped=skipped)
+            parent.children.append(node)
             self._size += 1
         elif self._single and key not in node.keys:
             return None  # an equal token from another draw: its children would bias the text
@@ -173,22 +175,19 @@ class GuessTree:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move the root along `tokens`, which the caller has appended to `committed`, and prune the rest."""
-        position = len(self._committed) - len(tokens)
         for token in tokens:
-            kept = next((node for node in self._roots if node.token == token), None)
-            self._rates.record(len(self._roots), None if kept is None else self._roots.index(kept))
-            for node in self._roots:
+            guessed, kept = self._root.children, self._root.child(token)
+            self._rates.record(len(guessed), None if kept is None else guessed.index(kept))
+            for node in guessed:
                 if node is not kept:
                     self._drop(node)
-            self._roots = []
+            position = self._root.position + 1
+            self._root = Node(token, position)
             if kept is not None:
                 self._forget(kept)
                 for key in kept.keys:
                     self._keep_committed(key, position)
-                for child in kept.children:
-                    child.parent = None
-                self._roots = kept.children
-            position += 1
+                self._root.children = kept.children
 
     def block(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Block:
         """Return up to `max_rows` guesses, no deeper than `max_depth`, the likeliest to be accepted first.
@@ -209,7 +208,7 @@ class GuessTree:
                 heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent, depth))
 
         if max_depth > 0:
-            reach(self._roots, ROOT, 1, 1.0)
+            reach(self._root.children, ROOT, 1, 1.0)
         while reached and len(tokens) < max_rows:
             negated, _, node, rank, parent, depth = heapq.heappop(reached)
             tokens.append(node.token)
@@ -224,7 +223,7 @@ class GuessTree:
 
     def has_depth(self, depth: int) -> bool:
         """Return whether the tree holds a chain of this length."""
-        level = self._roots
+        level = self._root.children
         for _ in range(depth - 1):
             level = [child for node in level for child in node.children]
         return depth <= 0 or bool(level)
@@ -233,14 +232,14 @@ class GuessTree:
     def depth(self) -> int:
         """Return the length of the longest chain."""
         deepest = 0
-        stack = [(node, 1) for node in self._roots]
+        stack = [(node, 1) for node in self._root.children]
         while stack:
             node, depth = stack.pop()
             deepest = max(deepest, depth)
             stack.extend((child, depth + 1) for child in node.children)
         return deepest
 
-    def _locate(self, guess: Guess) -> tuple[Node | None, int | None]:
+    def _locate(self, guess: Guess) -> tuple[Node, int | None]:
         """Return a guess's parent node and the position after it; the position is None if the parent was pruned."""
         length = len(self._committed)
         if guess.parent == 0:
@@ -248,16 +247,16 @@ class GuessTree:
                 raise InvalidRequest.of(
                     "guess.position", guess.position, f"at most {length}, the committed length, when it has no parent"
                 )
-            return None, guess.position
+            return self._root, guess.position
         key = (guess.source, guess.parent)
         node = self._nodes.get(key)
         if node is not None:
             return node, node.position + 1
         if key in self._committed_guesses:
-            return None, self._committed_guesses[key] + 1
+            return self._root, self._committed_guesses[key] + 1
         if guess.parent > self._highest.get(guess.source, 0):
             raise InvalidRequest.of("guess.parent", guess.parent, "0 or the id of a token guessed earlier")
-        return None, None
+        return self._root, None
 
     def _check_ids(self, guess: Guess) -> None:
         if not guess.tokens:
@@ -273,15 +272,6 @@ class GuessTree:
         self._committed_guesses[key] = position
         if len(self._committed_guesses) > MAX_HELD:
             del self._committed_guesses[next(iter(self._committed_guesses))]
-
-    def _full(self, parent: Node | None) -> bool:
-        return (self._single and bool(self._siblings(parent))) or self._size >= self._max_nodes
-
-    def _siblings(self, parent: Node | None) -> list[Node]:
-        return self._roots if parent is None else parent.children
-
-    def _child(self, parent: Node | None, token: int) -> Node | None:
-        return next((node for node in self._siblings(parent) if node.token == token), None)
 
     def _drop(self, top: Node) -> None:
         stack = [top]
