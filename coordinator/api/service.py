@@ -17,7 +17,7 @@ from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
-from coordinator.sessions.output import Token
+from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
@@ -155,8 +155,10 @@ class CoordinatorService(rpc.OutriderServicer):
                     model=session.target.info.name,
                 )
             )
-            async for position, tokens in session.output.follow(start):
-                yield pb.GenerateReply(chunk=_chunk(position, tokens))
+            async with contextlib.aclosing(follow([session.output], start)) as updates:
+                async for _, position, tokens in updates:
+                    if tokens:
+                        yield pb.GenerateReply(chunk=_chunk(position, tokens))
             if session.error is not None:
                 yield pb.GenerateReply(error=convert.error_to_proto(session.error))
             else:
@@ -207,5 +209,5 @@ def _complete(session: Session) -> pb.Complete:
         stop=session.output.rest.stop,
         prompt_tokens=len(record.request.prompt),
         output_tokens=len(record.tokens),
-        stats=convert.stats_to_proto(session.stats.values()),
+        stats=convert.stats_to_proto(session.stats.values(considered=True)),
     )

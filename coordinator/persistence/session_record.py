@@ -108,19 +108,18 @@ class SessionRecord:
     verifier: str = ""  # the last one, whose prefix cache may still match
     tenant: str = ""
 
-    def append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> None:
-        self.tokens.append(token)
-        self.kinds.append(kind)
-        if self.request.params.logprobs is not None:
-            self.logprobs.append(logprobs)
+    def append(
+        self, tokens: Sequence[int], kinds: Sequence[TokenKind], logprobs: Sequence[TokenLogprobs | None]
+    ) -> None:
+        """Add output tokens; `logprobs` has one entry per token if they were requested, else none."""
+        self.tokens += tokens
+        self.kinds += kinds
+        self.logprobs += logprobs
 
     def cut(self, length: int) -> None:
         """Drop output tokens from `length` on."""
         for kept in (self.tokens, self.kinds, self.logprobs):
             del kept[length:]
-
-    def logprobs_of(self, index: int) -> TokenLogprobs | None:
-        return self.logprobs[index] if index < len(self.logprobs) else None
 
     @property
     def position(self) -> int:

@@ -17,7 +17,7 @@ import structlog
 from coordinator.control.drafter_selection import DrafterSelection
 from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
-from coordinator.control.throughput_model import PLAIN, SpeculationPlan
+from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.attached_drafter import AttachedDrafter
@@ -70,8 +70,8 @@ class Drafting:
         self._positions = max(context.gamma_max, options.gamma or 0)
         fixed = FixedChoices(options.gamma, options.patience_us, options.branches, options.ahead)
         single = record.request.params.mode.needs_draft_probs
-        self._control = Controller(context.gamma_max, Estimator(self._positions), fixed, single=single)
-        stats.control = self._control
+        self.control = Controller(context.gamma_max, Estimator(self._positions), fixed, single=single)
+        stats.control = self.control
         self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
         self._verifier: VerifierStream | None = None
@@ -79,10 +79,6 @@ class Drafting:
         self._sources = 0
         self._hidden_states_on = False
         self._passed_at = -1
-
-    @property
-    def plan(self) -> SpeculationPlan:
-        return self._control.plan
 
     @property
     def wants_hidden_states(self) -> bool:
@@ -101,31 +97,34 @@ class Drafting:
         self._hidden_states_on = hidden_states
         self._passed_at = -1
         load = verifier.connection.info.load
-        self._control.estimator.attach_verifier(load.cost, load.sessions)
+        self.control.estimator.attach_verifier(load.cost, load.sessions)
         try:
             async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
                 yield
         finally:
             self._verifier = None
 
-    def observe(self, verdict: Verdict) -> None:
-        """Update the estimates by a verdict."""
-        awaited = self._control.wait_timeout_ms > 0 and not verdict.proposed
-        tallies = {tally.source: tally for tally in verdict.sources}
-        for drafter in self._joined:
-            drafter.observe(tallies.get(drafter.source), awaited=awaited)
-        if self._control.plan.gamma or tallies:
-            self._selection.observe(verdict.sources)
-        self._control.observe(verdict)
-
     def commit(self, verdict: Verdict) -> None:
-        """Send committed tokens to the drafters and choose the next plan."""
+        """Learn from a verdict, send its tokens to the drafters and choose the next plan."""
+        self._observe(verdict)
+        if self._record.finished:
+            return
         if verdict.hidden_states is not None and self._hidden_states_on:
             self._window.add(verdict.hidden_states)
         now = time.monotonic()
         for drafter in self._attached.values():
             self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, verdict.hidden_states, now)
         self._steer()
+
+    def _observe(self, verdict: Verdict) -> None:
+        """Update the estimates by a verdict."""
+        awaited = self.control.wait_timeout_ms > 0 and not verdict.proposed
+        tallies = {tally.source: tally for tally in verdict.sources}
+        for drafter in self._joined:
+            drafter.observe(tallies.get(drafter.source), awaited=awaited)
+        if self.control.plan.gamma or tallies:
+            self._selection.observe(verdict.sources)
+        self.control.observe(verdict)
 
     def drop_refused(self, refusal: Refusal) -> None:
         """Detach the drafter whose guess the verifier refused."""
@@ -160,7 +159,7 @@ class Drafting:
         span = self._stats.span.child("draft", connection.attributes)
         async with DrafterStream(connection, self._opening(), source, span) as stream:
             pair = PairEstimate(self._positions)
-            drafter = AttachedDrafter(stream, source, pair, self._control.plan, time.monotonic())
+            drafter = AttachedDrafter(stream, source, pair, self.control.plan, time.monotonic())
             self._attached[source] = drafter
             try:
                 opened = await stream.opened()
@@ -187,7 +186,7 @@ class Drafting:
 
     def _start_estimates(self, drafter: AttachedDrafter, history: PairHistory | None) -> None:
         """Start the drafter's estimates from its history, and the session's too if no better drafter is attached."""
-        pair, session = drafter.pair, self._control.estimator.pair
+        pair, session = drafter.pair, self.control.estimator.pair
         if history is not None:
             pair.start_from(history)
         expected = pair.accepted_tokens * pair.proposal_rate
@@ -211,7 +210,7 @@ class Drafting:
         if guess.parent == 0 and guess.tokens and 0 <= index < len(self._record.tokens):
             hit = self._record.tokens[index] == guess.tokens[0]
             drafter.pair.observe_late_guess(hit=hit)
-            self._control.estimator.pair.observe_late_guess(hit=hit)
+            self.control.estimator.pair.observe_late_guess(hit=hit)
 
     def _leave(self, drafter: AttachedDrafter) -> None:
         del self._attached[drafter.source]
@@ -221,7 +220,7 @@ class Drafting:
 
     def _remember(self, drafter: AttachedDrafter) -> None:
         """Store the drafter's pair history."""
-        session = self._control.estimator.pair.history()
+        session = self.control.estimator.pair.history()
         own = drafter.pair.history()
         if self._sources == 1:  # a single drafter: the session's acceptance is its own, without tokens from branches
             own = replace(own, acceptance=session.acceptance)
@@ -250,12 +249,12 @@ class Drafting:
         best = self._attached.get(self._selection.best or 0)
         if best is not None:
             round_trips_ms += best.connection.round_trip_ms
-            self._control.estimator.pair.draft_ms = best.pair.draft_ms
-            self._control.estimator.pair.level_ms = best.pair.level_ms
-            self._control.shared_cores = share_cores(verifier.connection.info, best.connection.info)
+            self.control.estimator.pair.draft_ms = best.pair.draft_ms
+            self.control.estimator.pair.level_ms = best.pair.level_ms
+            self.control.shared_cores = share_cores(verifier.connection.info, best.connection.info)
             self._stats.drafter_kind = best.connection.info.kind
-        steering = self._control.decide(round_trips_ms, attached=best is not None)
-        plan = self._control.plan
+        steering = self.control.decide(round_trips_ms, attached=best is not None)
+        plan = self.control.plan
         if steering is not None:
             self._log_plan()
             verifier.steer(steering)
@@ -267,8 +266,8 @@ class Drafting:
     def _log_plan(self) -> None:
         if not log.is_enabled_for(logging.DEBUG):
             return  # the alternatives take a millisecond to compute
-        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self._control.best_per_mode()}
-        log.debug("plan changed", plan=self._control.plan.label, considered=considered)
+        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self.control.best_per_mode()}
+        log.debug("plan changed", plan=self.control.plan.label, considered=considered)
 
     def _forward_pass(self) -> None:
         """End the verifier's wait with an empty guess once no drafter that may guess has one."""
@@ -292,7 +291,7 @@ class Drafting:
 
     @property
     def _places(self) -> int:
-        return self._context.drafters if self._control.wants_drafter else 0
+        return self._context.drafters if self.control.wants_drafter else 0
 
     def _opening(self) -> draft.OpenDraft:
         request = self._record.request
@@ -302,7 +301,7 @@ class Drafting:
             tokens=[*request.prompt, *self._record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(drafter_params(self._record, self._sources)),
-            steer=convert.draft_steering_to_proto(self._control.plan.for_drafter()),
+            steer=convert.draft_steering_to_proto(self.control.plan.for_drafter()),
             vocab_size=self._target.info.vocab_size,
             cache_salt=request.cache_salt,
             vocabulary_digest=self._target.info.vocabulary_digest,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from coordinator.sessions.detokenizer import TextPiece, TextStream
 from outrider.protocol.speculation import TokenKind, TokenLogprobs
 
-MAX_READ = 512  # tokens that a client gets at once
+MAX_READ = 512  # tokens that a client gets at once, so that a slow one needs no buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,49 +29,24 @@ class SessionOutput:
     def __init__(self, text: TextStream) -> None:
         self.ended = False
         self.rest = TextPiece("")
+        self.tokens: list[Token] = []
+        self.changed: list[asyncio.Event] = []  # of clients: each is set on new tokens and at the end
         self._text = text
-        self._tokens: list[Token] = []
-        self._events: list[asyncio.Event] = []  # of clients that wait for output
 
-    async def follow(self, start: int) -> AsyncIterator[tuple[int, list[Token]]]:
-        """Yield output tokens from position `start` on until the session ends."""
-        at = start
-        with self.notified() as changed:
-            while True:
-                changed.clear()
-                if new := self.read(at):
-                    yield at, new
-                    at += len(new)
-                elif self.ended:
-                    return
-                else:
-                    await changed.wait()
-
-    def read(self, at: int) -> list[Token]:
-        """Return at most MAX_READ output tokens from this position on. A slow client therefore needs no buffer."""
-        return self._tokens[at : at + MAX_READ]
-
-    @contextlib.contextmanager
-    def notified(self, changed: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
-        """Yield an event that is set on new output and at the end of the session."""
-        changed = changed or asyncio.Event()
-        self._events.append(changed)
-        try:
-            yield changed
-        finally:
-            self._events.remove(changed)
-
-    def append(self, token: int, kind: TokenKind, logprobs: TokenLogprobs | None) -> TextPiece:
-        """Add a token without notifying clients; return its text and the stop string that it completed."""
-        piece = self._text.add(token)
-        self._tokens.append(Token(token, kind, piece.text, logprobs))
-        if piece.stop:
-            self.rest = TextPiece("", piece.stop)
-        return piece
-
-    def notify(self) -> None:
-        for changed in self._events:
+    def append(
+        self, tokens: Sequence[int], kinds: Sequence[TokenKind], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> int:
+        """Add tokens up to the first stop string; return their number."""
+        before = len(self.tokens)
+        for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
+            piece = self._text.add(token)
+            self.tokens.append(Token(token, kind, piece.text, entry))
+            if piece.stop:
+                self.rest = TextPiece("", piece.stop)
+                break
+        for changed in self.changed:
             changed.set()
+        return len(self.tokens) - before
 
     def end(self, *, finished: bool) -> None:
         """End the output; text that was held back becomes `rest` if the session has finished."""
@@ -80,4 +55,32 @@ class SessionOutput:
         if finished and not self.rest.stop:
             self.rest = self._text.end()
         self.ended = True
-        self.notify()
+        for changed in self.changed:
+            changed.set()
+
+
+async def follow(
+    outputs: Sequence[SessionOutput], start: int = 0
+) -> AsyncGenerator[tuple[int, int, list[Token]], None]:
+    """Yield (index of an output, position, new tokens) from `start` on; without tokens at the end of an output."""
+    at = dict.fromkeys(range(len(outputs)), start)  # of outputs that have not ended
+    changed = asyncio.Event()
+    for output in outputs:
+        output.changed.append(changed)
+    try:
+        while at:
+            changed.clear()
+            for index, position in list(at.items()):
+                output = outputs[index]
+                if tokens := output.tokens[position : position + MAX_READ]:
+                    at[index] += len(tokens)
+                    changed.set()  # there may be more
+                    yield index, position, tokens
+                elif output.ended:
+                    del at[index]
+                    yield index, position, []
+            if at:
+                await changed.wait()
+    finally:
+        for output in outputs:
+            output.changed.remove(changed)

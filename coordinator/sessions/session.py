@@ -16,7 +16,6 @@ from structlog.contextvars import bind_contextvars
 
 from coordinator.admission.quotas import Quotas
 from coordinator.admission.seats import Seats
-from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
@@ -80,20 +79,15 @@ class Session:
         request = record.request
         self.output = SessionOutput(TextStream(target.decode, request.prompt, request.params.stop))
         self._context = context
+        self._tenant = tenant()
         self._entry = Entry(record, self._fenced, durable)
         self._task: asyncio.Task[None] | None = None
         self._excluded: set[str] = set()  # verifiers that this session does not use again
-        self._drafting = Drafting(record, target, context.drafting, self.stats)
-        for index, (token, kind) in enumerate(zip(record.tokens, record.kinds, strict=True)):
-            if self.output.append(token, kind, record.logprobs_of(index)).stop:
-                break
+        self.drafting = Drafting(record, target, context.drafting, self.stats)
+        missing = len(record.tokens) - len(record.logprobs)
+        self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])
         if record.finished:
             self._end()
-
-    @property
-    def plan(self) -> SpeculationPlan:
-        """Return the present plan."""
-        return self._drafting.plan
 
     @property
     def ended(self) -> bool:
@@ -161,20 +155,21 @@ class Session:
     async def _run_on_one_verifier(self) -> None:
         connection = await self._find_verifier()
         try:
-            hidden_states = self._drafting.wants_hidden_states
+            hidden_states = self.drafting.wants_hidden_states
             opening = self._open_verify(hidden_states)
             span = self.stats.span.child("verify", connection.attributes)
             async with VerifierStream(connection, opening, span, self.record, self.target.info) as verifier:
                 await verifier.opened()
                 connection.record_success()
                 self.record.verifier = connection.info.worker_id
-                async with self._drafting.attached_to(verifier, hidden_states=hidden_states):
+                async with self.drafting.attached_to(verifier, hidden_states=hidden_states):
                     async for reply in verifier.replies():
                         if isinstance(reply, Refusal):
-                            self._drafting.drop_refused(reply)
+                            self.drafting.drop_refused(reply)
                             continue
                         self._commit(reply)
-                        if self.record.finished or self._should_move(connection):
+                        moving = connection.info.draining and self._other_verifier() is not None
+                        if self.record.finished or moving:
                             return
                 if not self.record.finished:
                     raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
@@ -208,22 +203,14 @@ class Session:
     def _commit(self, verdict: Verdict) -> None:
         """Append a verdict's tokens to the output and the record, and send them to the drafters."""
         record = self.record
-        self._drafting.observe(verdict)
-        self.stats.record_verdict(verdict, self.plan)
-        reason = verdict.finish_reason
-        for i, (token, kind) in enumerate(zip(verdict.tokens, verdict.kinds, strict=True)):
-            logprobs = verdict.logprobs[i] if verdict.logprobs else None
-            record.append(token, kind, logprobs)
-            piece = self.output.append(token, kind, logprobs)
-            if piece.stop:
-                reason = FinishReason.STOP
-                break
-        record.finish_reason = reason
-        self._context.quotas.spend(tenant(), len(verdict.tokens))
+        kinds = verdict.kinds
+        taken = self.output.append(verdict.tokens, kinds, verdict.logprobs)
+        record.append(verdict.tokens[:taken], kinds[:taken], verdict.logprobs[:taken])
+        record.finish_reason = FinishReason.STOP if self.output.rest.stop else verdict.finish_reason
+        self.stats.record_verdict(verdict, self.drafting.control.plan)
+        self._context.quotas.spend(self._tenant, len(verdict.tokens))
         self._context.write_behind.mark_changed(self._entry)
-        self.output.notify()
-        if not record.finished:
-            self._drafting.commit(verdict)
+        self.drafting.commit(verdict)
 
     # Choosing and opening.
 
@@ -244,10 +231,6 @@ class Session:
         return self._context.worker_pool.choose(
             Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
         )
-
-    def _should_move(self, connection: WorkerConnection) -> bool:
-        """Return whether the verifier drains and another one is available."""
-        return connection.info.draining and self._other_verifier() is not None
 
     def _open_verify(self, hidden_states: bool) -> verify.OpenVerify:
         request = self.record.request

@@ -353,8 +353,9 @@ def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], ta
             value=len(tail),
             limit=f"at least {position - known} tokens",
         )
-    for token in tail[known - start :]:
-        record.append(token, Kind.PLAIN, None)
+    lost = tail[known - start :]
+    unknown = len(lost) if record.request.params.logprobs is not None else 0
+    record.append(lost, [Kind.PLAIN] * len(lost), [None] * unknown)
 
 
 def _check_position(position: int, known: int, record: SessionRecord) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import structlog
 
-from coordinator.control.gamma import Controller, PlanTally
+from coordinator.control.gamma import Controller
 from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
-from outrider.observability.metrics import ABANDONED, TargetMetrics
+from outrider.observability.metrics import ABANDONED, DrafterKind, TargetMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import NO_SPAN, Span
 from outrider.protocol import convert
@@ -22,8 +23,17 @@ from outrider.v1 import common_pb2 as common
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class _KindTally:
+    """Guesses of one kind of drafter for this request."""
+
+    metrics: DrafterKind
+    guessed: int = 0
+    accepted: int = 0
+
+
 class RequestStats:
-    """Counters of one request. The properties are cheap; `values` also computes the plans that were considered."""
+    """Counters of one request."""
 
     def __init__(self, metrics: TargetMetrics) -> None:
         self._metrics = metrics
@@ -34,12 +44,10 @@ class RequestStats:
         self._tokens = 0
         self._tokens_at_first = 0
         self._steps = 0
-        self._drafts = 0
         self._committed_with_drafts = 0
         self._gamma_sum = 0
-        self._proposed: list[int] = []
-        self._accepted: list[int] = []
-        self._guessed = 0
+        self._proposed: Counter[int] = Counter()  # steps that checked guesses, by the length of their longest path
+        self._accepted: Counter[int] = Counter()  # the same steps by the number of accepted guesses
         self._payload_bytes = 0
         self._wire_bytes = 0
         self._messages = 0
@@ -54,9 +62,8 @@ class RequestStats:
         self.control: Controller | None = None
         self._missed = 0
         self._missed_at_hand = 0
-        self._kinds: dict[int, str] = {}  # of each drafter so far, by source
-        self._proposed_by: Counter[str] = Counter()
-        self._accepted_by: Counter[str] = Counter()
+        self._kinds: dict[str, _KindTally] = {}  # in the order in which they were attached
+        self._drafters: dict[int, _KindTally] = {}  # by source
 
     @property
     def waiting(self) -> bool:
@@ -68,7 +75,7 @@ class RequestStats:
         self._metrics.prompt_tokens.inc(len(record.request.prompt))
 
     def record_drafter(self, source: int, kind: str) -> None:
-        self._kinds[source] = kind
+        self._drafters[source] = self._kinds.setdefault(kind, _KindTally(self._metrics.drafter(kind)))
 
     def record_verifier_loss(self, error: OutriderError) -> None:
         self.failovers += 1
@@ -82,12 +89,12 @@ class RequestStats:
 
     def record_guess(self, guess: common.Guess) -> None:
         payload_bytes, wire_bytes = convert.guess_bytes(guess)
-        kind = self._kinds[guess.source]
-        self._metrics.drafter(kind).record_guess(len(guess.tokens), wire_bytes)
-        self._proposed_by[kind] += len(guess.tokens)
+        drafter = self._drafters[guess.source]
+        drafter.guessed += len(guess.tokens)
+        drafter.metrics.guessed_tokens.inc(len(guess.tokens))
+        drafter.metrics.guess_bytes.inc(wire_bytes)
         self._messages += 1
         self._draft_us += guess.draft_us
-        self._guessed += len(guess.tokens)
         self._payload_bytes += payload_bytes
         self._wire_bytes += wire_bytes
 
@@ -109,22 +116,21 @@ class RequestStats:
             self._metrics.between.observe(now - self._last_token)
         self._last_token = now
         for tally in verdict.sources:
-            kind = self._kinds.get(tally.source, "")
-            self._metrics.drafter(kind).accepted_guesses.inc(tally.accepted)
-            self._accepted_by[kind] += tally.accepted
+            if (drafter := self._drafters.get(tally.source)) is not None:
+                drafter.accepted += tally.accepted
+                drafter.metrics.accepted_guesses.inc(tally.accepted)
         if verdict.proposed:
-            self._drafts += 1
+            self._proposed[verdict.proposed] += 1
+            self._accepted[verdict.accepted] += 1
+            self._committed_with_drafts += len(verdict.tokens)
             if verdict.last is TokenKind.RECOVERED:
                 self._missed += 1
                 self._missed_at_hand += verdict.remaining_depth > 0
-            self._committed_with_drafts += len(verdict.tokens)
-            _count_up_to(self._proposed, verdict.proposed)
-            _count_up_to(self._accepted, verdict.accepted)
 
     def finish(self, record: SessionRecord, error: OutriderError | None) -> None:
         """Record the end of the request in metrics, trace and log."""
         seconds = time.monotonic() - self._started
-        accepted = sum(self._accepted)
+        accepted = _total(self._accepted)
         reason = record.finish_reason.name.lower() if record.finished else ABANDONED
         if record.finished and error is None:
             after_first = self._tokens - self._tokens_at_first
@@ -150,7 +156,7 @@ class RequestStats:
             prompt_tokens=len(record.request.prompt),
             output_tokens=len(record.tokens),
             seconds=round(seconds, 3),
-            acceptance_length=round(_ratio(self._committed_with_drafts, self._drafts), 2),
+            acceptance_length=round(_ratio(self._committed_with_drafts, self._proposed.total()), 2),
             **({"error": error.message} if error is not None else {}),
         )
 
@@ -160,7 +166,7 @@ class RequestStats:
                 "gen_ai.usage.output_tokens": len(record.tokens),
                 "gen_ai.response.finish_reasons": [reason],
                 "outrider.steps": self._steps,
-                "outrider.acceptance_length": _ratio(self._committed_with_drafts, self._drafts),
+                "outrider.acceptance_length": _ratio(self._committed_with_drafts, self._proposed.total()),
                 "outrider.mean_gamma": _ratio(self._gamma_sum, self._steps),
                 "outrider.cached_tokens": self.cached_tokens,
                 "outrider.failovers": self.failovers,
@@ -171,78 +177,26 @@ class RequestStats:
             self.span.failed(error.message)
         self.span.end()
 
-    @property
-    def steps(self) -> int:
-        return self._steps
-
-    @property
-    def drafts(self) -> int:
-        """Return the number of steps that checked guesses."""
-        return self._drafts
-
-    @property
-    def draft_tokens(self) -> int:
-        """Return the number of guesses that were checked."""
-        return sum(self._proposed)
-
-    @property
-    def accepted_tokens(self) -> int:
-        return sum(self._accepted)
-
-    @property
-    def accepted_per_position(self) -> list[int]:
-        """Return, per position of a guess, the number of steps that accepted it."""
-        return self._accepted + [0] * (len(self._proposed) - len(self._accepted))
-
-    @property
-    def acceptance_rate(self) -> float:
-        return _ratio(self.accepted_tokens, self.draft_tokens)
-
-    @property
-    def mean_gamma(self) -> float:
-        return _ratio(self._gamma_sum, self._steps)
-
-    @property
-    def bytes_per_accepted_token(self) -> float:
-        return _ratio(self._wire_bytes, self.accepted_tokens)
-
-    @property
-    def time_to_first_token_ms(self) -> float:
-        return 1000 * (self._first - self._started)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the speed after the first token."""
-        return _ratio(self._tokens - self._tokens_at_first, self._last_token - self._first)
-
-    @property
-    def taken(self) -> list[tuple[SpeculationPlan, PlanTally]]:
-        """Return the plans in use so far, most steps first."""
-        tallies = {} if self.control is None else self.control.tallies
-        return sorted(tallies.items(), key=lambda item: -item[1].steps)
-
-    @property
-    def _first(self) -> float:
-        """Return the time of the first token, or of the start if there is none."""
-        return self._started if self._first_token is None else self._first_token
-
-    def values(self) -> GenerationStats:
-        """Return the figures as they are now."""
+    def values(self, *, considered: bool = False) -> GenerationStats:
+        """Return the figures as they are now; with plans that were only `considered`, it takes a millisecond."""
+        first = self._started if self._first_token is None else self._first_token
+        drafts, positions = self._proposed.total(), max(self._proposed, default=0)
+        proposed, accepted = _total(self._proposed), _total(self._accepted)
         return GenerationStats(
             steps=self._steps,
-            drafts=self._drafts,
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            offered_per_position=tuple(self._proposed),
-            accepted_per_position=tuple(self.accepted_per_position),
-            acceptance_length=_ratio(self._committed_with_drafts, self._drafts),
-            acceptance_rate=self.acceptance_rate,
-            mean_gamma=self.mean_gamma,
-            bytes_per_accepted_token=self.bytes_per_accepted_token,
-            bytes_per_guessed_token=_ratio(self._payload_bytes, self._guessed),
-            time_to_first_token_ms=self.time_to_first_token_ms,
+            drafts=drafts,
+            draft_tokens=proposed,
+            accepted_tokens=accepted,
+            offered_per_position=_per_position(self._proposed, positions),
+            accepted_per_position=_per_position(self._accepted, positions),
+            acceptance_length=_ratio(self._committed_with_drafts, drafts),
+            acceptance_rate=_ratio(accepted, proposed),
+            mean_gamma=_ratio(self._gamma_sum, self._steps),
+            bytes_per_accepted_token=_ratio(self._wire_bytes, accepted),
+            bytes_per_guessed_token=_ratio(self._payload_bytes, sum(kind.guessed for kind in self._kinds.values())),
+            time_to_first_token_ms=1000 * (first - self._started),
             duration_ms=1000 * (time.monotonic() - self._started),
-            tokens_per_second=self.tokens_per_second,
+            tokens_per_second=_ratio(self._tokens - self._tokens_at_first, self._last_token - first),
             failovers=self.failovers,
             drafter_losses=self.drafter_losses,
             drafter=self.drafter_kind,
@@ -252,23 +206,20 @@ class RequestStats:
             cached_tokens=self.cached_tokens,
             feature_bytes=self.hidden_bytes,
             drafters=tuple(
-                DrafterStats(
-                    kind=kind,
-                    attached_order=order,
-                    guessed=self._proposed_by[kind],
-                    accepted=self._accepted_by[kind],
-                )
-                for order, kind in enumerate(dict.fromkeys(self._kinds.values()), start=1)
+                DrafterStats(kind=kind, attached_order=order, guessed=tally.guessed, accepted=tally.accepted)
+                for order, (kind, tally) in enumerate(self._kinds.items(), start=1)
             ),
-            plans=self._plans(),
+            plans=self._plans(considered=considered),
             missed=self._missed,
             draft_ms=self._draft_us / 1000,
             missed_at_hand=self._missed_at_hand,
         )
 
-    def _plans(self) -> tuple[PlanStats, ...]:
+    def _plans(self, *, considered: bool) -> tuple[PlanStats, ...]:
+        """Return the plans in use so far, most steps first."""
         if self.control is None:
             return ()
+        tallies = self.control.tallies
         taken = [
             PlanStats(
                 plan=plan.label,
@@ -276,23 +227,24 @@ class RequestStats:
                 expected_tokens_per_second=_ratio(tally.expected, tally.steps),
                 tokens_per_second=1000.0 * _ratio(tally.tokens, tally.ms),
             )
-            for plan, tally in self.taken
+            for plan, tally in sorted(tallies.items(), key=lambda item: -item[1].steps)
         ]
-        modes = {plan.mode for plan in self.control.tallies}
-        return (
-            *taken,
-            *(
-                PlanStats(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
-                for choice in self.control.best_per_mode()
-                if choice.plan.mode not in modes
-            ),
-        )
+        modes = {plan.mode for plan in tallies}
+        others = [
+            PlanStats(plan=choice.plan.label, expected_tokens_per_second=choice.tokens_per_s)
+            for choice in (self.control.best_per_mode() if considered else ())
+            if choice.plan.mode not in modes
+        ]
+        return (*taken, *others)
 
 
-def _count_up_to(counts: list[int], length: int) -> None:
-    counts.extend([0] * (length - len(counts)))
-    for i in range(length):
-        counts[i] += 1
+def _total(lengths: Counter[int]) -> int:
+    return sum(length * count for length, count in lengths.items())
+
+
+def _per_position(lengths: Counter[int], positions: int) -> tuple[int, ...]:
+    """Return for each position the number of paths that reach beyond it."""
+    return tuple(sum(count for length, count in lengths.items() if length > at) for at in range(positions))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -203,10 +203,6 @@ class DrafterKind:
     guess_bytes: Counter
     accepted_guesses: Counter
 
-    def record_guess(self, tokens: int, wire_bytes: int) -> None:
-        self.guessed_tokens.inc(tokens)
-        self.guess_bytes.inc(wire_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class TargetMetrics:

@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat
 from coordinator.api.preprocess import ClientRequest, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
-from coordinator.sessions.output import Token
+from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
@@ -29,26 +29,11 @@ _ROLES = {"developer": "system"}
 
 async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
     """Yield choices with new tokens, without tokens at their end; raise the error of one that fails."""
-    at = dict.fromkeys(range(len(sessions)), 0)  # tokens sent, of incomplete choices
-    changed = asyncio.Event()
-    with contextlib.ExitStack() as stack:
-        for session in sessions:
-            stack.enter_context(session.output.notified(changed))
-        while at:
-            changed.clear()
-            for number in list(at):
-                session = sessions[number]
-                if tokens := session.output.read(at[number]):
-                    at[number] += len(tokens)
-                    changed.set()
-                    yield number, tokens
-                elif session.ended:
-                    del at[number]
-                    if session.error is not None:
-                        raise session.error
-                    yield number, []
-            if at:
-                await changed.wait()
+    async with contextlib.aclosing(follow([session.output for session in sessions])) as updates:
+        async for number, _, tokens in updates:
+            if not tokens and (error := sessions[number].error) is not None:
+                raise error
+            yield number, tokens
 
 
 @contextlib.asynccontextmanager

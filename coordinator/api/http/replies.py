@@ -16,9 +16,9 @@ from coordinator.api.http.answer import progress
 from coordinator.api.http.bodies import ChatBody, CompletionBody
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
-from coordinator.sessions.stats import RequestStats
 from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason
+from outrider.protocol.statistics import GenerationStats
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 Answering = AbstractAsyncContextManager[Sequence[Session]]
@@ -205,12 +205,13 @@ def _finite(logprob: float) -> float:
 
 
 def _speculation(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:
+    plan = session.drafting.control.plan
     return {
         "kinds": [token.kind.name.lower() for token in tokens],
         "characters": [len(token.text) for token in tokens],
         "token_ids": [token.token for token in tokens],
-        "plan": session.plan.label,
-        "gamma": session.plan.gamma,
+        "plan": plan.label,
+        "gamma": plan.gamma,
     }
 
 
@@ -233,15 +234,15 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
     """Return speculation metrics, for replies with a single choice."""
     if len(sessions) != 1:
         return {}
-    stats, record = sessions[0].stats, sessions[0].record
+    stats, record = sessions[0].stats.values(), sessions[0].record
     assert record.request.params.seed is not None
     own: responses.SessionMetrics = {
         "tokens_per_second": stats.tokens_per_second,
         "time_to_first_token_ms": stats.time_to_first_token_ms,
         "steps": stats.steps,
         "mean_gamma": stats.mean_gamma,
-        "drafter": stats.drafter_kind,
-        "plans": [{"plan": plan.label, "steps": tally.steps} for plan, tally in stats.taken],
+        "drafter": stats.drafter,
+        "plans": [{"plan": plan.plan, "steps": plan.steps} for plan in stats.plans],
         "bytes_per_accepted_token": stats.bytes_per_accepted_token,
         "failovers": stats.failovers,
         "drafter_losses": stats.drafter_losses,
@@ -251,7 +252,7 @@ def metrics(sessions: Sequence[Session]) -> dict[str, responses.AnswerMetrics]:
     return {"metrics": {"speculative_decoding": speculative_decoding(stats), "outrider": own}}
 
 
-def speculative_decoding(stats: RequestStats) -> responses.SpeculativeDecoding:
+def speculative_decoding(stats: GenerationStats) -> responses.SpeculativeDecoding:
     """Return the acceptance of a request as vLLM reports it.
 
     γ changes from step to step, so `num_spec_tokens` is the longest guess that

@@ -68,8 +68,8 @@ def test_an_answer_over_http_works_out_nothing_that_it_does_not_tell(monkeypatch
 
 def test_http_and_grpc_tell_the_same_numbers() -> None:
     session = session_after(4, 1, 0)
-    told, proto = metrics([session])["metrics"], convert.stats_to_proto(session.stats.values())
-    assert convert.stats_from_proto(proto).plans == session.stats.values().plans
+    told, proto = metrics([session])["metrics"], convert.stats_to_proto(session.stats.values(considered=True))
+    assert convert.stats_from_proto(proto).plans == session.stats.values(considered=True).plans
     speculative, own = told["speculative_decoding"], told["outrider"]
     assert speculative == {
         "mean_acceptance_length": 1.0 + 5 / 3,

@@ -31,7 +31,7 @@ def told(*steps: tuple[Verdict, SpeculationPlan], metrics: CoordinatorMetrics | 
     stats = RequestStats((metrics or CoordinatorMetrics(Mode)).of("target"))
     for each, plan in steps:
         stats.record_verdict(each, plan)
-    return speculative_decoding(stats)
+    return speculative_decoding(stats.values())
 
 
 def scraped(metrics: CoordinatorMetrics) -> Counts:
