@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_connection import WorkerConnection
-from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background, first_message
 from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, Unavailable
@@ -25,8 +25,9 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 class RegistryService(rpc.RegistryServicer):
     """Service that workers report to."""
 
-    def __init__(self, worker_pool: WorkerPool, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
-        self._worker_pool = worker_pool
+    def __init__(self, registrations: Registrations, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
+        self._registrations = registrations
+        self._worker_pool = registrations.worker_pool
         self._settings = settings
         self._fleet = fleet
         self._stopping = asyncio.Event()
@@ -45,7 +46,7 @@ class RegistryService(rpc.RegistryServicer):
             yield pb.RegisterReply(send_vocabulary=True)
             await _compare_vocabulary(self._worker_pool.target.vocabulary, requests)
         self._refuse_when_stopping()
-        connection = await self._worker_pool.admit(info)
+        connection = await self._registrations.admit(info)
         connection.registrations += 1
         try:
             yield pb.RegisterReply(accepted=True, heartbeat_ms=self._settings.heartbeat_ms)
@@ -61,11 +62,11 @@ class RegistryService(rpc.RegistryServicer):
             present = connection in self._worker_pool.connections()
             if present and not connection.registrations and not self._stopping.is_set():
                 # Shielded from cancellation: a worker that stays in Redis would be added again.
-                await asyncio.shield(self._worker_pool.remove(info.worker_id))
+                await asyncio.shield(self._registrations.remove(info.worker_id))
 
     async def _receive_reports(self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection) -> None:
         async for request in requests:
-            await self._worker_pool.update(_worker(request), connection)
+            await self._registrations.update(_worker(request), connection)
 
     async def _wait_for_stop(self) -> None:
         await self._stopping.wait()

@@ -53,7 +53,7 @@ class CoordinatorService(rpc.OutriderServicer):
         allowed = {CLIENTS: self.api_keys, REGISTRY: self.fleet.registration}
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
-        self._registry = RegistryService(self.sessions.worker_pool, settings, self.fleet)
+        self._registry = RegistryService(self.sessions.registrations, settings, self.fleet)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
         self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, frozenset({REGISTRY})),)

@@ -29,6 +29,7 @@ from coordinator.sessions.seeds import draw_nonce
 from coordinator.sessions.session import Session, SessionContext
 from coordinator.sessions.stop_conditions import finish_ended
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, critical_task
@@ -69,13 +70,12 @@ class SessionManager:
         self._write_behind = WriteBehind(self._store)
         self._pairs = PairHistoryStore(self._store)
         self.worker_pool = WorkerPool(
-            self._store,
-            settings.heartbeat_ms,
             fleet,
             settings.verdict_timeout_s,
             # Create its counters before the first request: benchmarks read them before they start.
             on_target=lambda target: self.metrics.of(target.name),
         )
+        self.registrations = Registrations(self.worker_pool, self._store, settings.heartbeat_ms)
         drafting = DraftingContext(self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
@@ -102,7 +102,7 @@ class SessionManager:
         self._tasks = [
             critical_task(self._write_behind.run(), "write-behind"),
             critical_task(self._pairs.run(), "pair history"),
-            critical_task(self.worker_pool.run(), "worker pool"),
+            critical_task(self.registrations.run(), "registrations"),
             critical_task(self.worker_pool.watch(), "liveness"),
         ]
 
@@ -118,7 +118,7 @@ class SessionManager:
         if not await self._write_behind.flush(_FLUSH_S):
             log.warning("last writes to redis failed")
         await cancel_all(self._tasks)
-        await self.worker_pool.close()
+        await self.worker_pool.workers.close()
         await self._store.connection.close()
         await self._tracing.close()
 

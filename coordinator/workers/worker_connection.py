@@ -57,6 +57,7 @@ class WorkerConnection:
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
         self.reported_at = time.monotonic()  # last report over such a stream
+        self.seen_at = self.reported_at  # last report over such a stream or, from another coordinator, in Redis
         self._failures = 0
         self._not_before = 0.0
         self._channel = WorkerChannel(info, access, self.streams)

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.persistence.store import Store
 from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
@@ -42,18 +43,19 @@ class SlowStore:
 
 async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> None:
     store = SlowStore()
-    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    await worker_pool.admit(DRAFTER)
-    looking = asyncio.create_task(worker_pool.synchronise())
+    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    worker_pool = registrations.worker_pool
+    await registrations.admit(DRAFTER)
+    looking = asyncio.create_task(registrations.synchronise())
     await store.asked.wait()
-    await worker_pool.remove(DRAFTER.worker_id)
+    await registrations.remove(DRAFTER.worker_id)
     store.answer.set()
     await looking
     assert not worker_pool.connections()
     store.records[DRAFTER.worker_id] = DRAFTER  # it reports to another coordinator now
-    await worker_pool.synchronise()
+    await registrations.synchronise()
     assert [connection.info.worker_id for connection in worker_pool.connections()] == [DRAFTER.worker_id]
-    await worker_pool.close()
+    await worker_pool.workers.close()
 
 
 class HeldStream:
@@ -70,46 +72,49 @@ async def test_a_worker_that_registers_again_has_the_connection_that_its_session
     """Its registration broke off, the streams of sessions did not: they are to hear that it drains."""
     store = SlowStore()
     store.answer.set()
-    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await worker_pool.admit(DRAFTER)
+    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    worker_pool = registrations.worker_pool
+    held = await registrations.admit(DRAFTER)
     stream = HeldStream()
     held.streams.add(stream)
-    await worker_pool.remove(DRAFTER.worker_id)
-    await worker_pool.synchronise()
+    await registrations.remove(DRAFTER.worker_id)
+    await registrations.synchronise()
     assert not worker_pool.connections(), "no new session goes there"
-    again = await worker_pool.admit(replace(DRAFTER, draining=True, capacity=9))
+    again = await registrations.admit(replace(DRAFTER, draining=True, capacity=9))
     assert again is held
     assert (held.info.draining, held.info.capacity) == (True, 9)
     assert worker_pool.connections() == [held]
-    await worker_pool.close()
+    await worker_pool.workers.close()
 
 
 async def test_a_connection_without_sessions_is_closed_when_its_worker_has_left() -> None:
     store = SlowStore()
     store.answer.set()
-    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await worker_pool.admit(DRAFTER)
+    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    worker_pool = registrations.worker_pool
+    held = await registrations.admit(DRAFTER)
     stream = HeldStream()
     held.streams.add(stream)
-    await worker_pool.remove(DRAFTER.worker_id)
+    await registrations.remove(DRAFTER.worker_id)
     held.streams.discard(stream)
-    await worker_pool.synchronise()
-    again = await worker_pool.admit(DRAFTER)
+    await registrations.synchronise()
+    again = await registrations.admit(DRAFTER)
     assert again is not held
     assert held._probing.done()
-    await worker_pool.close()
+    await worker_pool.workers.close()
     assert again._probing.done()
 
 
 async def test_another_worker_of_the_same_name_has_a_connection_of_its_own() -> None:
     store = SlowStore()
     store.answer.set()
-    worker_pool = WorkerPool(cast(Store, store), 500, FleetKeys(), 10.0)
-    held = await worker_pool.admit(DRAFTER)
+    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    worker_pool = registrations.worker_pool
+    held = await registrations.admit(DRAFTER)
     held.streams.add(HeldStream())
-    await worker_pool.remove(DRAFTER.worker_id)
-    other = await worker_pool.admit(replace(DRAFTER, address="127.0.0.1:2"))
+    await registrations.remove(DRAFTER.worker_id)
+    other = await registrations.admit(replace(DRAFTER, address="127.0.0.1:2"))
     assert other is not held
     assert held.info.address == "127.0.0.1:1"
-    await worker_pool.close()
+    await worker_pool.workers.close()
     assert held._probing.done()

@@ -1,0 +1,150 @@
+"""Registrations: workers that report to this coordinator or, by Redis, to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import structlog
+
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.store import Store
+from coordinator.workers.known_workers import record_report, same_place, same_worker
+from coordinator.workers.worker_connection import WorkerConnection
+from coordinator.workers.worker_pool import WorkerPool
+from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded
+from outrider.protocol.fleet import WorkerInfo
+
+log = structlog.get_logger(__name__)
+
+LOST_AFTER_HEARTBEATS = 5
+SILENT_AFTER_HEARTBEATS = 2.5  # then another worker may take its address, as after a restart
+MAX_WORKERS = 1024  # of a role
+
+
+class Registrations:
+    """Additions to the pool and removals from it, shared with other coordinators."""
+
+    def __init__(self, worker_pool: WorkerPool, store: Store, heartbeat_ms: int) -> None:
+        self.worker_pool = worker_pool
+        self._workers = worker_pool.workers
+        self._store = store
+        self._heartbeat_s = heartbeat_ms / 1000
+        self._lost_after_s = LOST_AFTER_HEARTBEATS * self._heartbeat_s
+        self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
+
+    async def admit(self, info: WorkerInfo) -> WorkerConnection:
+        """Add a worker that reports to this coordinator; raise ModelMismatch if it does not fit.
+
+        The caller compares the vocabulary of a drafter first: see `WorkerPool.vocabulary_differs`.
+        """
+        connection = await self._add(info)
+        await self.update(info, connection)
+        return connection
+
+    async def update(self, info: WorkerInfo, connection: WorkerConnection) -> None:
+        """Record a worker's report; `connection` is the one that its registration stream received."""
+        if not same_worker(info, connection.info):
+            raise InvalidRequest(
+                f"this stream reports for {connection.info.worker_id}: identity, role, address and model may not "
+                "change; open another stream for another worker",
+                field="worker",
+                value=info.worker_id,
+                limit="as in the first message",
+            )
+        if self._workers.get(info.worker_id) is not connection:
+            return  # it was removed meanwhile
+        record_report(connection, info)
+        connection.seen_at = connection.reported_at = time.monotonic()
+        try:
+            await self._store.put_worker(info, int(1000 * self._lost_after_s))
+        except StoreDown as error:
+            log.debug("worker not written to redis", worker=info.worker_id, error=error.message)
+
+    async def remove(self, worker_id: str) -> None:
+        """Remove a worker whose registration stream has ended."""
+        self._left[worker_id] = math.inf  # until Redis has removed it too
+        await self._workers.drop(worker_id)
+        try:
+            await self._store.remove_worker(worker_id)
+        except StoreDown as error:
+            log.debug("worker not removed from redis", worker=worker_id, error=error.message)
+        finally:
+            self._left[worker_id] = time.monotonic()
+
+    async def run(self) -> None:
+        """Synchronise with Redis until cancelled."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self.synchronise()
+
+    async def synchronise(self) -> None:
+        """Add workers that other coordinators have recorded and remove those that no longer report."""
+        asked = time.monotonic()
+        try:
+            known = await self._store.workers(self._lost_after_s)
+        except StoreDown:
+            known = []  # without Redis, no worker is forgotten
+        for info in known:
+            if self._left.get(info.worker_id, 0.0) < asked:  # else the record is older than its end
+                await self._add_recorded(info)
+        self._left = {worker_id: at for worker_id, at in self._left.items() if at >= asked}
+        await self._forget_silent({info.worker_id for info in known})
+        await self._workers.close_unused()
+
+    async def _add_recorded(self, info: WorkerInfo) -> None:
+        connection = self._workers.get(info.worker_id)
+        if connection is not None and same_worker(connection.info, info):
+            if not connection.registrations:
+                record_report(connection, info)
+            connection.seen_at = time.monotonic()
+            return
+        try:
+            await self._add(info)
+        except OutriderError as error:
+            log.info("worker ignored", worker=info.worker_id, error=error.message)
+        except Exception as error:  # neither the record nor the process at its address is trusted
+            log.warning("worker ignored", worker=info.worker_id, error=repr(error)[:200])
+
+    async def _forget_silent(self, known: set[str]) -> None:
+        for connection in self._workers:
+            worker_id = connection.info.worker_id
+            silent = time.monotonic() - connection.seen_at > self._lost_after_s
+            if silent and not connection.registrations and self._store.up and worker_id not in known:
+                await self._workers.drop(worker_id)
+
+    async def _add(self, info: WorkerInfo) -> WorkerConnection:
+        self._refuse_impostor(info)
+        await self.worker_pool.check(info)
+        self._refuse_impostor(info)  # the check awaited, so another worker may have joined
+        connection = await self._workers.put(info)
+        connection.seen_at = time.monotonic()
+        return connection
+
+    def _refuse_impostor(self, info: WorkerInfo) -> None:
+        """Raise Conflict for a worker with the id or the address of a present one.
+
+        A restarted worker has a new id, and its old stream has ended or is silent by then.
+        """
+        for connection in self._workers:
+            if (taken := self._conflict(info, connection)) is not None:
+                field, value = taken
+                raise Conflict(
+                    f"another worker is registered with this {field}; wait until it has left, or use one of your own",
+                    field=f"worker.{field}",
+                    value=value,
+                    limit="not in use",
+                )
+        if self._workers.get(info.worker_id) is None and len(self._workers.of(info.role)) >= MAX_WORKERS:
+            raise Overloaded(f"{MAX_WORKERS} workers of this role are registered", field="worker", limit=MAX_WORKERS)
+
+    def _conflict(self, info: WorkerInfo, connection: WorkerConnection) -> tuple[str, str] | None:
+        """Return the field and value that a worker shares with a present one, or None."""
+        quiet_s = time.monotonic() - connection.reported_at
+        reports = bool(connection.registrations) and quiet_s <= SILENT_AFTER_HEARTBEATS * self._heartbeat_s
+        if connection.info.worker_id == info.worker_id:
+            # A worker known only from Redis is present until it is forgotten.
+            present = reports or not connection.registrations
+            return ("worker_id", info.worker_id) if present and not same_worker(connection.info, info) else None
+        return ("address", info.address) if reports and same_place(connection.info, info) else None
