@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.credentials import ClientCredentials
+from loadtest.report.summary import Percentiles, Summary
 from loadtest.settings import (
     DEFAULT_HTTP_ENDPOINT,
     DEFAULT_MAX_TOKENS,
@@ -35,7 +36,6 @@ from loadtest.settings import (
 )
 from loadtest.shapes import SHAPES, max_duration_s
 from loadtest.shapes import parts as parts_of
-from loadtest.summary import Percentiles, Summary
 from outrider.client.sync import DEFAULT_ENDPOINT
 from outrider.protocol.errors import InvalidRequest, StartupError
 
@@ -197,7 +197,9 @@ def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: 
 
 
 def draw(summary: Summary, file: Path) -> None:
-    from loadtest.page import write  # imported here: it takes a second, which an invalid command need not wait for
+    from loadtest.report.page import (
+        write,  # imported here: it takes a second, which an invalid command need not wait for
+    )
 
     file.parent.mkdir(parents=True, exist_ok=True)
     write(summary, file)

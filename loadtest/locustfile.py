@@ -25,10 +25,10 @@ from loadtest.assignment import Assignment, describe_fleet, prepare_assignment
 from loadtest.attempt import Attempt
 from loadtest.credentials import ClientCredentials
 from loadtest.load_clients import GRPC, HTTP
-from loadtest.record import Recorder
+from loadtest.report.record import Recorder
+from loadtest.report.summary import LoadRun, Summary, summarise
 from loadtest.settings import Load, LoadTarget
 from loadtest.shapes import ShapeSchedule, parts
-from loadtest.summary import LoadRun, Summary, summarise
 from loadtest.workload import Case, cases, pick
 from outrider.protocol.errors import OutriderError
 
@@ -221,7 +221,10 @@ def _report(state: RunState) -> Any:
     if summary is None:
         return "No run yet.", 404
     drawn = subprocess.run(
-        [sys.executable, "-m", "loadtest.page"], input=summary.to_json().encode(), capture_output=True, check=False
+        [sys.executable, "-m", "loadtest.report.page"],
+        input=summary.to_json().encode(),
+        capture_output=True,
+        check=False,
     )
     if drawn.returncode:
         log.error("report failed: %s", drawn.stderr.decode(errors="replace"))

@@ -109,7 +109,7 @@ async def serve(service: Service, settings: Settings, ready: Callable[[str], Non
 
 
 class RunningCalls(grpc.aio.ServerInterceptor):
-    """Calls whose handlers run. Stopping a server cancels them; `ended` waits until they have ended.
+    """Record of the handlers in progress. Stopping a server cancels them; `ended` waits until they have ended.
 
     gRPC logs a traceback for each handler that an event loop cancels when it closes.
     """

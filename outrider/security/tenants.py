@@ -17,7 +17,7 @@ _ID_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Limits of one tenant. None: the default of all keys; 0: no limit."""
+    """Quotas of one tenant. None: the default of all keys; 0: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and outputs together

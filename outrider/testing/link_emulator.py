@@ -225,7 +225,7 @@ class _Transfer:
         self._budget = asyncio.Event()
 
     async def take(self) -> None:
-        """Read from the sender until its end, and queue each chunk with its due time."""
+        """Queue each chunk that the sender writes, with its due time, until its end."""
         data = b"-"
         while data:
             await self._wait_for_budget()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.__main__ import LOCUSTFILE
-from loadtest.summary import Summary
+from loadtest.report.summary import Summary
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from tests.certificates import Authority

@@ -23,8 +23,8 @@ import typer
 from loadtest.__main__ import main
 from loadtest.attempt import TEXT_DIFFERS
 from loadtest.prompts import KINDS, PROMPTS
+from loadtest.report.summary import Summary
 from loadtest.settings import Load, LoadTarget
-from loadtest.summary import Summary
 from loadtest.workload import Output, cases, difference, pick
 from outrider.base.endpoint import allowed, is_loopback, split
 from outrider.protocol.errors import Conflict, InvalidRequest, Overloaded

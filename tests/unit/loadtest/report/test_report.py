@@ -16,10 +16,10 @@ import pytest
 from loadtest.__main__ import table
 from loadtest.attempt import TEXT_DIFFERS, Attempt
 from loadtest.load_clients import ReplyPiece
-from loadtest.page import ms, page
-from loadtest.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
+from loadtest.report.page import ms, page
+from loadtest.report.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
+from loadtest.report.summary import NO_REQUESTS, LoadRun, Summary, summarise
 from loadtest.shapes import ShapePart, ShapeSpan
-from loadtest.summary import NO_REQUESTS, LoadRun, Summary, summarise
 from loadtest.workload import Output, cases
 from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 

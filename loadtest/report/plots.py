@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from loadtest.summary import Percentiles, Summary
+from loadtest.report.summary import Percentiles, Summary
 
 # Placeholder colours for matplotlib; the SVG gets CSS variables, so that one plot fits the light and dark modes.
 _COLOURS = {

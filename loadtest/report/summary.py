@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from loadtest.attempt import TEXT_DIFFERS
 from loadtest.load_clients import PROTOCOLS
 from loadtest.prompts import KINDS
-from loadtest.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
+from loadtest.report.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
 from loadtest.shapes import ShapeSpan
 
 NO_REQUESTS = "no request completed"
@@ -76,14 +76,14 @@ class Counts(Figures):
 
 
 class SortFigures(Counts):
-    """Counts of one protocol, and of one kind of prompt or of all (empty)."""
+    """Figures of one protocol, and of one kind of prompt or of all (empty)."""
 
     protocol: str
     kind: str
 
 
 class PartFigures(Counts):
-    """Counts of a part, while all of its users were running."""
+    """Figures of a part, while all of its users were running."""
 
     name: str
     users: int

@@ -1,4 +1,4 @@
-"""Counts and times of a run per time slice, recorded by every process and merged by the leading one.
+"""Record of a run: counts and times per time slice, kept by every process and merged by the leading one.
 
 A distributed run has users in many processes, so times are stored as
 histograms, which can be merged like counts.
@@ -49,7 +49,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class RequestTally:
-    """Counts of one or more time slices. Tokens are those of correct outputs, counted on arrival."""
+    """Sums over one or more time slices. Tokens are those of correct outputs, counted on arrival."""
 
     requests: int = 0  # completed or failed
     shed: int = 0  # not in `requests`
@@ -99,7 +99,7 @@ class RequestGroup(NamedTuple):
 
 
 class Recorder:
-    """Counts by time slice and group. All processes of a run have the same slice duration."""
+    """Tallies by time slice and group. All processes of a run have the same slice duration."""
 
     def __init__(self, slice_s: float = MIN_SLICE_S) -> None:
         self.slice_s = slice_s

@@ -1,6 +1,6 @@
 """Report of a run as a self-contained HTML file.
 
-From the shell: `python -m loadtest.page < summary.json > report.html`.
+From the shell: `python -m loadtest.report.page < summary.json > report.html`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from loadtest.plots import Plot, plots
-from loadtest.summary import Counts, Percentiles, Summary
+from loadtest.report.plots import Plot, plots
+from loadtest.report.summary import Counts, Percentiles, Summary
 
 _STYLE = """
 :root { color-scheme: light dark;
