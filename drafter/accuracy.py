@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from drafter.interface import DraftRequest, DraftResult
-from outrider.protocol.speculation import MAX_GAMMA
-from outrider.speculation.tree_shape import TreeShape
+from outrider.protocol.speculation import MAX_GAMMA, TreeShape
 
 _DECAY = 0.95  # per outcome: about the last twenty count
 _PRIOR_WEIGHT = 4.0  # the prior weighs as much as this many outcomes

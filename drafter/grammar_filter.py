@@ -7,7 +7,7 @@ text under rejection and block verification.
 from __future__ import annotations
 
 from drafter.interface import DraftRequest, DraftResult
-from outrider.speculation.tree_shape import ROOT, TreeShape
+from outrider.protocol.speculation import ROOT, TreeShape
 
 
 def filter_by_grammar(request: DraftRequest, result: DraftResult) -> DraftResult:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from drafter.accuracy import token_positions
 from drafter.interface import DraftRequest, DraftResult
-from outrider.speculation.tree_shape import ROOT
+from outrider.protocol.speculation import ROOT
 
 
 class ProposalBranch:

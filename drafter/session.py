@@ -15,12 +15,13 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_HIDDEN_POSITIONS,
+    ROOT,
     DraftSteering,
     Guess,
     HiddenStates,
+    TreeShape,
     check_opening,
 )
-from outrider.speculation.tree_shape import ROOT, TreeShape
 
 MAX_TREE = 128  # open guesses of a session
 MAX_UNREAD = 256  # messages; drafting pauses for a peer that is further behind

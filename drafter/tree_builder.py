@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from drafter.interface import DraftRequest, DraftResult
-from outrider.speculation.tree_shape import ROOT, path_to
+from outrider.protocol.speculation import ROOT, path_to
 
 Choice = tuple[int, float]  # a token and the logarithm of its probability
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine import SessionTokens
-from outrider.speculation.tree import Block
+from outrider.protocol.speculation import NO_GUESS, Guess
 from verifier.fair_shares import FairShares
 from verifier.hidden_states import to_wire_format
 from verifier.limits import SchedulerLimits
@@ -29,12 +29,12 @@ class ScheduledSession:
 
     session: VerifySession
     pending: tuple[int, ...]  # committed tokens that are not cached yet
-    block: Block  # guesses to verify
+    block: Guess  # to verify
     verifies: bool  # False: a prompt chunk, without logits
     hidden_from: int | None  # first token whose hidden state is needed; None: of none
 
     @classmethod
-    def of(cls, session: VerifySession, pending: Sequence[int], block: Block, *, verifies: bool) -> ScheduledSession:
+    def of(cls, session: VerifySession, pending: Sequence[int], block: Guess, *, verifies: bool) -> ScheduledSession:
         first = session.hidden_states.first_needed(session.cache_length, len(pending), len(session.committed))
         return cls(session, tuple(pending), block, verifies, first)
 
@@ -46,7 +46,7 @@ class ScheduledSession:
         key, last = self.session.key, len(self.pending) - 1
         if not self.verifies:
             return SessionTokens(key, self.pending, logits_from=len(self.pending), hidden_from=self.hidden_from)
-        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.parents))
+        parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.shape.parents))
         return SessionTokens(
             key,
             self.pending + self.block.tokens,
@@ -145,7 +145,7 @@ class Batching:
                 break
             budget -= len(chunk)
             is_last = session.cache_length + len(chunk) == len(session.committed)
-            chunks.append(ScheduledSession.of(session, chunk, Block(), verifies=is_last))
+            chunks.append(ScheduledSession.of(session, chunk, NO_GUESS, verifies=is_last))
         return chunks
 
 

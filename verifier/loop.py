@@ -4,8 +4,7 @@ The loop runs on the event loop, the target in one thread. Guess trees change
 on the event loop only, also during a step, since guesses arrive at any time.
 The target's thread does not read the trees. It reads the step's immutable
 `ScheduledSession` objects and the parts of a session that change only between
-steps: committed tokens, cache length, sampling history, and the draft
-probabilities of the block's nodes. It advances a session's grammar itself;
+steps: committed tokens, cache length and sampling history. It advances a session's grammar itself;
 the event loop does not use the grammar during a step.
 """
 
@@ -24,6 +23,7 @@ from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
 from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
 from outrider.speculation.grammar import GrammarMatcher
+from outrider.speculation.tree import tallies
 from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
 from verifier.limits import SchedulerLimits
@@ -202,6 +202,7 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
     tokens, reason = session.truncate_output(result.verified.tokens, result.complete_after)
     accepted = min(len(outcome.path), len(tokens))
     path = outcome.path[:accepted]
+    nodes = session.tree.nodes(block)
     hidden_states = None
     if result.hidden_states is not None:
         cut = len(result.verified.tokens) - len(tokens)
@@ -212,12 +213,12 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         tokens=tuple(tokens),
         accepted=accepted,
         last=last_kind(outcome.kind, accepted, len(tokens)),
-        proposed=block.depth,
+        proposed=block.shape.depth,
         finish_reason=reason,
         timings=timings,
         logprobs=result.verified.logprobs[: len(tokens)],
         hidden_states=hidden_states,
-        sources=block.tallies(path),
-        nodes=len(block.tokens),
-        accepted_from_branch=sum(block.ranks[row - 1] > 0 for row in path),
+        sources=tallies(nodes, block.shape.depths, path),
+        nodes=len(nodes),
+        accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),
     )

@@ -26,7 +26,7 @@ from outrider.protocol.speculation import (
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
-from outrider.speculation.tree import Block, GuessTree
+from outrider.speculation.tree import GuessTree
 from verifier.hidden_states import HiddenStateBuffer
 
 MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
@@ -188,7 +188,7 @@ class VerifySession:
             return now
         return self.waiting_since + self.draft_wait_s
 
-    def block(self, max_guesses: int, *, chain: bool = False) -> Block:
+    def block(self, max_guesses: int, *, chain: bool = False) -> Guess:
         if self.guide is not None:
             max_guesses = min(max_guesses, self.guide.affordable_masks(_MAX_MASK_S))
         return self.tree.block(min(max_guesses, self.max_guesses or max_guesses), self.remaining - 1, chain=chain)

@@ -10,8 +10,7 @@ from functools import partial
 
 from coordinator.control.simulated_world import SimulatedWorld
 from coordinator.control.throughput_model import PLAIN, SpeculationPlan
-from outrider.protocol.speculation import MAX_NODES, Guess
-from outrider.speculation.tree_shape import ROOT, TreeShape
+from outrider.protocol.speculation import MAX_NODES, ROOT, Guess, TreeShape
 
 RIGHT = 1  # the right token at every position; all others are wrong
 _WRONG = 1000

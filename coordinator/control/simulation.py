@@ -18,9 +18,8 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulated_world import SimulatedWorld, World
 from outrider.protocol.cost_curve import CostCurve
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, Guess, TokenKind, Verdict, VerifyTimings
-from outrider.speculation.tree import Block, GuessTree
-from outrider.speculation.tree_shape import ROOT, TreeShape
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Guess, TokenKind, Verdict, VerifyTimings
+from outrider.speculation.tree import GuessTree
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ class Simulation:
     def _receive(self, guess: Guess) -> None:
         tree = bool(guess.parents) or self.controller.plan.branches > 1
         pair = self.controller.estimator.pair
-        pair.observe_draft(TreeShape.of(guess.parents, len(guess.tokens)).depth, guess.draft_us, tree=tree)
+        pair.observe_draft(guess.shape.depth, guess.draft_us, tree=tree)
         if guess.parent == 0 and guess.position < len(self._committed):
             pair.observe_late_guess(hit=guess.tokens[0] == RIGHT)
         self._tree.add(guess)
@@ -115,7 +114,7 @@ class Simulation:
         step_ms = self.world.cost.at(1 + len(block.tokens))
         self._world.after(step_ms, lambda: self._finish_step(block, waited_ms, step_ms))
 
-    def _finish_step(self, block: Block, waited_ms: float, step_ms: float) -> None:
+    def _finish_step(self, block: Guess, waited_ms: float, step_ms: float) -> None:
         verdict = self._verify(block, waited_ms, step_ms)
         self._count(verdict)
         self._stepping = False
@@ -128,13 +127,14 @@ class Simulation:
             self._world.after(self.controller.wait_timeout_ms, self._start_step)
         self._start_step()
 
-    def _verify(self, block: Block, waited_ms: float, step_ms: float) -> Verdict:
+    def _verify(self, block: Guess, waited_ms: float, step_ms: float) -> Verdict:
         path = _accepted_path(block)
+        nodes = self._tree.nodes(block)
         position = len(self._committed)
         tokens = (RIGHT,) * (len(path) + 1)
         self._committed.extend(tokens)
         self._tree.commit(tokens)
-        proposed = block.depth
+        proposed = block.shape.depth
         last = TokenKind.PLAIN if not proposed else TokenKind.BONUS if len(path) == proposed else TokenKind.RECOVERED
         step_tokens = 1 + len(block.tokens)
         return Verdict(
@@ -150,9 +150,9 @@ class Simulation:
                 session_tokens=step_tokens,
                 step_tokens=len(tokens),
             ),
-            nodes=len(block.tokens),
+            nodes=len(nodes),
             remaining_depth=self._tree.depth,
-            accepted_from_branch=sum(block.ranks[row - 1] > 0 for row in path),
+            accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),
         )
 
     def _count(self, verdict: Verdict) -> None:
@@ -173,12 +173,12 @@ class Simulation:
             self._world.send_down(lambda: self._drafter.steer(plan))
 
 
-def _accepted_path(block: Block) -> list[int]:
+def _accepted_path(block: Guess) -> list[int]:
     """Return the rows of the block on the path of right tokens; row 0 is the last committed token."""
     path: list[int] = []
     node = ROOT
     while True:
-        children = (child for child, parent in enumerate(block.parents) if parent == node)
+        children = (child for child, parent in enumerate(block.shape.parents) if parent == node)
         right = next((child for child in children if block.tokens[child] == RIGHT), None)
         if right is None:
             return path

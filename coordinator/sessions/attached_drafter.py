@@ -10,8 +10,7 @@ from coordinator.sessions.streams import DrafterStream
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol import message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation
-from outrider.protocol.speculation import HiddenStates, SourceTally
-from outrider.speculation.tree_shape import TreeShape
+from outrider.protocol.speculation import HiddenStates, SourceTally, TreeShape
 from outrider.v1 import common_pb2 as common
 
 MAX_UNANSWERED = 192  # messages of guesses between two commits; conforming drafters send fewer

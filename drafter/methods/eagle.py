@@ -27,10 +27,9 @@ from outrider.engine.loading.selection import make_engine
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Distribution, HiddenStates
+from outrider.protocol.speculation import ROOT, Distribution, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
-from outrider.speculation.tree_shape import ROOT
 from outrider.train.artifacts.eagle import METHOD, Eagle
 
 _PREFILL_TOKENS = 512

@@ -22,9 +22,9 @@ from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, StartupError
+from outrider.protocol.speculation import ROOT, TreeShape, path_to
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
-from outrider.speculation.tree_shape import ROOT, TreeShape
 from outrider.train.artifacts import card as cards
 
 _PREFILL_TOKENS = 512
@@ -124,9 +124,7 @@ class ModelDrafter:
         needed: set[int] = set()
         for node, path in enumerate(TreeShape(request.open_parents).token_paths(request.open_tokens)):
             if path not in known.choices:
-                while node != ROOT and node not in needed:
-                    needed.add(node)
-                    node = request.open_parents[node]
+                needed.update(path_to(node, request.open_parents))
         nodes = self._computed_nodes[request.session] = sorted(needed)
         last = len(new) - 1
         index = {node: last + 1 + i for i, node in enumerate(nodes)}

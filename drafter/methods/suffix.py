@@ -19,10 +19,9 @@ from drafter.methods.suffix_automaton import END, Automaton, Place
 from drafter.proposal import Proposal
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import ROOT, WHOLE, Distribution, TreeShape
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
-from outrider.speculation.tree_shape import ROOT
 
 _INDEXED_PER_REQUEST = 1024  # tokens of a session: the other sessions wait meanwhile
 _SHARED_INDEXED_PER_REQUEST = 64  # tokens of ended sessions
@@ -185,9 +184,8 @@ class SuffixDrafter:
         automaton = best.automaton
         own = self._texts[request.session].automaton
         root = own.end if automaton is own else automaton.locate(request.tokens[: request.committed])
-        places = {ROOT: root}
-        for node, (token, parent) in enumerate(zip(builder.tokens, builder.parents, strict=True)):
-            places[node] = automaton.advance(places[parent], token)
+        open_places = TreeShape(request.open_parents).accumulate(request.open_tokens, automaton.advance, root)
+        places = {ROOT: root, **dict(enumerate(open_places))}
         max_depth = self._max_copied(max(automaton.longest_followed(place)[1] for place in places.values()))
         for node in builder.expandable_nodes():
             builder.add_choices(node, _choices(automaton, places[node], request.branches))

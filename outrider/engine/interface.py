@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from outrider.protocol.fleet import ModelInfo
-from outrider.speculation.tree_shape import TreeShape
+from outrider.protocol.speculation import TreeShape
 
 CHAIN: tuple[int, ...] = ()
 

@@ -1,11 +1,13 @@
-"""Guesses, verdicts and steering: the messages of each round of a session."""
+"""Guesses and the shapes of their trees, verdicts and steering: the messages of each round of a session."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
 from outrider.protocol.errors import InvalidRequest
@@ -27,6 +29,11 @@ MAX_HIDDEN_POSITIONS = 512  # positions per message
 MAX_DRAFT_WAIT_US = 10_000_000
 
 WHOLE = 65536  # sum of a Distribution's weights
+
+ROOT = -1  # parent of the first nodes of a tree
+
+Value = TypeVar("Value")
+Item = TypeVar("Item")
 
 
 class TokenKind(enum.IntEnum):
@@ -103,7 +110,69 @@ class Distribution:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class TreeShape:
+    """The shape of a tree of tokens, apart from the tokens.
+
+    One convention holds everywhere: `parents[i]` is the index of node i's
+    parent in the same list, an earlier node, or ROOT for the place from which
+    the tree grows. On the wire the numbers are one higher.
+    """
+
+    parents: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parents: Sequence[int], num_nodes: int) -> TreeShape:
+        """Return the shape of a guess: a chain where it states no parents."""
+        return cls(tuple(parents) if parents else tuple(range(ROOT, num_nodes - 1)))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
+
+    @property
+    def stated(self) -> tuple[int, ...]:
+        """Return the parents as messages and engines take them: none for a chain."""
+        return () if self.is_chain else self.parents
+
+    def accumulate(self, items: Iterable[Item], combine: Callable[[Value, Item], Value], start: Value) -> list[Value]:
+        """Return each node's value: its parent's value combined with its own item. ROOT's value is `start`."""
+        values: list[Value] = []
+        for item, parent in zip(items, self.parents, strict=True):
+            values.append(combine(values[parent] if parent >= 0 else start, item))
+        return values
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Return the distance of each node from ROOT, 1 for its children."""
+        return tuple(self.accumulate(self.parents, lambda depth, _: depth + 1, 0))
+
+    @property
+    def depth(self) -> int:
+        """Return the length of the longest path."""
+        return max(self.depths, default=0)
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Return for each node the nodes from ROOT to it, itself included."""
+        return self.token_paths(range(len(self.parents)))
+
+    def token_paths(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return for each node the tokens from ROOT to it."""
+        start: tuple[int, ...] = ()
+        return self.accumulate(tokens, lambda path, token: (*path, token), start)
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """Return the nodes that lead from ROOT to `node`, without ROOT."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@dataclass(frozen=True)
 class Guess:
     """Tokens for position, position+1, … in a chain, or in a tree with `parents`; see Guess in common.proto."""
 
@@ -114,7 +183,19 @@ class Guess:
     draft_probs: tuple[Distribution, ...] = ()
     draft_us: int = 0
     source: int = 0
-    parents: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()  # as in TreeShape; empty: a chain
+
+    @cached_property
+    def shape(self) -> TreeShape:
+        return TreeShape.of(self.parents, len(self.tokens))
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Return the guessed tokens that lead to each row of its logits; row 0 precedes token 0."""
+        return [(), *self.shape.token_paths(self.tokens)]
+
+
+NO_GUESS = Guess(0, 0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)

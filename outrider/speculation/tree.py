@@ -12,10 +12,10 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import Distribution, Guess, SourceTally
-from outrider.speculation.tree_shape import ROOT, TreeShape
+from outrider.protocol.speculation import ROOT, Distribution, Guess, SourceTally
 
 NodeKey = tuple[int, int]
 
@@ -32,6 +32,7 @@ class Node:
     position: int
     draft_prob: Distribution | None = None
     children: list[Node] = field(default_factory=list)
+    rank: int = 0  # among its siblings, in order of arrival
     keys: list[NodeKey] = field(default_factory=list)
     skipped: bool = False  # earlier tokens of its guess were committed before it arrived
 
@@ -67,38 +68,15 @@ class SiblingRates:
 Place = tuple[Node, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The part of a tree that one step verifies. Row 0 of the logits follows the last committed token, row i + 1
-    follows guess i."""
-
-    tokens: tuple[int, ...] = ()
-    shape: TreeShape = field(default_factory=TreeShape)
-    nodes: tuple[Node, ...] = ()
-    ranks: tuple[int, ...] = ()  # among its siblings, in order of arrival
-
-    @property
-    def parents(self) -> tuple[int, ...]:
-        return self.shape.parents
-
-    @property
-    def paths(self) -> list[tuple[int, ...]]:
-        """Return the guessed tokens that lead to each row, row 0 first."""
-        return [(), *self.shape.token_paths(self.tokens)]
-
-    @property
-    def depth(self) -> int:
-        return self.shape.depth
-
-    def tallies(self, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
-        """Return the tally of each drafter with guesses in the block; `accepted` are the rows of the accepted path."""
-        longest: dict[int, int] = {}
-        num_accepted: Counter[int] = Counter()
-        for row, (node, depth) in enumerate(zip(self.nodes, self.shape.depths, strict=True), start=1):
-            sources = {source for source, _ in node.keys}
-            longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
-            num_accepted.update(sources if row in accepted else ())
-        return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
+def tallies(nodes: Sequence[Node], depths: Sequence[int], accepted: Sequence[int]) -> tuple[SourceTally, ...]:
+    """Return the tally of each drafter with guesses among the verified `nodes`; `accepted` are the rows of the path."""
+    longest: dict[int, int] = {}
+    num_accepted: Counter[int] = Counter()
+    for row, (node, depth) in enumerate(zip(nodes, depths, strict=True), start=1):
+        sources = {source for source, _ in node.keys}
+        longest.update((source, max(depth, longest.get(source, 0))) for source in sources)
+        num_accepted.update(sources if row in accepted else ())
+    return tuple(SourceTally(source, longest[source], num_accepted[source]) for source in sorted(longest))
 
 
 class GuessTree:
@@ -136,14 +114,15 @@ class GuessTree:
             self.passed_at = max(self.passed_at, guess.position)
             return 0
         before = self._size
-        places: list[Place | None] = [(parent, after)]
-        for i in range(len(guess.tokens)):
-            place = places[guess.parents[i] + 1 if guess.parents else i]
-            places.append(None if place is None else self._put(guess, i, *place))
+        start: Place | None = (parent, after)
+        guess.shape.accumulate(range(len(guess.tokens)), partial(self._put, guess), start)
         return self._size - before
 
-    def _put(self, guess: Guess, i: int, parent: Node, position: int) -> Place | None:
-        """Put token i of a guess at `position`. Return the place for its children; None: it does not match."""
+    def _put(self, guess: Guess, place: Place | None, i: int) -> Place | None:
+        """Put token i of a guess at its place. Return the place for its children; None: it does not match."""
+        if place is None:
+            return None
+        parent, position = place
         key = (guess.source, guess.first_id + i)
         if position < len(self._committed):  # committed already: skipped if it is equal
             if self._committed[position] != guess.tokens[i]:
@@ -163,7 +142,7 @@ class GuessTree:
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
             skipped = guess.position < len(self._committed)
-            node = Node(guess.tokens[i], position, draft_prob, skipped=skipped)
+            node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children), skipped=skipped)
             parent.children.append(node)
             self._size += 1
         elif self._single and key not in node.keys:
@@ -177,7 +156,7 @@ class GuessTree:
         """Move the root along `tokens`, which the caller has appended to `committed`, and prune the rest."""
         for token in tokens:
             guessed, kept = self._root.children, self._root.child(token)
-            self._rates.record(len(guessed), None if kept is None else guessed.index(kept))
+            self._rates.record(len(guessed), None if kept is None else kept.rank)
             for node in guessed:
                 if node is not kept:
                     self._drop(node)
@@ -189,37 +168,39 @@ class GuessTree:
                     self._keep_committed(key, position)
                 self._root.children = kept.children
 
-    def block(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Block:
-        """Return up to `max_rows` guesses, no deeper than `max_depth`, the likeliest to be accepted first.
+    def block(self, max_rows: int, max_depth: int, *, chain: bool = False) -> Guess:
+        """Return the part of the tree that a step verifies: up to `max_rows` guesses, the likeliest first.
 
-        `chain` leaves branches out: each guess hangs from the one before it.
+        None is deeper than `max_depth`. `chain` leaves branches out: each guess hangs from the one before it.
         """
-        tokens: list[int] = []
         parents: list[int] = []
         nodes: list[Node] = []
-        ranks: list[int] = []
-        reached: list[tuple[float, int, Node, int, int, int]] = []
+        reached: list[tuple[float, int, Node, int, int]] = []
         seen = 0
 
         def reach(siblings: Sequence[Node], parent: int, depth: int, chance: float) -> None:
             nonlocal seen
-            for rank, node in enumerate(siblings):
+            for node in siblings:
                 seen += 1  # orders equal probabilities
-                heapq.heappush(reached, (-chance * self._rates[rank], seen, node, rank, parent, depth))
+                heapq.heappush(reached, (-chance * self._rates[node.rank], seen, node, parent, depth))
 
         if max_depth > 0:
             reach(self._root.children, ROOT, 1, 1.0)
-        while reached and len(tokens) < max_rows:
-            negated, _, node, rank, parent, depth = heapq.heappop(reached)
-            tokens.append(node.token)
+        while reached and len(nodes) < max_rows:
+            negated, _, node, parent, depth = heapq.heappop(reached)
             parents.append(parent)
             nodes.append(node)
-            ranks.append(rank)
             if chain:
                 reached.clear()
             if depth < max_depth:
-                reach(node.children, len(tokens) - 1, depth + 1, -negated)
-        return Block(tuple(tokens), TreeShape(tuple(parents)), tuple(nodes), tuple(ranks))
+                reach(node.children, len(nodes) - 1, depth + 1, -negated)
+        draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
+        tokens = tuple(node.token for node in nodes)
+        return Guess(len(self._committed), 0, 0, tokens, draft_probs, parents=tuple(parents))
+
+    def nodes(self, block: Guess) -> list[Node]:
+        """Return the nodes of a block from this tree; there must have been no commit since."""
+        return block.shape.accumulate(block.tokens, _existing_child, self._root)
 
     def has_depth(self, depth: int) -> bool:
         """Return whether the tree holds a chain of this length."""
@@ -284,3 +265,9 @@ class GuessTree:
         self._size -= 1
         for key in node.keys:
             self._nodes.pop(key, None)
+
+
+def _existing_child(node: Node, token: int) -> Node:
+    child = node.child(token)
+    assert child is not None
+    return child

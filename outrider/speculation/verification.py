@@ -9,13 +9,12 @@ from itertools import islice
 import torch
 
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import TokenLogprobs
+from outrider.protocol.speculation import Guess, TokenLogprobs
 from outrider.speculation import acceptance, sampling
 from outrider.speculation.acceptance import Outcome, RandomSource
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.grammar import Masks
 from outrider.speculation.sampling import History
-from outrider.speculation.tree import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class VerifyResult:
 
 def verify(
     logits: torch.Tensor,
-    block: Block,
+    block: Guess,
     position: int,
     params: SamplingParams,
     history: History | None,
@@ -45,7 +44,7 @@ def verify(
     the tokens that the grammar allows at each row.
     """
     if argmax and params.logprobs is None and is_plain_argmax(params):
-        outcome = acceptance.walk(block.tokens, block.parents, argmax)
+        outcome = acceptance.walk(block.tokens, block.shape.parents, argmax)
         return VerifyResult(outcome, _tokens(block, outcome), ())
     paths = block.paths
     adjusted = sampling.adjust(logits, params, history, paths)
@@ -78,13 +77,13 @@ def argmax_per_session(
     return [list(islice(tokens, count)) for count in counts]
 
 
-def _tokens(block: Block, outcome: Outcome) -> tuple[int, ...]:
+def _tokens(block: Guess, outcome: Outcome) -> tuple[int, ...]:
     return (*(block.tokens[row - 1] for row in outcome.path), outcome.final)
 
 
 def _outcome(
     adjusted: torch.Tensor,
-    block: Block,
+    block: Guess,
     paths: Sequence[Sequence[int]],
     position: int,
     params: SamplingParams,
@@ -92,8 +91,7 @@ def _outcome(
 ) -> Outcome:
     if not params.mode.needs_draft_probs:
         drawn = shared_draw(adjusted, params, [position + len(path) for path in paths])
-        return acceptance.walk(block.tokens, block.parents, drawn)
+        return acceptance.walk(block.tokens, block.shape.parents, drawn)
     target = sampling.candidates(adjusted, params).dense(adjusted.shape[-1])
-    draft = [node.draft_prob for node in block.nodes if node.draft_prob is not None]
     rule = acceptance.block if params.mode is Verification.BLOCK else acceptance.rejection
-    return rule(block.tokens, target, draft, position, chance)
+    return rule(block.tokens, target, block.draft_probs, position, chance)

@@ -9,6 +9,7 @@ import torch
 
 from outrider.engine.interface import SessionTokens
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.protocol.speculation import TreeShape
 
 
 @dataclass(slots=True)
@@ -34,10 +35,9 @@ class Segment:
         """Return which new tokens each new token attends to: itself and its ancestors.  # [tokens, tokens]"""
         if not self.new.parents:
             return torch.ones((self.count, self.count), dtype=torch.bool).tril()
-        mask = torch.eye(self.count, dtype=torch.bool)
-        for index, parent in enumerate(self.new.parents):
-            if parent >= 0:
-                mask[index] |= mask[parent]
+        mask = torch.zeros((self.count, self.count), dtype=torch.bool)
+        for index, path in enumerate(TreeShape(tuple(self.new.parents)).paths):
+            mask[index, list(path)] = True
         return mask
 
 

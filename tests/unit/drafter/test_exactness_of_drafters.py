@@ -30,7 +30,7 @@ from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation import acceptance, noise, verification
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
-from outrider.speculation.tree import Block, GuessTree
+from outrider.speculation.tree import GuessTree
 from outrider.speculation.verification import verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
@@ -101,7 +101,7 @@ class Setting:
 
 
 # The target's own tokens for a block, from what is committed to the end of the text.
-Step = Callable[[Sequence[int], Block], Sequence[int]]
+Step = Callable[[Sequence[int], Guess, GuessTree], Sequence[int]]
 
 
 def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
@@ -123,7 +123,7 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
                     underway.append(guess)
                 else:
                     tree.add(guess)
-        new = tuple(step(committed, tree.block(setting.rows, end - len(committed) - 1)))
+        new = tuple(step(committed, tree.block(setting.rows, end - len(committed) - 1), tree))
         at = len(committed)
         committed.extend(new)
         tree.commit(new)
@@ -165,11 +165,11 @@ class Choosy(GuessTree):
     """Of two drafters' tokens for one place it keeps the lower, and not the one that came first."""
 
     def add(self, guess: Guess) -> int:
-        ours = next(iter(self._roots), None)
+        ours = next(iter(self._root.children), None)
         here = guess.position == len(self._committed) and guess.tokens
         if ours is not None and here and guess.tokens[0] < ours.token:
             self._drop(ours)
-            self._roots = []
+            self._root.children = []
         return super().add(guess)
 
 
@@ -213,7 +213,7 @@ def checked(
 ) -> Step:
     """A step of the real judge on the pair's target."""
 
-    def step(committed: Sequence[int], block: Block) -> Sequence[int]:
+    def step(committed: Sequence[int], block: Guess, tree: GuessTree) -> Sequence[int]:
         if clock is not None:
             clock.now += verify_s
         path = tuple(committed[len(setting.prompt) :])
@@ -399,10 +399,10 @@ class Crowd:
         setting = Setting(params, steering=steering, late=self.late, tree=self.tree)
         chance = SeededNoise(seed)
 
-        def step(committed: Sequence[int], block: Block) -> Sequence[int]:
+        def step(committed: Sequence[int], block: Guess, tree: GuessTree) -> Sequence[int]:
             self.clock.now += COST_S * 10 * (seed % 4)  # the slower the target, the more a good guess is worth
             judgement = verify(LOGITS[[committed[-1], *block.tokens]], block, len(committed), params, None, chance)
-            held = [block.nodes[row - 1] for row in judgement.outcome.path]
+            held = [tree.nodes(block)[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
             self.accepted_late += sum(node.skipped for node in held)
             self.branched += not block.shape.is_chain

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drafter.interface import DraftRequest
 from drafter.tree_builder import TreeBuilder
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.speculation.tree_shape import ROOT
+from outrider.protocol.speculation import ROOT
 
 
 def ask_for(

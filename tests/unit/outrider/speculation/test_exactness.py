@@ -312,8 +312,7 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
         block = tree.block(rows, START + length - len(committed) - 1)
         path = tuple(committed[START:])
         answers = pair.rows(path + block.tokens)[len(path) :]
-        drawn_from = [node.draft_prob for node in block.nodes if node.draft_prob is not None]
-        outcome = rule(block.tokens, answers, drawn_from, len(committed), branches)
+        outcome = rule(block.tokens, answers, block.draft_probs, len(committed), branches)
         new = (*block.tokens[: len(outcome.path)], outcome.final)
         news.append((len(committed), new))
         committed.extend(new)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import WHOLE, Distribution, Guess, SourceTally
-from outrider.speculation.tree import Block, GuessTree
+from outrider.protocol.speculation import NO_GUESS, WHOLE, Distribution, Guess, SourceTally
+from outrider.speculation.tree import GuessTree, Node, tallies
 
 EVERYTHING = 10_000
 
@@ -36,13 +37,21 @@ def paths(tree: GuessTree) -> set[tuple[int, ...]]:
     return {tuple(block.paths[row]) for row in range(1, len(block.tokens) + 1)}
 
 
+def all_nodes(tree: GuessTree) -> list[Node]:
+    return tree.nodes(tree.block(EVERYTHING, EVERYTHING))
+
+
+def tallies_of(tree: GuessTree, block: Guess, accepted: Sequence[int]) -> tuple[SourceTally, ...]:
+    return tallies(tree.nodes(block), block.shape.depths, accepted)
+
+
 # --- one case each ---------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_becomes_a_chain() -> None:
     tree = tree_over([1, 2])
     assert tree.add(chain(2, 1, 7, 8, 9)) == 3
-    assert (tree.block(9, 9).tokens, tree.block(9, 9).parents) == ((7, 8, 9), (-1, 0, 1))
+    assert (tree.block(9, 9).tokens, tree.block(9, 9).shape.parents) == ((7, 8, 9), (-1, 0, 1))
     assert len(tree) == tree.depth == 3
 
 
@@ -87,7 +96,7 @@ def test_a_late_guess_is_skipped_forward() -> None:
     commit(tree, committed, 7, 8)
     assert tree.add(chain(2, 1, 7, 8, 9)) == 1
     assert paths(tree) == {(9,)}
-    assert tree.block(9, 9).nodes[0].skipped
+    assert all_nodes(tree)[0].skipped
 
 
 def test_a_late_guess_that_did_not_come_true_is_dropped() -> None:
@@ -225,7 +234,7 @@ def test_nodes_carry_the_distribution_that_they_were_drawn_from() -> None:
     tree = tree_over(committed, single=True)
     commit(tree, committed, 9)
     tree.add(Guess(1, 1, 0, (9, 8, 7), points(9, 8, 7)))
-    assert [node.draft_prob for node in tree.block(9, 9).nodes] == list(points(8, 7))
+    assert [node.draft_prob for node in all_nodes(tree)] == list(points(8, 7))
 
 
 def test_a_block_takes_the_likeliest_guesses_first() -> None:
@@ -236,7 +245,7 @@ def test_a_block_takes_the_likeliest_guesses_first() -> None:
     assert tree.block(3, 9).tokens == (7, 8, 9)
     assert tree.block(4, 9).tokens == (7, 8, 9, 5)
     assert sorted(tree.block(9, 1).tokens) == [5, 7]
-    assert tree.block(0, 9) == tree.block(9, 0) == Block()
+    assert tree.block(0, 9) == tree.block(9, 0) == replace(NO_GUESS, position=1)
 
 
 def test_what_second_guesses_are_worth_is_learnt() -> None:
@@ -286,10 +295,10 @@ def test_drafters_are_tallied_each_on_its_own() -> None:
     block = tree.block(EVERYTHING, EVERYTHING)
     row = {tuple(block.paths[row]): row for row in range(1, len(block.tokens) + 1)}
     path = [row[7,], row[7, 5], row[7, 5, 6]]
-    assert block.tallies(path) == (SourceTally(3, 3, 3), SourceTally(4, 2, 2), SourceTally(9, 1, 0))
-    assert block.tallies(path[:1]) == (SourceTally(3, 3, 1), SourceTally(4, 2, 1), SourceTally(9, 1, 0))
-    assert tree.block(1, EVERYTHING).tallies(()) == (SourceTally(3, 1, 0), SourceTally(4, 1, 0))
-    assert Block().tallies(()) == ()
+    assert tallies_of(tree, block, path) == (SourceTally(3, 3, 3), SourceTally(4, 2, 2), SourceTally(9, 1, 0))
+    assert tallies_of(tree, block, path[:1]) == (SourceTally(3, 3, 1), SourceTally(4, 2, 1), SourceTally(9, 1, 0))
+    assert tallies_of(tree, tree.block(1, EVERYTHING), ()) == (SourceTally(3, 1, 0), SourceTally(4, 1, 0))
+    assert tallies_of(tree, NO_GUESS, ()) == ()
 
 
 def test_repeating_a_guess_for_ever_takes_no_room() -> None:
@@ -298,7 +307,7 @@ def test_repeating_a_guess_for_ever_takes_no_room() -> None:
     for first_id in range(1, 20_001, 2):
         tree.add(chain(1, first_id, 7, 8))
     assert len(tree) == 2
-    kept = sum(len(node.keys) for node in tree.block(9, 9).nodes)
+    kept = sum(len(node.keys) for node in all_nodes(tree))
     assert kept <= 1000, f"{kept} ids are kept for 2 nodes"
 
 
@@ -453,12 +462,13 @@ class TreeMachine(RuleBasedStateMachine):
     def blocks_are_in_order_and_positions_right(self) -> None:
         for rows, depth in ((EVERYTHING, EVERYTHING), (3, EVERYTHING), (EVERYTHING, 2)):
             block = self.tree.block(rows, depth)
-            assert len(block.tokens) == len(block.parents) == len(block.nodes) <= rows
+            nodes = self.tree.nodes(block)
+            assert len(block.tokens) == len(block.parents) == len(nodes) <= rows
             assert all(parent < node for node, parent in enumerate(block.parents)), "parents first"
-            assert block.depth <= depth
+            assert block.shape.depth <= depth
             places = list(zip(block.parents, block.tokens, strict=True))
             assert len(set(places)) == len(places), "siblings differ"
-            for row, node in enumerate(block.nodes, start=1):
+            for row, node in enumerate(nodes, start=1):
                 assert node.token == block.tokens[row - 1]
                 assert node.position == len(self.committed) + len(block.paths[row]) - 1
         if self.single:
@@ -466,7 +476,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_pruned_is_remembered(self) -> None:
-        alive = {id(node) for node in self.tree.block(EVERYTHING, EVERYTHING).nodes}
+        alive = {id(node) for node in all_nodes(self.tree)}
         assert all(id(node) in alive for node in self.tree._nodes.values())
 
 
@@ -505,5 +515,5 @@ def test_nonsense_is_refused_or_ignored_and_never_breaks_the_tree(guesses: list[
             commit(tree, committed, i % 3)
         block = tree.block(EVERYTHING, EVERYTHING)
         assert len(block.tokens) == len(tree) <= 9
-        for row, node in enumerate(block.nodes, start=1):
+        for row, node in enumerate(all_nodes(tree), start=1):
             assert node.position == len(committed) + len(block.paths[row]) - 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.tree_shape import ROOT, TreeShape, path_to
+from outrider.protocol.speculation import ROOT, TreeShape, path_to
 
 shapes = st.lists(st.integers(0, 100), max_size=24).map(
     lambda drawn: TreeShape(tuple(number % (i + 1) - 1 for i, number in enumerate(drawn)))
