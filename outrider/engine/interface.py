@@ -96,10 +96,6 @@ class Engine(Protocol):
         """Keep, of the tokens cached after length `base`, those at `indices`, in this order."""
         ...
 
-    def fork(self, session: str, copy: str) -> None:
-        """Begin a second session with the same cached tokens."""
-        ...
-
     def free(self, session: str) -> None:
         """Release a session's cache; unknown sessions are accepted."""
         ...

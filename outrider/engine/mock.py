@@ -79,9 +79,6 @@ class MockEngine:
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
         self._lengths[session] = base + len(indices)
 
-    def fork(self, session: str, copy: str) -> None:
-        self._lengths[copy] = self._lengths[session]
-
     def free(self, session: str) -> None:
         self._lengths.pop(session, None)
 

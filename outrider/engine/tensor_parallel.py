@@ -34,8 +34,8 @@ from transformers.distributed import DistributedConfig
 
 from outrider.base.config import PREFIX, WorkerSettings
 from outrider.engine.interface import Engine, SessionTokens, StepResult
+from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, StartupError
-from outrider.protocol.fleet import ModelInfo
 
 log = structlog.get_logger(__name__)
 
@@ -199,39 +199,16 @@ class RankGroup:
         os._exit(1)
 
 
-class TensorParallelEngine:
+class TensorParallelEngine(EngineWrapper):
     """Rank 0's engine: every call that changes the cache runs on all ranks. A step costs one message."""
 
-    def __init__(self, engine: Engine, rank_group: RankGroup) -> None:
-        self._engine = engine
+    def __init__(self, inner: Engine, rank_group: RankGroup) -> None:
+        super().__init__(inner)
         self._rank_group = rank_group
         self._pending: list[Command] = []  # sent with the next step
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def device(self) -> torch.device:
-        return self._engine.device
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._engine.capacity_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._engine.cached_tokens
-
-    @property
-    def evictable_tokens(self) -> int:
-        return self._engine.evictable_tokens
-
-    def length(self, session: str) -> int:
-        return self._engine.length(session)
-
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        saved = self._engine.match_prefix(session, tokens, salt)
+        saved = self.inner.match_prefix(session, tokens, salt)
         # The last token is never matched: with one token more than was found, the others find the same.
         self._pending.append(["match_prefix", session, list(tokens[: saved + 1]), salt])
         return saved
@@ -241,25 +218,21 @@ class TensorParallelEngine:
         commands, self._pending = [*self._pending, ["extend", calls]], []
         with self._rank_group.step():
             self._rank_group.broadcast(commands)
-            result = self._engine.extend(batch)
+            result = self.inner.extend(batch)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a lost rank must show within the step's timeout
         return result
 
     def truncate(self, session: str, length: int) -> None:
-        self._engine.truncate(session, length)
+        self.inner.truncate(session, length)
         self._pending.append(["truncate", session, length])
 
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
-        self._engine.compact(session, base, indices)
+        self.inner.compact(session, base, indices)
         self._pending.append(["compact", session, base, list(indices)])
 
-    def fork(self, session: str, copy: str) -> None:
-        self._engine.fork(session, copy)
-        self._pending.append(["fork", session, copy])
-
     def free(self, session: str) -> None:
-        self._engine.free(session)
+        self.inner.free(session)
         self._pending.append(["free", session])
 
 

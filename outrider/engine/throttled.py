@@ -16,52 +16,26 @@ from itertools import pairwise
 import torch
 
 from outrider.engine.interface import Engine, SessionTokens, StepResult
+from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
-from outrider.protocol.fleet import ModelInfo
 
 _SPIN_S = 0.0005  # the precision of sleep
 
 
-class ThrottledEngine:
+class ThrottledEngine(EngineWrapper):
     """An engine behind a least time per step. `blur` is (position, noise): the noise from that position on, in
     standard deviations of the logits."""
 
-    def __init__(self, engine: Engine, pace: CostCurve, blur: Sequence[tuple[int, float]] = ()) -> None:
-        self._engine = engine
+    def __init__(self, inner: Engine, pace: CostCurve, blur: Sequence[tuple[int, float]] = ()) -> None:
+        super().__init__(inner)
         self._pace = pace
         self._blur = blur
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._engine.info
-
-    @property
-    def device(self) -> torch.device:
-        return self._engine.device
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._engine.capacity_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._engine.cached_tokens
-
-    @property
-    def evictable_tokens(self) -> int:
-        return self._engine.evictable_tokens
-
-    def length(self, session: str) -> int:
-        return self._engine.length(session)
-
-    def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self._engine.match_prefix(session, tokens, salt)
-
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         until = time.perf_counter() + self._pace.at(sum(len(new.tokens) for new in batch)) / 1000
-        starts = [self._engine.length(new.session) for new in batch] if self._blur else []
-        result = self._engine.extend(batch)
+        starts = [self.inner.length(new.session) for new in batch] if self._blur else []
+        result = self.inner.extend(batch)
         if self._blur:
             result = self._blurred(result, batch, starts)
         if (left := until - time.perf_counter() - _SPIN_S) > 0:
@@ -87,18 +61,6 @@ class ThrottledEngine:
     def _blur_at(self, position: int) -> float:
         part = bisect_right(self._blur, position, key=lambda point: point[0])
         return self._blur[part - 1][1] if part else 0.0
-
-    def truncate(self, session: str, length: int) -> None:
-        self._engine.truncate(session, length)
-
-    def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
-        self._engine.compact(session, base, indices)
-
-    def fork(self, session: str, copy: str) -> None:
-        self._engine.fork(session, copy)
-
-    def free(self, session: str) -> None:
-        self._engine.free(session)
 
 
 def parse_pace(text: str) -> CostCurve:

@@ -105,7 +105,7 @@ def graphs_of(model: Any, kv_tokens: int = 8192) -> CudaGraphEngine:
 
 
 def story(engine: PagedEngine) -> list[torch.Tensor]:
-    """Prompts, a tree, rollback, a fork, and many sessions of different length; every step twice, to see a replay."""
+    """Prompts, a tree, rollback, and many sessions of different length; every step twice, to see a replay."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(VOCAB, (60,), generator=generator).tolist()
     seen = [prefill(engine, "a", ids[:30]).clone()]
@@ -118,8 +118,7 @@ def story(engine: PagedEngine) -> list[torch.Tensor]:
         engine.truncate("a", 30)
         engine.truncate("b", 5)
     for i in range(9):
-        engine.fork("a", str(i))
-        engine.truncate(str(i), 3 * i + 1)
+        prefill(engine, str(i), ids[: 3 * i + 1])
     for _ in range(2):
         batch = [SessionTokens(str(i), ids[i : i + 1 + i % 4]) for i in range(9)]
         seen += [logits.clone() for logits in engine.extend(batch).logits]

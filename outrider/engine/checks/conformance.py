@@ -164,7 +164,7 @@ def _compare_steps(engine: PagedEngine, reference: ReferenceLogits, tolerance: f
     finally:
         engine.free(_LONG)
         engine.free(_SHORT)
-        engine.evict_all()
+        engine.blocks.pool.evict_all()
 
 
 Expected = tuple[list[int] | None, torch.Tensor]  # indices of the compared tokens, None: all; their reference logits

@@ -128,16 +128,8 @@ class Decoder:
         logits = _product(spec.head, final)
         return _capped(logits, spec.logit_softcap), final
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy keys and values from blocks to blocks."""
-        blocks = self._cache.view(*self._cache.shape[:2], -1, BLOCK_TOKENS, self._cache.shape[3])
-        not_finite = self._not_finite.view(-1, BLOCK_TOKENS)
-        for source, target in copies:
-            blocks[:, :, target] = blocks[:, :, source]
-            not_finite[target] = not_finite[source]
-
-    def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Move keys and values from slots to slots."""
+    def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Copy keys and values from slots to slots."""
         source, target = torch.tensor([old, new], device=self._cache.device)
         self._cache.index_copy_(2, target, self._cache.index_select(2, source))
         self._not_finite.index_copy_(0, target, self._not_finite.index_select(0, source))

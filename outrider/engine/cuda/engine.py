@@ -111,11 +111,8 @@ class CudaGraphEngine(PagedEngine):
             return logits[: len(step.outputs)], hidden[: len(step.outputs)]
         return self._run_unpadded(step)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        self._decoder.copy_blocks(copies)
-
-    def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        self._decoder.move(old, new)
+    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        self._decoder.copy(old, new)
 
     def _fits(self, tokens: int) -> bool:
         return self._decoder.copied_bytes(tokens) <= _MAX_COPIED_BYTES
@@ -224,7 +221,7 @@ class PaddedInputs:
         for i, segment in enumerate(segments):
             count = segment.count
             ids[i, :count] = segment.new.tokens
-            positions[i, :count] = [segment.base + depth for depth in segment.new.depths()]
+            positions[i, :count] = segment.positions
             slots[i, :count] = [slot_of(segment.blocks, segment.base + index) for index in range(count)]
             base[i] = segment.base
             table[i, : len(segment.blocks)] = segment.blocks

@@ -15,6 +15,7 @@ from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.options import DTYPES, EngineOptions
 from outrider.engine.model_spec import ModelSpec, UnsupportedModel, build_spec
 from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.paged.arithmetic import combine
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
 from outrider.engine.transformers.engine import TransformersEngine
@@ -68,11 +69,18 @@ def make_engine(
         info = replace(info, context_length=context)
     candidate = _Candidate(model, info, options, evictable, progress)
     if rank_group is not None:
-        share = _transformers_engine(candidate).sign_fingerprint(rank_group.size)
+        share = _transformers_engine(candidate)
+        _sign_fingerprint(share, f"{share.arithmetic}, {rank_group.size} ranks")
         return TensorParallelEngine(share, rank_group) if rank_group.is_leader else share
     name, engine = _select(candidate)
     progress(f"engine {name} on {model.device}, weights in {candidate.weights}")
-    return engine.sign_fingerprint()
+    _sign_fingerprint(engine, engine.arithmetic)
+    return engine
+
+
+def _sign_fingerprint(engine: PagedEngine, arithmetic: str) -> None:
+    """Add the arithmetic to the model's fingerprint, so that no verifier with another one continues a session."""
+    engine.info = replace(engine.info, fingerprint=combine(engine.info.fingerprint, arithmetic))
 
 
 def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:

@@ -158,7 +158,6 @@ class NativeEngine(PagedEngine):
 
     @property
     def arithmetic(self) -> str:
-        """Return the name of the arithmetic: equal names mean equal bits on every machine."""
         return kernel_arithmetic(self._library.outrider_arithmetic())
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,12 +202,7 @@ class NativeEngine(PagedEngine):
             self._library.outrider_cap(logits.data_ptr(), logits.numel(), spec.logit_softcap)
         return logits, hidden
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, target in copies:
-            self._keys[:, target] = self._keys[:, source]
-            self._values[:, target] = self._values[:, source]
-
-    def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
+    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
         lanes = self._panel // 2
         self._keys[:, new_block, :, new_offset // lanes, :, new_offset % lanes] = self._keys[
@@ -225,7 +219,7 @@ class NativeEngine(PagedEngine):
             to.table = _address(alive, torch.tensor(segment.blocks, dtype=torch.int32))
             if segment.new.parents:
                 to.sees = _address(alive, segment.tree_mask().to(torch.uint8))
-                to.depths = _address(alive, torch.tensor(segment.new.depths(), dtype=torch.int32))
+                to.depths = _address(alive, torch.tensor(segment.depths, dtype=torch.int32))
         return segments, alive
 
     def _buffer(self, name: str, height: int, width: int) -> torch.Tensor:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Self
 
 import torch
 
 from outrider.engine.interface import SessionTokens, StepResult
-from outrider.engine.paged.arithmetic import combine, torch_arithmetic
+from outrider.engine.paged.arithmetic import torch_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS, BlockManager, blocks_for
-from outrider.engine.paged.step import ForwardStep, Segment, hidden_states_of, output_indices, slot_of
+from outrider.engine.paged.step import ForwardStep, Segment, slot_of
 from outrider.protocol.fleet import ModelInfo
 
 
 class PagedEngine(ABC):
-    """Base of the engines over a paged cache.
+    """Base of the engines over a paged cache: schedule, run, postprocess.
 
     Sessions come and go between any two steps. A rollback drops tokens from the block table, whatever the context.
     """
@@ -25,110 +23,66 @@ class PagedEngine(ABC):
     def __init__(
         self, info: ModelInfo, device: torch.device, kv_tokens: int, evictable_tokens: int | None = None
     ) -> None:
-        self._info = info
-        self._device = device
+        self.info = info
+        self.device = device
         max_evictable = None if evictable_tokens is None else blocks_for(evictable_tokens)
-        self._blocks = BlockManager(blocks_for(kv_tokens), max_evictable)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+        self.blocks = BlockManager(blocks_for(kv_tokens), max_evictable)
+        self.capacity_tokens = self.blocks.pool.num_blocks * BLOCK_TOKENS
 
     @property
     def arithmetic(self) -> str:
         """Return the name of the arithmetic: equal names mean equal bits on every machine."""
-        return torch_arithmetic(type(self).__name__, self._device)
-
-    def sign_fingerprint(self, ranks: int = 1) -> Self:
-        """Add the arithmetic to the model's fingerprint, so that no verifier with another one continues a session.
-
-        `ranks` is the number of processes that share the model.
-        """
-        arithmetic = self.arithmetic if ranks == 1 else f"{self.arithmetic}, {ranks} ranks"
-        self._info = replace(self._info, fingerprint=combine(self._info.fingerprint, arithmetic))
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def capacity_tokens(self) -> int:
-        return self._blocks.num_blocks * BLOCK_TOKENS
+        return torch_arithmetic(type(self).__name__, self.device)
 
     @property
     def cached_tokens(self) -> int:
-        return self._blocks.blocks_in_use * BLOCK_TOKENS
+        return self.blocks.pool.num_used * BLOCK_TOKENS
 
     @property
     def evictable_tokens(self) -> int:
-        return self._blocks.evictable_blocks * BLOCK_TOKENS
+        return self.blocks.pool.num_evictable * BLOCK_TOKENS
 
     def length(self, session: str) -> int:
-        table = self._blocks.table(session)
+        table = self.blocks.tables.get(session)
         return len(table.tokens) if table else 0
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
-        return self._blocks.match_prefix(session, tokens, salt)
+        return self.blocks.match_prefix(session, tokens, salt)
 
     @torch.inference_mode()
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
-        step = self._prepare(batch)
+        step = self._schedule(batch)
         logits, hidden = self._run(step)
-        logits = logits[: step.num_logits]
         for new in batch:
-            self._blocks.append(new.session, new.tokens, branching=bool(new.parents))
-        return StepResult(
-            logits,
-            list(torch.split(logits, step.counts)),
-            list(hidden_states_of(step, hidden)),
-        )
+            self.blocks.append(new.session, new.tokens, branching=bool(new.parents))
+        return step.result(logits, hidden)
 
-    def _prepare(self, batch: Sequence[SessionTokens]) -> ForwardStep:
-        """Allocate blocks and return the inputs of the forward pass."""
-        step = ForwardStep()
+    def _schedule(self, batch: Sequence[SessionTokens]) -> ForwardStep:
+        """Allocate blocks for the new tokens, and return the inputs of the forward pass."""
+        segments: list[Segment] = []
+        start = 0
         for new in batch:
             base = self.length(new.session)
-            copies = self._blocks.allocate(new.session, len(new.tokens))
-            if copies:
-                self._copy_blocks(copies)
-            table = self._blocks.table(new.session)
-            assert table is not None
-            segment = Segment(len(step.ids), new, base, table.blocks)
-            step.ids += new.tokens
-            step.positions += [base + depth for depth in new.depths()]
-            step.counts.append(segment.count - new.logits_from)
-            step.segments.append(segment)
-        step.outputs = output_indices(step.segments, {segment.start: segment.start for segment in step.segments})
-        if batch and batch[0].input_embeddings is not None:
-            step.input_embeddings = torch.cat(
-                [new.input_embeddings for new in batch if new.input_embeddings is not None]
-            )
-        return step
+            if copy := self.blocks.allocate(new.session, len(new.tokens)):
+                source, target = (list(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)) for block in copy)
+                self._copy(source, target)
+            segments.append(Segment(start, new, base, self.blocks.tables[new.session].blocks, new.depths()))
+            start += len(new.tokens)
+        return ForwardStep.of(segments)
 
     def truncate(self, session: str, length: int) -> None:
-        self._blocks.truncate(session, length)
+        self.blocks.truncate(session, length)
 
     @torch.inference_mode()
     def compact(self, session: str, base: int, indices: Sequence[int]) -> None:
-        table = self._blocks.table(session)
-        assert table is not None
+        blocks = self.blocks.tables[session].blocks
         moved = [(base + index, base + i) for i, index in enumerate(indices) if index != i]
         if moved:
-            self._move(
-                [slot_of(table.blocks, old) for old, _ in moved], [slot_of(table.blocks, new) for _, new in moved]
-            )
-        self._blocks.compact(session, base, indices)
-
-    def fork(self, session: str, copy: str) -> None:
-        self._blocks.fork(session, copy)
+            self._copy([slot_of(blocks, old) for old, _ in moved], [slot_of(blocks, new) for _, new in moved])
+        self.blocks.compact(session, base, indices)
 
     def free(self, session: str) -> None:
-        self._blocks.free(session)
-
-    def evict_all(self) -> None:
-        """Drop all cached blocks of ended sessions."""
-        self._blocks.evict_all()
+        self.blocks.free(session)
 
     @abstractmethod
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,11 +90,8 @@ class PagedEngine(ABC):
         outputs, and final hidden states of all outputs."""
 
     @abstractmethod
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None: ...
-
-    @abstractmethod
-    def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Move keys and values from slots to slots; a slot is block · BLOCK_TOKENS + offset.
+    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Copy keys and values from slots to slots; a slot is block · BLOCK_TOKENS + offset.
 
         All are read before any is written.
         """

@@ -76,7 +76,7 @@ class AttentionSegment:
             return None
         mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.tree_mask()], dim=1).to(self.device)
         if rule is not causal_mask_function:  # ancestors are at lower positions: the tree mask is causal already
-            queries = torch.tensor(self.segment.new.depths(), device=self.device) + old
+            queries = torch.tensor(self.segment.depths, device=self.device) + old
             keys = torch.cat([torch.arange(old, device=self.device), queries])
             mask &= allowed(rule, queries, keys)
         return mask

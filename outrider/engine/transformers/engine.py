@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
 from outrider.engine.transformers.attention import NAME, RaggedStep, Rule, current_step
@@ -68,13 +67,8 @@ class TransformersEngine(PagedEngine):
             return {"input_ids": torch.tensor([step.ids], device=self.device)}
         return {"inputs_embeds": step.input_embeddings.to(self.device, self._model.dtype)[None]}
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for source, target in copies:
-            slots = range(BLOCK_TOKENS)
-            self._store.move([source * BLOCK_TOKENS + i for i in slots], [target * BLOCK_TOKENS + i for i in slots])
-
-    def _move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        self._store.move(old, new)
+    def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        self._store.copy(old, new)
 
     def _catch_hidden(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self._hidden = inputs[0]

@@ -32,8 +32,8 @@ class KvStore:
             return keys[:, slots], values[:, slots]
         return keys.index_select(1, slots), values.index_select(1, slots)
 
-    def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """Move keys and values between slots. All are read before any is written."""
+    def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Copy keys and values from slots to slots. All are read before any is written."""
         source = torch.tensor(old, device=self._device)
         target = torch.tensor(new, device=self._device)
         for layer in self._layers.values():

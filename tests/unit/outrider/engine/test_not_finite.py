@@ -94,7 +94,7 @@ def test_a_guess_that_is_not_finite_changes_no_other_row(kind: str, model: str, 
         for session in ("tree", "beside", "long"):
             for engine in (spoilt, sound):
                 engine.free(session)
-                engine.evict_all()
+                engine.blocks.pool.evict_all()
     step(SessionTokens("later", TOKENS[:190]), sees=())
     step(SessionTokens("later", TOKENS[:3]), sees=())
 

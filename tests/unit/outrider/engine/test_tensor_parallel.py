@@ -69,7 +69,7 @@ def engine_over(model: LlamaForCausalLM) -> TransformersEngine:
 
 
 class Sessions:
-    """What a scheduler does to an engine, at random: sessions come, share beginnings, roll back, fork and go."""
+    """What a scheduler does to an engine, at random: sessions come, share beginnings, roll back and go."""
 
     def __init__(self, engine: TensorParallelEngine, seed: int) -> None:
         self.live: list[str] = []
@@ -82,9 +82,6 @@ class Sessions:
             self._begin(f"s{number}")
         else:
             self._guess()
-        if self._rng.random() < 0.1:
-            self._engine.fork(self.live[0], f"f{number}")
-            self.live.append(f"f{number}")
         while len(self.live) > 5:
             self._engine.free(self.live.pop(self._rng.randrange(5)))
 
@@ -127,9 +124,9 @@ def test_all_ranks_hold_the_same(model: LlamaForCausalLM, seed: int) -> None:
         engine.free(session)
     engine.extend([SessionTokens("last", [1])])  # takes along what was not told yet
     assert rank_group.messages == sessions.steps + 1, "one message a step"
-    assert here._blocks._tables == there._blocks._tables
-    assert here._blocks._free == there._blocks._free
-    assert list(here._blocks._evictable) == list(there._blocks._evictable)
+    assert here.blocks.tables == there.blocks.tables
+    assert here.blocks.pool._free == there.blocks.pool._free
+    assert list(here.blocks.pool._evictable) == list(there.blocks.pool._evictable)
     for session in sessions.live[:2]:
         probe = [SessionTokens(session, [1])]
         assert torch.equal(here.extend(probe).logits[0], there.extend(probe).logits[0])

@@ -33,7 +33,6 @@ def test_everything_else_is_the_engines() -> None:
     assert paced.info == engine.info
     assert (paced.device, paced.capacity_tokens) == (engine.device, engine.capacity_tokens)
     paced.extend([SessionTokens("s", [1, 2, 3])])
-    paced.fork("s", "t")
     paced.truncate("s", 1)
     paced.free("s")
     assert (paced.length("s"), paced.cached_tokens, paced.evictable_tokens) == (

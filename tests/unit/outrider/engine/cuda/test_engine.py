@@ -144,15 +144,6 @@ def test_what_a_step_left_does_not_reach_the_next() -> None:
     assert found[1].shape == (0, VOCAB)
 
 
-def test_shared_pages_are_copied_before_they_are_written() -> None:
-    graphs, fresh = llama(), llama()
-    prefill(graphs, "a", TOKENS[:40])
-    graphs.fork("a", "b")
-    graphs.extend([SessionTokens("a", [1]), SessionTokens("b", [2])])
-    found = graphs.extend([SessionTokens("a", [3])]).logits[0]
-    assert near(found, fresh.extend([SessionTokens("s", [*TOKENS[:40], 1, 3], logits_from=41)]).logits[0])
-
-
 def test_a_bucket_without_a_graph_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 

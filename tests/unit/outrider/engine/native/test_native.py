@@ -84,7 +84,7 @@ def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_o
     whole = runs.extend([SessionTokens("whole", TOKENS)]).logits[0].clone()
     for size in (1, 2, 3, 5, 9, 12, 13, 17, 25, 49, 60, 97):
         runs.free("pieces")
-        runs.evict_all()
+        runs.blocks.pool.evict_all()
         at = 0
         while at < 200:
             neighbours = [SessionTokens(f"n{size}-{at}-{i}", TOKENS[i : i + 3 * i + 1]) for i in range(size % 4)]
@@ -192,9 +192,9 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callabl
         chain = runs.extend([SessionTokens("tree", [TOKENS[base + 2], 7, 7, 3])]).logits[0]
         assert torch.equal(chain[0], whole[base + 2])
         runs.free("tree")
-        runs.evict_all()
+        runs.blocks.pool.evict_all()
     runs.free("whole")
-    runs.evict_all()
+    runs.blocks.pool.evict_all()
     assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
