@@ -7,7 +7,6 @@ guesses; another one is attached as soon as one is available.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,23 +19,20 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
-from coordinator.sessions.attached_drafter import AttachedDrafter
 from coordinator.sessions.drafter_chooser import DrafterChooser
+from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states import HiddenStateWindow
-from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.stats import RequestStats
-from coordinator.sessions.streams import DrafterStream, VerifierStream
+from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
-from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import WorkerInfo
-from outrider.protocol.speculation import Verdict, VerifySteering
+from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
-from outrider.v1 import drafter_pb2 as draft
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +71,7 @@ class Drafting:
         self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
         self._verifier: VerifierStream | None = None
-        self._attached: dict[int, AttachedDrafter] = {}  # by source
+        self._attached: dict[int, DrafterStream] = {}  # by source
         self._sources = 0
         self._hidden_states_on = False
         self._passed_at = -1
@@ -86,8 +82,6 @@ class Drafting:
         if any(drafter.wants_hidden_states for drafter in self._attached.values()):
             return True
         return self._chooser.could_use_hidden_states(self._places)
-
-    # Calls by the session.
 
     @asynccontextmanager
     async def attached_to(self, verifier: VerifierStream, *, hidden_states: bool) -> AsyncIterator[None]:
@@ -106,25 +100,24 @@ class Drafting:
 
     def commit(self, verdict: Verdict) -> None:
         """Learn from a verdict, send its tokens to the drafters and choose the next plan."""
-        self._observe(verdict)
-        if self._record.finished:
-            return
-        if verdict.hidden_states is not None and self._hidden_states_on:
-            self._window.add(verdict.hidden_states)
-        now = time.monotonic()
-        for drafter in self._attached.values():
-            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, verdict.hidden_states, now)
-        self._steer()
-
-    def _observe(self, verdict: Verdict) -> None:
-        """Update the estimates by a verdict."""
         awaited = self.control.wait_timeout_ms > 0 and not verdict.proposed
         tallies = {tally.source: tally for tally in verdict.sources}
-        for drafter in self._joined:
-            drafter.observe(tallies.get(drafter.source), awaited=awaited)
         if self.control.plan.gamma or tallies:
             self._selection.observe(verdict.sources)
+        for drafter in self._attached.values():
+            if drafter.joined:
+                tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
+                expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
+                drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
         self.control.observe(verdict)
+        if self._record.finished:
+            return
+        hidden_states = verdict.hidden_states
+        if hidden_states is not None and self._hidden_states_on:
+            self._window.add(hidden_states)
+        for drafter in self._attached.values():
+            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, hidden_states)
+        self._steer()
 
     def drop_refused(self, refusal: Refusal) -> None:
         """Detach the drafter whose guess the verifier refused."""
@@ -132,8 +125,6 @@ class Drafting:
         if drafter is not None:
             self._chooser.exclude(drafter.connection.info.worker_id)
             drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
-
-    # Drafters.
 
     async def _keep_drafting(self, verifier: VerifierStream, place: int) -> None:
         """Attach one drafter after another to this place."""
@@ -157,21 +148,23 @@ class Drafting:
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
-        async with DrafterStream(connection, self._opening(), source, span) as stream:
-            pair = PairEstimate(self._positions)
-            drafter = AttachedDrafter(stream, source, pair, self.control.plan, time.monotonic())
+        pair = PairEstimate(self._positions)
+        async with DrafterStream(
+            connection, self._record, self._target.info, span, source, pair, self.control.plan
+        ) as drafter:
+            drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
             self._attached[source] = drafter
             try:
-                opened = await stream.opened()
+                opened = await drafter.opened()
                 self._join(drafter, opened.opened.features, history)
-                async for guess in stream.guesses():
+                async for guess in drafter.guesses():
                     self._relay(verifier, drafter, guess)
                 if not connection.info.draining:
                     raise PeerLost(f"{connection.info.address} ended the stream before the session ended")
             finally:
                 self._leave(drafter)
 
-    def _join(self, drafter: AttachedDrafter, wants_hidden_states: bool, history: PairHistory | None) -> None:
+    def _join(self, drafter: DrafterStream, wants_hidden_states: bool, history: PairHistory | None) -> None:
         drafter.connection.record_success()
         self._start_estimates(drafter, history)
         drafter.joined = True
@@ -181,47 +174,42 @@ class Drafting:
         self._request_hidden_states()
         known = self._window.contents()
         if wants_hidden_states and known is not None:
-            self._stats.hidden_bytes += drafter.commit(self._record.position, (), known, time.monotonic())
+            self._stats.hidden_bytes += drafter.commit(self._record.position, (), known)
         self._steer()
 
-    def _start_estimates(self, drafter: AttachedDrafter, history: PairHistory | None) -> None:
+    def _start_estimates(self, drafter: DrafterStream, history: PairHistory | None) -> None:
         """Start the drafter's estimates from its history, and the session's too if no better drafter is attached."""
         pair, session = drafter.pair, self.control.estimator.pair
         if history is not None:
             pair.start_from(history)
+        alone = not any(other.joined for other in self._attached.values())
         expected = pair.accepted_tokens * pair.proposal_rate
-        if self._joined and expected > session.accepted_tokens * session.proposal_rate:
+        if not alone and expected > session.accepted_tokens * session.proposal_rate:
             session.start_from(history or PairHistory())
-        elif not self._joined and history is not None:
+        elif alone and history is not None:
             session.start_from(history)
 
-    def _relay(self, verifier: VerifierStream, drafter: AttachedDrafter, guess: common.Guess) -> None:
-        drafter.receive(guess, time.monotonic())
+    def _relay(self, verifier: VerifierStream, drafter: DrafterStream, guess: common.Guess) -> None:
+        """Send a guess to the verifier. An empty one says that the drafter has nothing to propose."""
         self._stats.record_guess(guess)
-        self._observe_late_guess(drafter, guess)
-        if guess.tokens:
-            verifier.guess(guess)
-        else:
+        if not guess.tokens:
+            drafter.passed = guess
             self._forward_pass()
-
-    def _observe_late_guess(self, drafter: AttachedDrafter, guess: common.Guess) -> None:
-        """Compare a guess with the output if its position was committed before it arrived."""
+            return
         index = guess.position - len(self._record.request.prompt)
-        if guess.parent == 0 and guess.tokens and 0 <= index < len(self._record.tokens):
+        if guess.parent == 0 and 0 <= index < len(self._record.tokens):  # its position was committed before it arrived
             hit = self._record.tokens[index] == guess.tokens[0]
             drafter.pair.observe_late_guess(hit=hit)
             self.control.estimator.pair.observe_late_guess(hit=hit)
+        verifier.guess(guess)
 
-    def _leave(self, drafter: AttachedDrafter) -> None:
+    def _leave(self, drafter: DrafterStream) -> None:
+        """Detach a drafter and store its pair history."""
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
-        if drafter.pair.checked_steps:
-            self._remember(drafter)
-
-    def _remember(self, drafter: AttachedDrafter) -> None:
-        """Store the drafter's pair history."""
-        session = self.control.estimator.pair.history()
-        own = drafter.pair.history()
+        if not drafter.pair.checked_steps:
+            return
+        own, session = drafter.pair.history(), self.control.estimator.pair.history()
         if self._sources == 1:  # a single drafter: the session's acceptance is its own, without tokens from branches
             own = replace(own, acceptance=session.acceptance)
         history = replace(
@@ -234,12 +222,6 @@ class Drafting:
         target, model = self._target.info.fingerprint, drafter.connection.info.model.fingerprint
         self._context.pairs.remember(target, model, history)
 
-    # Steering.
-
-    @property
-    def _joined(self) -> list[AttachedDrafter]:
-        return [drafter for drafter in self._attached.values() if drafter.joined]
-
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""
         verifier = self._verifier
@@ -251,27 +233,22 @@ class Drafting:
             round_trips_ms += best.connection.round_trip_ms
             self.control.estimator.pair.draft_ms = best.pair.draft_ms
             self.control.estimator.pair.level_ms = best.pair.level_ms
-            self.control.shared_cores = share_cores(verifier.connection.info, best.connection.info)
+            self.control.shared_cores = best.shares_cores
             self._stats.drafter_kind = best.connection.info.kind
         steering = self.control.decide(round_trips_ms, attached=best is not None)
         plan = self.control.plan
         if steering is not None:
-            self._log_plan()
+            _log_plan(self.control)
             verifier.steer(steering)
-        now = time.monotonic()
         for source, gamma in self._selection.gammas(plan.gamma).items():
-            self._attached[source].steer(plan if gamma else PLAIN, now)
+            drafter, wanted = self._attached[source], plan if gamma else PLAIN
+            if wanted != drafter.plan:
+                drafter.steer(wanted)
         self._forward_pass()
-
-    def _log_plan(self) -> None:
-        if not log.is_enabled_for(logging.DEBUG):
-            return  # the alternatives take a millisecond to compute
-        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in self.control.best_per_mode()}
-        log.debug("plan changed", plan=self.control.plan.label, considered=considered)
 
     def _forward_pass(self) -> None:
         """End the verifier's wait with an empty guess once no drafter that may guess has one."""
-        asked = [drafter.passed for drafter in self._joined if drafter.plan.gamma]
+        asked = [drafter.passed for drafter in self._attached.values() if drafter.joined and drafter.plan.gamma]
         passed = [guess for guess in asked if guess is not None]
         if not passed or len(passed) < len(asked):
             return
@@ -293,17 +270,8 @@ class Drafting:
     def _places(self) -> int:
         return self._context.drafters if self.control.wants_drafter else 0
 
-    def _opening(self) -> draft.OpenDraft:
-        request = self._record.request
-        return draft.OpenDraft(
-            session_id=self._record.session_id,
-            epoch=self._record.epoch,
-            tokens=[*request.prompt, *self._record.tokens],
-            prompt_length=len(request.prompt),
-            params=convert.params_to_proto(drafter_params(self._record, self._sources)),
-            steer=convert.draft_steering_to_proto(self.control.plan.for_drafter()),
-            vocab_size=self._target.info.vocab_size,
-            cache_salt=request.cache_salt,
-            vocabulary_digest=self._target.info.vocabulary_digest,
-            eos_token_ids=self._target.info.eos_token_ids,
-        )
+
+def _log_plan(control: Controller) -> None:
+    if log.is_enabled_for(logging.DEBUG):  # the alternatives take a millisecond to compute
+        considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in control.best_per_mode()}
+        log.debug("plan changed", plan=control.plan.label, considered=considered)

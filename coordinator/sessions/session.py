@@ -22,7 +22,6 @@ from coordinator.persistence.write_behind import Entry, WriteBehind
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.drafting import Drafting, DraftingContext
 from coordinator.sessions.output import SessionOutput
-from coordinator.sessions.seeds import verifier_params
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
@@ -32,7 +31,6 @@ from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.request_context import current
 from outrider.observability.tracing import Span, Tracing
-from outrider.protocol import convert
 from outrider.protocol.errors import (
     Expired,
     Fenced,
@@ -45,7 +43,6 @@ from outrider.protocol.errors import (
 from outrider.protocol.fleet import Role
 from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
-from outrider.v1 import verifier_pb2 as verify
 
 log = structlog.get_logger(__name__)
 
@@ -156,9 +153,10 @@ class Session:
         connection = await self._find_verifier()
         try:
             hidden_states = self.drafting.wants_hidden_states
-            opening = self._open_verify(hidden_states)
             span = self.stats.span.child("verify", connection.attributes)
-            async with VerifierStream(connection, opening, span, self.record, self.target.info) as verifier:
+            async with VerifierStream(
+                connection, self.record, self.target.info, span, hidden_states=hidden_states
+            ) as verifier:
                 await verifier.opened()
                 connection.record_success()
                 self.record.verifier = connection.info.worker_id
@@ -230,20 +228,6 @@ class Session:
         """Return an available verifier that this session has not excluded."""
         return self._context.worker_pool.choose(
             Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
-        )
-
-    def _open_verify(self, hidden_states: bool) -> verify.OpenVerify:
-        request = self.record.request
-        return verify.OpenVerify(
-            session_id=self.record.session_id,
-            epoch=self.record.epoch,
-            tokens=[*request.prompt, *self.record.tokens],
-            prompt_length=len(request.prompt),
-            params=convert.params_to_proto(verifier_params(self.record)),
-            steer=verify.VerifySteering(gamma=0),
-            features=hidden_states,
-            cache_salt=request.cache_salt,
-            tenant=self.record.tenant,
         )
 
     def _span(self) -> Span:

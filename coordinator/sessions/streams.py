@@ -1,4 +1,4 @@
-"""Streams of a session to its verifier and its drafters.
+"""Streams of a session to its workers, and the one to its verifier.
 
 Messages are sent through a queue, so that a stalled peer never stalls the
 session. The loss of a peer raises PeerLost for every gRPC status.
@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.seeds import verifier_params
 from coordinator.sessions.verdicts import Refusal, SentMessages, VerdictReader
 from coordinator.workers.liveness import VerdictDeadline
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
@@ -24,9 +25,8 @@ from outrider.observability.tracing import Span
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, WorkerLoad
-from outrider.protocol.speculation import DraftSteering, HiddenStates, Verdict, VerifySteering
+from outrider.protocol.speculation import Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
-from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify
 
 Out = TypeVar("Out", bound=Message)
@@ -35,8 +35,6 @@ In = TypeVar("In")
 OPEN_TIMEOUT_S = 30.0
 MAX_UNSENT = 1024  # messages in the queue
 MAX_UNSENT_BYTES = 16 * 1024 * 1024  # without the first message
-_MESSAGE_S = 0.004  # mean time between two messages of a drafter: 250 a second
-_BURST = 128  # messages that may arrive at once
 
 
 class WorkerStream(Generic[Out, In]):
@@ -143,15 +141,22 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     """Stream to a verifier, with its replies checked."""
 
     def __init__(
-        self,
-        connection: WorkerConnection,
-        opening: verify.OpenVerify,
-        span: Span,
-        record: SessionRecord,
-        target: ModelInfo,
+        self, connection: WorkerConnection, record: SessionRecord, target: ModelInfo, span: Span, *, hidden_states: bool
     ) -> None:
+        request = record.request
+        opening = verify.OpenVerify(
+            session_id=record.session_id,
+            epoch=record.epoch,
+            tokens=[*request.prompt, *record.tokens],
+            prompt_length=len(request.prompt),
+            params=convert.params_to_proto(verifier_params(record)),
+            steer=verify.VerifySteering(gamma=0),
+            features=hidden_states,
+            cache_salt=request.cache_salt,
+            tenant=record.tenant,
+        )
         super().__init__(connection, connection.verifier.Verify, verify.VerifyRequest(open=opening), span)
-        self._sent = SentMessages(hidden_states=opening.features)
+        self._sent = SentMessages(hidden_states=hidden_states)
         self._deadline = VerdictDeadline(len(opening.tokens))
         self._reader = VerdictReader(record, target, self._sent, time.monotonic())
 
@@ -184,41 +189,6 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
                 yield self._reader.refusal(reply)
             else:
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind or 'empty'}")
-
-
-class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
-    """Stream to a drafter."""
-
-    def __init__(self, connection: WorkerConnection, opening: draft.OpenDraft, source: int, span: Span) -> None:
-        super().__init__(connection, connection.drafter.Draft, draft.DraftRequest(open=opening), span)
-        self._source = source
-
-    def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> None:
-        message = draft.Committed(position=position, tokens=tokens)
-        if hidden_states is not None:
-            message.features.CopyFrom(convert.hidden_states_to_proto(hidden_states))
-        self.send(draft.DraftRequest(committed=message))
-
-    def steer(self, steering: DraftSteering) -> None:
-        self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
-
-    async def guesses(self) -> AsyncIterator[common.Guess]:
-        """Yield guesses as received, marked with their source; they are relayed without conversion.
-
-        Reading is limited to a rate above that of any conforming drafter, so that a flood delays only its sender.
-        """
-        ready_at = time.monotonic()
-        while (reply := await self.receive()) is not None:
-            now = time.monotonic()
-            ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
-            if ready_at > now:
-                await asyncio.sleep(ready_at - now)
-            if reply.WhichOneof("message") != "guess":
-                kind = reply.WhichOneof("message") or "empty"
-                raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not a guess")
-            guess = reply.guess
-            guess.source = self._source
-            yield guess
 
 
 async def _as_error(call: Any) -> grpc.aio.AioRpcError:

@@ -336,7 +336,7 @@ async def test_worker_of_another_coordinator_comes_and_goes_with_redis(house: Ho
     try:
         await other.put_worker(info, ttl_ms=1500)
     finally:
-        await other.close()
+        await other.connection.close()
 
     async def here() -> bool:
         return info.worker_id in await known(house)

@@ -1,4 +1,4 @@
-"""Messages of any size are judged in no time, and what a drafter may send is counted in tokens and bytes."""
+"""Messages of any size are judged in no time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.sessions.attached_drafter import MAX_UNANSWERED, Allowance, DraftClock
 from outrider.protocol import convert, message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST
 from outrider.protocol.errors import InvalidRequest
@@ -96,47 +95,6 @@ def test_what_follows_an_opening_is_bounded_at_both_workers() -> None:
 def test_a_load_that_cannot_be_counts_as_none(load: common.WorkerLoad) -> None:
     read = convert.load_from_proto(load)
     assert (read.cost, read.step_ms) == (UNKNOWN_COST, 0.0)
-
-
-def test_a_drafter_that_sends_much_with_every_commit_is_found_out() -> None:
-    allowance = Allowance()
-
-    def send_much() -> None:
-        for _ in range(100):
-            for _ in range(MAX_UNANSWERED // 2):
-                allowance.spend(guess(tokens=[1] * MAX_GAMMA))
-            allowance.add_commit()
-
-    with pytest.raises(InvalidRequest, match="per commit"):
-        send_much()
-
-
-def test_a_link_that_hung_may_bring_several_commits_worth_at_once() -> None:
-    allowance = Allowance()
-    for _ in range(50):
-        allowance.add_commit()
-    for _ in range(32):  # sixteen trees
-        allowance.spend(guess(tokens=[1] * MAX_GAMMA))
-        allowance.spend(guess(tokens=[1] * MAX_GAMMA))
-    allowance.add_commit()
-
-
-def test_too_many_messages_between_two_commits_are_a_flood() -> None:
-    allowance = Allowance()
-    for _ in range(MAX_UNANSWERED):
-        allowance.spend(guess())
-    with pytest.raises(InvalidRequest, match="between two commits"):
-        allowance.spend(guess())
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) -> None:
-    clock = DraftClock(now=10.0)
-    clock.ask(10.5)
-    bound = clock.bound_us(2**32 - 1, 10.6, ahead=ahead)
-    assert bound == pytest.approx(602_000 if ahead else 102_000, abs=2)
-    assert clock.bound_us(2**32 - 1, 10.61, ahead=ahead) == pytest.approx(12_000, abs=2)
-    assert clock.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
 
 
 @pytest.mark.parametrize(

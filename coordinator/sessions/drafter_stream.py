@@ -1,0 +1,160 @@
+"""Drafter stream: one drafter while it works for a session, its guesses checked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from coordinator.control.estimator import PairEstimate
+from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
+from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.seeds import drafter_params
+from coordinator.sessions.streams import WorkerStream
+from coordinator.workers.worker_connection import WorkerConnection
+from outrider.observability.tracing import Span
+from outrider.protocol import convert, message_limits
+from outrider.protocol.errors import InvalidRequest, ProtocolViolation
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.speculation import HiddenStates, TreeShape
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+
+_MESSAGE_S = 0.004  # mean time between two messages of a drafter: 250 a second
+_BURST = 128  # messages that may arrive at once
+MAX_UNANSWERED = 192  # messages of guesses between two commits; conforming drafters send fewer
+# A commit can cost a drafter its whole tree, which it then drafts again. Each commit allows that much.
+_TOKENS_PER_COMMIT = 2 * OPEN_NODES
+_BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
+_JITTER_US = 2_000  # two messages may arrive closer together than they were sent
+_COMMITS_KEPT = 16  # a stalled network delivers the guesses for several commits at once
+_MAX_TOKENS = _COMMITS_KEPT * _TOKENS_PER_COMMIT
+_MAX_BYTES = _COMMITS_KEPT * _BYTES_PER_COMMIT
+
+
+class DraftLimits:
+    """Limits on the guesses that a drafter sends and on the drafting time that it reports.
+
+    Each commit allows more guesses, up to a maximum: a fixed number per commit
+    would allow a drafter to send it in full with every one of them.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._messages = MAX_UNANSWERED
+        self._tokens = _MAX_TOKENS
+        self._num_bytes = _MAX_BYTES
+        self._answered_at = now
+        self.asked_at = now  # the time of the last commit or steering
+
+    def renew(self, now: float) -> None:
+        """Allow the guesses that follow a commit."""
+        self.asked_at = now
+        self._messages = MAX_UNANSWERED
+        self._tokens = min(_MAX_TOKENS, self._tokens + _TOKENS_PER_COMMIT)
+        self._num_bytes = min(_MAX_BYTES, self._num_bytes + _BYTES_PER_COMMIT)
+
+    def spend(self, guess: common.Guess) -> None:
+        """Raise InvalidRequest for more guesses than a conforming drafter sends."""
+        self._messages -= 1
+        self._tokens -= len(guess.tokens)
+        self._num_bytes -= guess.ByteSize()
+        if self._messages < 0:
+            raise InvalidRequest.of("guesses", MAX_UNANSWERED + 1, f"at most {MAX_UNANSWERED} between two commits")
+        if self._tokens < 0 or self._num_bytes < 0:
+            raise InvalidRequest.of(
+                "guesses",
+                f"more than {_COMMITS_KEPT} commits' worth",
+                f"at most {_TOKENS_PER_COMMIT} tokens and {_BYTES_PER_COMMIT} bytes per commit",
+            )
+
+    def bound_us(self, draft_us: int, now: float, *, ahead: bool) -> int:
+        """Return a reported drafting time, reduced to the time since the drafter could start.
+
+        In turns, drafting begins with a commit or new steering. Ahead, it never stops.
+        """
+        since = self._answered_at if ahead else max(self._answered_at, self.asked_at)
+        self._answered_at = now
+        return min(draft_us, int((now - since) * 1e6) + _JITTER_US)
+
+
+class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
+    """Stream to a drafter. It receives commits at once, and counts as `joined` after it has opened the session."""
+
+    def __init__(
+        self,
+        connection: WorkerConnection,
+        record: SessionRecord,
+        target: ModelInfo,
+        span: Span,
+        source: int,
+        pair: PairEstimate,
+        plan: SpeculationPlan,
+    ) -> None:
+        request = record.request
+        opening = draft.OpenDraft(
+            session_id=record.session_id,
+            epoch=record.epoch,
+            tokens=[*request.prompt, *record.tokens],
+            prompt_length=len(request.prompt),
+            params=convert.params_to_proto(drafter_params(record, source)),
+            steer=convert.draft_steering_to_proto(plan.for_drafter()),
+            vocab_size=target.vocab_size,
+            cache_salt=request.cache_salt,
+            vocabulary_digest=target.vocabulary_digest,
+            eos_token_ids=target.eos_token_ids,
+        )
+        super().__init__(connection, connection.drafter.Draft, draft.DraftRequest(open=opening), span)
+        self.source = source
+        self.pair = pair
+        self.plan = plan
+        self.shares_cores = False  # with the session's verifier
+        self.joined = False
+        self.wants_hidden_states = False
+        self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
+        self._limits = DraftLimits(time.monotonic())
+
+    async def guesses(self) -> AsyncIterator[common.Guess]:
+        """Yield guesses as received, marked with their source, and record their drafting time.
+
+        Raise ProtocolViolation for one that no conforming drafter sends. Reading is limited to a rate above that of
+        any conforming drafter, so that a flood delays only its sender.
+        """
+        ready_at = time.monotonic()
+        while (reply := await self.receive()) is not None:
+            now = time.monotonic()
+            ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
+            if ready_at > now:
+                await asyncio.sleep(ready_at - now)
+            if reply.WhichOneof("message") != "guess":
+                kind = reply.WhichOneof("message") or "empty"
+                raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not a guess")
+            guess = reply.guess
+            try:
+                message_limits.check_guess(guess)
+                self._limits.spend(guess)
+            except InvalidRequest as error:
+                raise ProtocolViolation(error.message) from error
+            guess.source = self.source
+            guess.draft_us = self._limits.bound_us(guess.draft_us, time.monotonic(), ahead=self.plan.ahead)
+            parents = tuple(parent - 1 for parent in guess.parents)
+            depth = TreeShape(parents).depth if parents else len(guess.tokens)
+            self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
+            yield guess
+
+    def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
+        """Send committed tokens; return the number of bytes of hidden states sent with them."""
+        self._limits.renew(time.monotonic())
+        message = draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens))
+        num_bytes = 0
+        if hidden_states is not None and self.joined and self.wants_hidden_states:
+            message.committed.features.CopyFrom(convert.hidden_states_to_proto(hidden_states))
+            num_bytes = len(hidden_states.rows)
+        self.send(message)
+        return num_bytes
+
+    def steer(self, plan: SpeculationPlan) -> None:
+        steering = plan.for_drafter()
+        if steering != self.plan.for_drafter():
+            self._limits.asked_at = time.monotonic()
+            self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
+        self.plan = plan

@@ -1,0 +1,55 @@
+"""What a drafter may send is counted in messages, tokens and bytes, and its times are bounded by ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.sessions.drafter_stream import MAX_UNANSWERED, DraftLimits
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.speculation import MAX_GAMMA
+from outrider.v1 import common_pb2 as common
+
+
+def guess(**fields: object) -> common.Guess:
+    return common.Guess(position=3, first_id=1, **fields)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_sends_much_with_every_commit_is_found_out() -> None:
+    limits = DraftLimits(now=0.0)
+
+    def send_much() -> None:
+        for _ in range(100):
+            for _ in range(MAX_UNANSWERED // 2):
+                limits.spend(guess(tokens=[1] * MAX_GAMMA))
+            limits.renew(1.0)
+
+    with pytest.raises(InvalidRequest, match="per commit"):
+        send_much()
+
+
+def test_a_link_that_hung_may_bring_several_commits_worth_at_once() -> None:
+    limits = DraftLimits(now=0.0)
+    for _ in range(50):
+        limits.renew(1.0)
+    for _ in range(32):  # sixteen trees
+        limits.spend(guess(tokens=[1] * MAX_GAMMA))
+        limits.spend(guess(tokens=[1] * MAX_GAMMA))
+    limits.renew(1.0)
+
+
+def test_too_many_messages_between_two_commits_are_a_flood() -> None:
+    limits = DraftLimits(now=0.0)
+    for _ in range(MAX_UNANSWERED):
+        limits.spend(guess())
+    with pytest.raises(InvalidRequest, match="between two commits"):
+        limits.spend(guess())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) -> None:
+    limits = DraftLimits(now=10.0)
+    limits.renew(10.5)
+    bound = limits.bound_us(2**32 - 1, 10.6, ahead=ahead)
+    assert bound == pytest.approx(602_000 if ahead else 102_000, abs=2)
+    assert limits.bound_us(2**32 - 1, 10.61, ahead=ahead) == pytest.approx(12_000, abs=2)
+    assert limits.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
