@@ -367,7 +367,7 @@ async def test_whoever_hears_of_a_session_can_ask_for_it_elsewhere(house: House)
             for call in going:
                 call.cancel()
     finally:
-        await other.close()
+        await other.connection.close()
 
 
 def tokens_of(vocabulary: Vocabulary) -> list[bytes]:
