@@ -1,1 +1,1 @@
-"""Checks before an engine serves: its logits against the model's own, its arithmetic, its cost."""
+"""What is checked and measured before an engine serves: its logits against the model's own, the cost of its steps."""

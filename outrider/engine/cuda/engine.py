@@ -220,13 +220,13 @@ class PaddedInputs:
         ids, positions, slots, outputs, base, table, mask = self._arrays
         for i, segment in enumerate(segments):
             count = segment.count
-            ids[i, :count] = segment.new.tokens
+            ids[i, :count] = segment.tokens
             positions[i, :count] = segment.positions
             slots[i, :count] = [slot_of(segment.blocks, segment.base + index) for index in range(count)]
             base[i] = segment.base
             table[i, : len(segment.blocks)] = segment.blocks
-            if segment.new.parents:
-                mask[i, :count, :count] = segment.tree_mask().numpy()
+            if segment.mask is not None:
+                mask[i, :count, :count] = segment.mask.numpy()
         chosen = output_indices(segments, {segment.start: i * self.shape.tokens for i, segment in enumerate(segments)})
         outputs[: len(chosen)] = chosen
 

@@ -217,9 +217,10 @@ class NativeEngine(PagedEngine):
         for to, segment in zip(segments, step.segments, strict=True):
             to.start, to.count, to.base = segment.start, segment.count, segment.base
             to.table = _address(alive, torch.tensor(segment.blocks, dtype=torch.int32))
-            if segment.new.parents:
-                to.sees = _address(alive, segment.tree_mask().to(torch.uint8))
-                to.depths = _address(alive, torch.tensor(segment.depths, dtype=torch.int32))
+            if segment.mask is not None:
+                to.sees = _address(alive, segment.mask.to(torch.uint8))
+                depths = [position - segment.base for position in segment.positions]
+                to.depths = _address(alive, torch.tensor(depths, dtype=torch.int32))
         return segments, alive
 
     def _buffer(self, name: str, height: int, width: int) -> torch.Tensor:

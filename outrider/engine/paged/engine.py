@@ -66,9 +66,9 @@ class PagedEngine(ABC):
             if copy := self.blocks.allocate(new.session, len(new.tokens)):
                 source, target = (list(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)) for block in copy)
                 self._copy(source, target)
-            segments.append(Segment(start, new, base, self.blocks.tables[new.session].blocks, new.depths()))
+            segments.append(Segment.of(start, new, base, self.blocks.tables[new.session].blocks))
             start += len(new.tokens)
-        return ForwardStep.of(segments)
+        return ForwardStep.of(segments, [new.input_embeddings for new in batch if new.input_embeddings is not None])
 
     def truncate(self, session: str, length: int) -> None:
         self.blocks.truncate(session, length)

@@ -17,15 +17,29 @@ class Segment:
     """One session's share of a step."""
 
     start: int  # index of its first token in the step
-    new: SessionTokens
+    tokens: Sequence[int]
     base: int  # number of tokens cached before
     blocks: Sequence[int]
-    depths: Sequence[int]  # distance of each token from the end of the cached prefix
+    positions: Sequence[int]  # of each new token in its text
+    mask: torch.Tensor | None  # which new tokens each new token attends to; None: a chain  # [tokens, tokens]
+    logits_from: int
+    hidden_from: int | None
+
+    @classmethod
+    def of(cls, start: int, new: SessionTokens, base: int, blocks: Sequence[int]) -> Segment:
+        """Place a session's new tokens after `base` cached ones."""
+        positions: Sequence[int] = range(base, base + len(new.tokens))
+        mask = None
+        if new.parents:
+            shape = TreeShape(tuple(new.parents))
+            positions = [base + depth - 1 for depth in shape.depths]
+            mask = _tree_mask(shape.paths)
+        return cls(start, new.tokens, base, blocks, positions, mask, new.logits_from, new.hidden_from)
 
     @property
     def count(self) -> int:
         """Return the number of new tokens."""
-        return len(self.new.tokens)
+        return len(self.tokens)
 
     @property
     def end(self) -> int:
@@ -33,18 +47,15 @@ class Segment:
         return self.start + self.count
 
     @property
-    def positions(self) -> list[int]:
-        """Return the position of each new token in its text."""
-        return [self.base + depth for depth in self.depths]
+    def num_logits(self) -> int:
+        return self.count - self.logits_from
 
-    def tree_mask(self) -> torch.Tensor:
-        """Return which new tokens each new token attends to: itself and its ancestors.  # [tokens, tokens]"""
-        if not self.new.parents:
-            return torch.ones((self.count, self.count), dtype=torch.bool).tril()
-        paths = TreeShape(tuple(self.new.parents)).paths
-        mask = torch.zeros((self.count, self.count), dtype=torch.bool)
-        mask[[i for i, path in enumerate(paths) for _ in path], [node for path in paths for node in path]] = True
-        return mask
+
+def _tree_mask(paths: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return which nodes each node attends to: itself and its ancestors.  # [nodes, nodes]"""
+    mask = torch.zeros((len(paths), len(paths)), dtype=torch.bool)
+    mask[[node for node, path in enumerate(paths) for _ in path], [each for path in paths for each in path]] = True
+    return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +69,20 @@ class ForwardStep:
     input_embeddings: torch.Tensor | None  # [tokens, width], in place of embeddings
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> ForwardStep:
+    def of(cls, segments: Sequence[Segment], input_embeddings: Sequence[torch.Tensor]) -> ForwardStep:
         """Join the inputs of all segments."""
-        embeddings = [part.new.input_embeddings for part in segments if part.new.input_embeddings is not None]
         return cls(
             segments,
-            [token for part in segments for token in part.new.tokens],
+            [token for part in segments for token in part.tokens],
             [position for part in segments for position in part.positions],
             output_indices(segments, {part.start: part.start for part in segments}),
-            torch.cat(embeddings) if embeddings else None,
+            torch.cat(list(input_embeddings)) if input_embeddings else None,
         )
 
     @property
     def counts(self) -> list[int]:
         """Return the number of logits of each segment."""
-        return [part.count - part.new.logits_from for part in self.segments]
+        return [part.num_logits for part in self.segments]
 
     @property
     def num_logits(self) -> int:
@@ -89,12 +99,12 @@ class ForwardStep:
         """Yield the requested hidden states of each segment, in the order of its tokens."""
         with_logits, only = 0, self.num_logits
         for segment, count in zip(self.segments, self.counts, strict=True):
-            first = segment.new.hidden_from
+            first = segment.hidden_from
             if first is None:
                 yield hidden[:0]
             else:
-                before = max(0, segment.new.logits_from - first)
-                after = hidden[with_logits + max(0, first - segment.new.logits_from) : with_logits + count]
+                before = max(0, segment.logits_from - first)
+                after = hidden[with_logits + max(0, first - segment.logits_from) : with_logits + count]
                 yield torch.cat([hidden[only : only + before], after]) if before else after
                 only += before
             with_logits += count
@@ -108,10 +118,10 @@ def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> 
     logits: list[int] = []
     hidden: list[int] = []
     for segment in segments:
-        new, first = segment.new, first_of[segment.start]
-        logits += range(first + new.logits_from, first + segment.count)
-        if new.hidden_from is not None:
-            hidden += range(first + new.hidden_from, first + new.logits_from)
+        first = first_of[segment.start]
+        logits += range(first + segment.logits_from, first + segment.count)
+        if segment.hidden_from is not None:
+            hidden += range(first + segment.hidden_from, first + segment.logits_from)
     return logits + hidden
 
 

@@ -74,9 +74,12 @@ class AttentionSegment:
         old, new = self.segment.base, self.segment.count
         if new == 1 and rule is causal_mask_function:
             return None
-        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), self.segment.tree_mask()], dim=1).to(self.device)
+        among_new = self.segment.mask
+        if among_new is None:
+            among_new = torch.ones((new, new), dtype=torch.bool).tril()
+        mask = torch.cat([torch.ones((new, old), dtype=torch.bool), among_new], dim=1).to(self.device)
         if rule is not causal_mask_function:  # ancestors are at lower positions: the tree mask is causal already
-            queries = torch.tensor(self.segment.depths, device=self.device) + old
+            queries = torch.tensor(self.segment.positions, device=self.device)
             keys = torch.cat([torch.arange(old, device=self.device), queries])
             mask &= allowed(rule, queries, keys)
         return mask
