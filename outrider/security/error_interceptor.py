@@ -24,13 +24,6 @@ log = structlog.get_logger(__name__)
 UNREAD_STATUS_S = 1.0
 
 
-class _Undecodable:
-    """Placeholder for a request that cannot be decoded."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Conversion of exceptions to statuses, and of undecodable requests to INVALID_ARGUMENT."""
 
@@ -44,7 +37,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        decode = _lenient(handler.request_deserializer)
+        decode = _reader(handler.request_deserializer)
         if inspect.isasyncgenfunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
                 _checked_stream_handler(handler.stream_stream, self._write_timeout_s, streams_in=True),
@@ -64,37 +57,44 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler  # library services that write to their context themselves
 
 
-def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def deserialize(data: bytes) -> Any:
+def _reader(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer. It returns an error for invalid bytes, since gRPC would drop one that is raised."""
+
+    def read(data: bytes) -> Any:
         try:
-            return decode(data)
+            request = decode(data)
+            check_fields(request)
         except DecodeError as error:
-            return _Undecodable(str(error))
+            return InvalidRequest(
+                f"the request is no valid message: {error}; text must be UTF-8",
+                field="request",
+                value=str(error),
+                limit="a protobuf message with UTF-8 text",
+            )
+        except InvalidRequest as error:
+            return error
+        return request
 
-    return deserialize
+    return read
 
 
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Undecodable):
-        raise InvalidRequest(
-            f"the request is no valid message: {request.reason}; text must be UTF-8",
-            field="request",
-            value=request.reason,
-            limit="a protobuf message with UTF-8 text",
-        )
-    check_fields(request)
+def _valid(request: Any) -> Any:
+    if isinstance(request, InvalidRequest):
+        raise request
     return request
 
 
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _valid_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _checked(request)
+        if isinstance(request, InvalidRequest):
+            raise request
+        yield request
 
 
 def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behaviour(_checked(request), context)
+            return await behaviour(_valid(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -108,7 +108,7 @@ def _checked_stream_handler(
 ) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            given = _checked_stream(request) if streams_in else _checked(request)
+            given = _valid_stream(request) if streams_in else _valid(request)
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     try:
