@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +37,7 @@ class Finding:
 
 
 def doctor(
+    context: typer.Context,
     endpoint: options.Endpoint = DEFAULT_ENDPOINT,
     api_key: options.ApiKey = "",
     tls_ca: options.TlsCa = "",
@@ -46,9 +48,7 @@ def doctor(
     port: Annotated[int, option("--port", "Port to check for `outrider up`.")] = 50050,
 ) -> None:
     """Check Python, torch, device, memory, disk, model files, Redis, ports and running peers."""
-    client = options.connect(
-        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name
-    )
+    client = options.connect(context.params)
     checks: list[Callable[[], Iterator[Finding]]] = [
         _python,
         _torch,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.base.config import option
 from outrider.client.sync import Client
@@ -13,6 +14,9 @@ from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import Grammar, SamplingParams, Verification
 from outrider.security.api_keys import ApiKeys
 from outrider.security.tls import Tls
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Endpoint = Annotated[
     str, option("--endpoint", "host:port of the coordinator, or several separated by commas, tried in turn.")
@@ -63,23 +67,20 @@ ShowGuesses = Annotated[bool, option("--show-guesses", "Colour tokens by kind: a
 Plain = Annotated[bool, option("--plain", "Disable speculation; the same as --gamma 0.")]
 
 
-def connect(
-    endpoint: str,
-    *,
-    api_key: str,
-    tls_ca: str,
-    tls_cert: str,
-    tls_key: str,
-    tls_name: str,
-    timeout_s: float | None = None,
-) -> Client:
-    """Return a client of the coordinators given by the flags."""
+def connect(flags: Mapping[str, Any]) -> Client:
+    """Return a client of the coordinators given by the flags of a command."""
     return Client(
-        endpoint.split(","),
-        timeout_s=timeout_s,
-        api_key=ApiKeys.parse(api_key, "api_key").first,
-        tls=Tls.load(cert=tls_cert, key=tls_key, ca=tls_ca, name=tls_name),
+        flags["endpoint"].split(","),
+        timeout_s=flags.get("timeout_s"),
+        api_key=ApiKeys.parse(flags["api_key"], "api_key").first,
+        tls=Tls.load(cert=flags["tls_cert"], key=flags["tls_key"], ca=flags["tls_ca"], name=flags["tls_name"]),
     )
+
+
+def fields_from(flags: Mapping[str, Any], made: type[DataclassInstance]) -> dict[str, Any]:
+    """Return the flags of a command that are fields of a dataclass, without those that are not given."""
+    given = {field.name: flags.get(field.name) for field in fields(made)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling(flags: Mapping[str, Any]) -> SamplingParams:

@@ -64,15 +64,7 @@ def generate(
     request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}
     request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
     request |= {"branches": branches, "ahead": ahead}
-    with options.connect(
-        endpoint,
-        api_key=api_key,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_name=tls_name,
-        timeout_s=timeout_s,
-    ) as client:
+    with options.connect(context.params) as client:
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
             return
@@ -104,9 +96,7 @@ def chat(
     opening = [("system", system)] if system else []
     history = list(opening)
     console = Console()
-    with options.connect(
-        endpoint, api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_name=tls_name
-    ) as client:
+    with options.connect(context.params) as client:
         console.print(Text.assemble((printable(client.model().name), "bold"), "  /reset  /exit"))
         while (line := _read_line(console)) is not None:
             if line == "/reset":

@@ -18,9 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from typer import Argument
+from typer import Argument, Context
 
 from outrider.base.config import option
+from outrider.cli.options import fields_from
 from outrider.models.hub import DEFAULT
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: Context,
     method: Annotated[str, Argument(help="Method: eagle, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
     target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
@@ -36,10 +38,14 @@ def train(
         Path | None,
         option("--prompts", "JSON lines with `prompt`. Default: the included list."),
     ] = None,
-    examples: Annotated[int, option("--examples", "Texts that the target generates; 0: one per prompt.", min=0)] = 0,
+    num_examples: Annotated[
+        int, option("--examples", "Texts that the target generates; 0: one per prompt.", min=0)
+    ] = 0,
     max_tokens: Annotated[int, option("--max-tokens", "Maximum length of a generated text.", min=8)] = 160,
-    tokens: Annotated[int, option("--tokens", "Training tokens, counted again in each epoch.", min=1)] = 5_000_000,
-    vocabulary: Annotated[
+    learn_tokens: Annotated[
+        int, option("--tokens", "Training tokens, counted again in each epoch.", min=1)
+    ] = 5_000_000,
+    num_ids: Annotated[
         int, option("--vocabulary", "Number of token ids to draft, the most frequent ones.", min=16)
     ] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
@@ -50,7 +56,7 @@ def train(
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",
-    data_folder: Annotated[
+    data_home: Annotated[
         Path | None, option("--data", "Folder of the target's texts. Default: training/data in OUTRIDER_HOME.")
     ] = None,
     restart: Annotated[bool, option("--restart", "Start again and ignore an interrupted run.")] = False,
@@ -62,27 +68,9 @@ def train(
     """
     from outrider.train.run import TrainingOrder, train  # torch and transformers: seconds
 
-    order = TrainingOrder(
-        method=method,
-        target=target,
-        out=out,
-        prompts=prompts,
-        num_examples=examples,
-        max_tokens=max_tokens,
-        learn_tokens=tokens,
-        num_ids=vocabulary,
-        layers=layers,
-        heads=heads,
-        exit_layers=exit_layers,
-        hidden=hidden,
-        unroll=unroll,
-        learning_rate=learning_rate,
-        seed=seed,
-        device=device,
-        restart=restart,
-        command=shlex.join(["outrider", *sys.argv[1:]]),
-        **({} if data_folder is None else {"data_home": data_folder}),
-    )
+    command = shlex.join(["outrider", *sys.argv[1:]])
+    paths = {"out": out, "prompts": prompts, "data_home": data_home}  # text in the context's parameters
+    order = TrainingOrder(**fields_from(context.params | paths, TrainingOrder), command=command)
     with _TrainingProgress() as progress:
         card = train(order, progress)
     _print_results(out, card, target)

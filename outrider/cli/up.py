@@ -135,37 +135,12 @@ def up(
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
     check_engine(engine, compile)
-    plan = LaunchPlan(
-        target=target,
-        drafters=(_drafter_for(engine, drafter, target),) * drafters,
-        verifiers=verifiers,
-        coordinators=coordinators,
-        host=host,
-        insecure=insecure,
-        port=port,
-        http_port=http_port,
-        device=device,
-        drafter_device=drafter_device,
-        dtype=dtype,
-        quantization=quantization,
-        engine=engine,
-        compile=compile,
-        threads=threads,
-        kv_tokens=kv_tokens,
-        log_level=log_level,
-        api_keys=api_keys,
-        open_metrics=open_metrics,
-        fleet_key=fleet_key,
-        drafter_key=drafter_key,
-        otlp_endpoint=otlp_endpoint,
-        overrides=merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
-        tls=tls,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_ca=tls_ca,
-        keep=True,
-        state_dir=state_dir,
-    )
+    given = options.fields_from(context.params, LaunchPlan) | {
+        "drafters": (_drafter_for(engine, drafter, target),) * drafters,
+        "overrides": merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
+        "keep": True,
+    }
+    plan = LaunchPlan(**given)
     console = Console()
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)

@@ -32,6 +32,7 @@ from outrider.train.methods.medusa import MedusaMethod
 
 _HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
 _KV_TOKENS = 65_536
+METHODS = ("eagle", "medusa", "early-exit", "distill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         metrics=metrics,
         command=order.command,
     )
-    if isinstance(method, LanguageMethod) and order.method == "distill":
-        _save_model(order, method.model, watcher)
+    if order.method == "distill":
+        _save_model(order, method, watcher)
     cards.save(order.out, card, method.weights())
     training.delete_checkpoint()
     return card
@@ -168,61 +169,34 @@ def _method(
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
-    method = _MAKERS[order.method](order, model, target_weights, ids, examples)
+    method = _make(order, model, target_weights, ids, examples)
     method.module.to(device)
     return target_weights, method
 
 
-def _eagle(
+def _make(
     order: TrainingOrder,
     model: PreTrainedModel,
     target_weights: EmbeddingsAndHead,
     ids: torch.Tensor,
     examples: Sequence[Example],
 ) -> Method:
-    return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
-
-
-def _medusa(
-    order: TrainingOrder,
-    model: PreTrainedModel,
-    target_weights: EmbeddingsAndHead,
-    ids: torch.Tensor,
-    examples: Sequence[Example],
-) -> Method:
-    return MedusaMethod(target_weights, ids, examples, heads=order.heads)
-
-
-def _early_exit(
-    order: TrainingOrder,
-    model: PreTrainedModel,
-    target_weights: EmbeddingsAndHead,
-    ids: torch.Tensor,
-    examples: Sequence[Example],
-) -> Method:
+    if order.method == "eagle":
+        return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
+    if order.method == "medusa":
+        return MedusaMethod(target_weights, ids, examples, heads=order.heads)
+    if order.method == "distill":
+        return distilled(model, target_weights, ids, hidden=order.hidden, layers=order.layers)
     try:
         return early_exit(model, target_weights, ids, exit_layers=order.exit_layers, layers=order.layers)
     except TypeError as error:
         raise StartupError(f"no early exit for this target: {error}", field="method", value="early-exit") from error
 
 
-def _distill(
-    order: TrainingOrder,
-    model: PreTrainedModel,
-    target_weights: EmbeddingsAndHead,
-    ids: torch.Tensor,
-    examples: Sequence[Example],
-) -> Method:
-    return distilled(model, target_weights, ids, hidden=order.hidden, layers=order.layers)
-
-
-_MAKERS = {"eagle": _eagle, "medusa": _medusa, "early-exit": _early_exit, "distill": _distill}
-METHODS = tuple(_MAKERS)
-
-
-def _save_model(order: TrainingOrder, model: PreTrainedModel, watcher: Watcher) -> None:
+def _save_model(order: TrainingOrder, method: Method, watcher: Watcher) -> None:
     """Save a distilled drafter as an ordinary model, for kind model."""
-    model.to(torch.bfloat16).save_pretrained(order.out)
+    assert isinstance(method, LanguageMethod)
+    method.module.to(torch.bfloat16).save_pretrained(order.out)
     AutoTokenizer.from_pretrained(locate(order.target, watcher.on_status)).save_pretrained(order.out)
 
 

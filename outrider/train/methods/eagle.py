@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ _ONE_STEP_SHARE = 0.6  # of the training; later steps build on the first one
 class EagleMethod:
     """The training of an EAGLE drafter."""
 
-    name = "eagle"
-
     def __init__(
         self,
         target: PreTrainedModel,
@@ -37,41 +34,34 @@ class EagleMethod:
         layers: int,
         steps: int,
     ) -> None:
-        self._eagle = Eagle(EagleShape.like(target, layers), ids, target_weights)
+        self.module = Eagle(EagleShape.like(target, layers), ids, target_weights)
+        self.shape = self.module.described
         self._target_weights = target_weights
         self._steps = steps
-        _begin(self._eagle, target, examples)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._eagle
-
-    @property
-    def shape(self) -> Mapping[str, Any]:
-        return self._eagle.described
+        _begin(self.module, target, examples)
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         steps = self._steps if done >= _ONE_STEP_SHARE else 1
-        outputs = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
+        outputs = self.module.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
         for step, output in enumerate(outputs):
             chosen = sample_positions(batch, _TRAINED_SHARE, generator)
             chosen[:, :step] = False
             wanted, found = batch.wanted[chosen], output[chosen]
-            missed = cross_entropy(self._target_weights.logits(wanted, self._eagle.ids), self._eagle.head(found))
+            missed = cross_entropy(self._target_weights.logits(wanted, self.module.ids), self.module.head(found))
             distance = nn.functional.smooth_l1_loss(found.float(), wanted)
             total = total + _NEXT_STEP_WEIGHT**step * (missed + _STATE_WEIGHT * distance)
         return total / sum(_NEXT_STEP_WEIGHT**step for step in range(steps))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        outputs = self._eagle.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
+        outputs = self.module.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
         true = greedy_targets(self._target_weights, batch)
-        guesses = [self._eagle.ids[self._eagle.head(output).argmax(dim=-1)] for output in outputs]
+        guesses = [self.module.ids[self.module.head(output).argmax(dim=-1)] for output in outputs]
         return accepted_lengths([guess == true for guess in guesses], batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return self._eagle.weights()
+        return self.module.weights()
 
 
 @torch.no_grad()

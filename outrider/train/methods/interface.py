@@ -67,9 +67,6 @@ class Method(Protocol):
     """A training method with its drafter."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def module(self) -> nn.Module:
         """Return the trained module; parameters that do not require gradients are constant."""
         ...

@@ -21,28 +21,12 @@ class LanguageMethod:
     """A model whose head is cut to `ids`."""
 
     def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        target_weights: EmbeddingsAndHead,
-        ids: torch.Tensor,
-        shape: Mapping[str, Any],
+        self, model: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, shape: Mapping[str, Any]
     ) -> None:
-        self.name = name
+        self.module = model
         self.shape = shape
-        self._model = model
         self._target_weights = target_weights
         self._ids = ids
-
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self._model
-        return module
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Return the trained model."""
-        return self._model
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         chosen = sample_positions(batch, _TRAINED_SHARE, generator)
@@ -55,18 +39,18 @@ class LanguageMethod:
         return accepted_lengths([guesses == greedy_targets(self._target_weights, batch)] * _DEPTH, batch.written)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
         own = {name: weight.detach().to(torch.bfloat16) for name, weight in trained.items()}
         return own | {"ids": self._ids.to(torch.int32)}
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """Return the hidden states after each position's token.  # [batch, places, width]"""
         ids = torch.cat([batch.first[:, None], batch.tokens], dim=1)
-        states: torch.Tensor = self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states: torch.Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states[:, 1:]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        head: Any = self._model.get_output_embeddings()
+        head: Any = self.module.get_output_embeddings()
         logits: torch.Tensor = states @ head.weight[self._ids].to(states.dtype).T
         return logits if head.bias is None else logits + head.bias[self._ids]
 
@@ -91,7 +75,7 @@ def early_exit(
         weight.requires_grad_(requires_grad=False)
     for part in (*kept[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
-    return LanguageMethod("early-exit", target, target_weights, ids, {"exit_layers": exit_layers, "layers": layers})
+    return LanguageMethod(target, target_weights, ids, {"exit_layers": exit_layers, "layers": layers})
 
 
 def distilled(
@@ -122,4 +106,4 @@ def distilled(
         directions = torch.pca_lowrank(table, q=kept, niter=2)[2]
         embeddings: Any = student.get_input_embeddings()
         embeddings.weight[:, :kept] = (table - table.mean(dim=0)) @ directions
-    return LanguageMethod("distill", student, target_weights, ids, {"hidden": hidden, "layers": layers})
+    return LanguageMethod(student, target_weights, ids, {"hidden": hidden, "layers": layers})
