@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.control.throughput_model import Conditions, Mode, SpeculationPlan, expected_tokens
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.speculation import TokenKind, Verdict
 
@@ -13,12 +16,16 @@ PRIOR_TRIALS = 4.0
 PRIOR_GAIN = 0.4  # share of failed guesses whose right token is on another of three branches
 PRIOR_GAIN_TRIALS = 10.0
 PRIOR_TREE_ROWS = 2.0
-DECAY = 0.98  # of a trial's weight, per step with guesses
+FORGETTING = 0.02  # of earlier trials, per trial
 SMOOTHING = 0.15
 WAIT_SMOOTHING = 0.4  # of waits: a drafter that stalls costs whole timeouts, so it counts sooner
 TIMED_OUT = 0.9  # share of the draft wait timeout from which on a wait counts as timed out
 MAX_FITTED_TOKENS = 256  # larger steps contain prompts, whose cost follows another line
 PRIOR_TOKEN_SHARE = 0.04  # of a step's cost for each further token, until more is measured
+RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
+KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
+RATIO_RECOVERY = 0.02  # per choice, for modes not in use
+RATIO_BOUNDS = (0.3, 1.5)
 
 
 @dataclass(slots=True)
@@ -69,23 +76,41 @@ class PairHistory:
     paces: dict[str, float] = field(default_factory=dict)  # measured over expected throughput, by mode
 
 
-@dataclass(slots=True)
-class HitRate:
-    """Decayed mean of hits and misses, begun from a prior `hits` between 0 and 1."""
+class ThroughputRatios:
+    """Measured over expected throughput by mode: a correction for what the model omits."""
 
-    hits: float
-    trials: float = PRIOR_GAIN_TRIALS
+    def __init__(self, known: Mapping[str, float]) -> None:
+        self._means = {Mode(mode): DecayedMean(RATIO_SMOOTHING, ratio) for mode, ratio in known.items()}
+        self._comparisons = Counter(dict.fromkeys(self._means, KNOWN_COMPARISONS))
 
-    def __post_init__(self) -> None:
-        self.hits *= self.trials
+    def of(self, mode: Mode) -> float:
+        return self._means[mode].value if mode in self._means else 1.0
 
-    def add(self, *, hit: bool) -> None:
-        self.trials = self.trials * DECAY + 1.0
-        self.hits = self.hits * DECAY + hit
+    def add(self, mode: Mode, ratio: float) -> None:
+        """Record a comparison. The first ones weigh more."""
+        low, high = RATIO_BOUNDS
+        weight = max(RATIO_SMOOTHING, 1.0 / (2 + self._comparisons[mode]))
+        self._means.setdefault(mode, DecayedMean(RATIO_SMOOTHING, 1.0)).add(min(high, max(low, ratio)), weight)
+        self._comparisons[mode] += 1
 
-    @property
-    def mean(self) -> float:
-        return self.hits / self.trials
+    def recover(self, used: Mode) -> None:
+        """Move the modes that are not in use towards 1, so that they are tried again after a bad phase."""
+        for mode, mean in self._means.items():
+            if mode is not used:
+                mean.add(1.0, RATIO_RECOVERY)
+
+    def by_mode(self) -> dict[Mode, float]:
+        return {mode: mean.value for mode, mean in self._means.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BestDrafter:
+    """What a choice of plan depends on beside verdicts: the session's best drafter. Times are in milliseconds."""
+
+    round_trips_ms: float  # to the drafter and to the verifier, together
+    draft_ms: float  # per token of a chain
+    level_ms: float | None = None  # per level of a tree; None: as for a chain
+    shares_cores: bool = False  # with the verifier, which drafting ahead slows down
 
 
 class PairEstimate:
@@ -96,28 +121,21 @@ class PairEstimate:
         self.start_from(PairHistory())
 
     def start_from(self, history: PairHistory) -> None:
-        self._history = history
-        self._hits = [0.0] * self._positions
-        self._trials = [0.0] * self._positions
-        self._prior_weight = [PRIOR_TRIALS] * self._positions
-        self._tree_hits = HitRate(history.tree_gain)
-        self._ahead_hits = HitRate(history.ahead_gain)
-        self.checked_steps = 0
-        self.proposal_rate = history.offer_rate
-        self.draft_ms = history.draft_ms
-        self.level_ms = history.level_ms
-        self.nodes_per_level = history.tree_rows
-        self.throughput_ratios = {Mode(mode): ratio for mode, ratio in history.paces.items()}
+        self._known_acceptance = history.acceptance
+        self._accepted = [DecayedMean(FORGETTING, 0.0, trials=0.0) for _ in range(self._positions)]
+        self.tree_gain = DecayedMean(FORGETTING, history.tree_gain, PRIOR_GAIN_TRIALS)
+        self.ahead_gain = DecayedMean(FORGETTING, history.ahead_gain, PRIOR_GAIN_TRIALS)
+        self.proposal_rate = DecayedMean(SMOOTHING, history.offer_rate)
+        self.draft_ms = DecayedMean(SMOOTHING, history.draft_ms)
+        self.level_ms = DecayedMean(SMOOTHING, history.level_ms or None)
+        self.nodes_per_level = DecayedMean(SMOOTHING, history.tree_rows)
+        self.ratios = ThroughputRatios(history.paces)
+        self.checked = False  # whether any guess was checked
 
     def observe_draft(self, depth: int, draft_us: int, *, tree: bool = False) -> None:
         """Record the drafting time of a guess of this depth."""
-        if not depth or not draft_us:
-            return  # a guess that is split over messages reports its time with the first
-        taken = draft_us / 1000 / depth
-        if tree:
-            self.level_ms = _smooth(self.level_ms, taken) if self.level_ms else taken
-        else:
-            self.draft_ms = _smooth(self.draft_ms, taken)
+        if depth and draft_us:  # a guess that is split over messages reports its time with the first
+            (self.level_ms if tree else self.draft_ms).add(draft_us / 1000 / depth)
 
     def observe_verdict(self, proposed: int, accepted: int, *, due: bool, from_branches: int = 0) -> None:
         """Record a verdict.
@@ -125,12 +143,12 @@ class PairEstimate:
         `due`: guesses were expected. `from_branches`: number of tokens accepted from a branch.
         """
         if due:
-            self.proposal_rate = _smooth(self.proposal_rate, 1.0 if proposed else 0.0)
-        self.checked_steps += proposed > 0
-        for i in range(min(accepted + 1, proposed, len(self._trials))):
+            self.proposal_rate.add(proposed > 0)
+        self.checked = self.checked or proposed > 0
+        for i in range(min(accepted + 1, proposed, len(self._accepted))):
             # The verdict does not report which tokens came from a branch. The last ones are the likeliest:
             # what follows a branch is drafted last.
-            self._add_trial(i, hit=i < accepted - from_branches)
+            self._accepted[i].add(i < accepted - from_branches)
 
     def observe_late_guess(self, *, hit: bool) -> None:
         """Record a guess for a token that was committed before it arrived.
@@ -138,23 +156,17 @@ class PairEstimate:
         No verdict reports late guesses that failed. Without them, only hits
         would be counted where the verifier does not wait.
         """
-        self._add_trial(0, hit=hit)
-
-    def _add_trial(self, position: int, *, hit: bool) -> None:
-        self._prior_weight[position] *= DECAY
-        self._trials[position] = self._trials[position] * DECAY + 1.0
-        self._hits[position] = self._hits[position] * DECAY + hit
+        self._accepted[0].add(hit)
 
     def observe_tree(self, verdict: Verdict, *, ahead: bool) -> None:
         """Record what the branches of a checked tree contributed."""
-        missed = verdict.last is TokenKind.RECOVERED
-        hit_rate = self._ahead_hits if ahead else self._tree_hits
+        gain = self.ahead_gain if ahead else self.tree_gain
         for _ in range(verdict.accepted_from_branch):
-            hit_rate.add(hit=True)
-        if missed:
-            hit_rate.add(hit=ahead and verdict.remaining_depth > 0)
+            gain.add(True)
+        if verdict.last is TokenKind.RECOVERED:
+            gain.add(ahead and verdict.remaining_depth > 0)
         if verdict.proposed:
-            self.nodes_per_level = _smooth(self.nodes_per_level, max(1.0, verdict.nodes / verdict.proposed))
+            self.nodes_per_level.add(max(1.0, verdict.nodes / verdict.proposed))
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -162,21 +174,16 @@ class PairEstimate:
 
         A position without history is shrunk towards the position before it.
         """
-        known = self._history.acceptance
         result: list[float] = []
-        for i, (hits, trials, weight) in enumerate(zip(self._hits, self._trials, self._prior_weight, strict=True)):
-            before = result[-1] if result else PRIOR_ACCEPTANCE
-            prior = known[i] if i < len(known) else before
-            result.append((hits + weight * prior) / (trials + weight))
+        prior = PRIOR_ACCEPTANCE
+        for i, accepted in enumerate(self._accepted):
+            if i < len(self._known_acceptance):
+                prior = self._known_acceptance[i]
+            prior_trials = PRIOR_TRIALS * (1.0 - FORGETTING * accepted.trials)  # forgotten as earlier trials are
+            trials = accepted.trials + prior_trials
+            prior = (accepted.value * accepted.trials + prior * prior_trials) / trials
+            result.append(prior)
         return tuple(result)
-
-    @property
-    def tree_gain(self) -> float:
-        return self._tree_hits.mean
-
-    @property
-    def ahead_gain(self) -> float:
-        return self._ahead_hits.mean
 
     @property
     def accepted_tokens(self) -> float:
@@ -186,13 +193,13 @@ class PairEstimate:
     def history(self) -> PairHistory:
         return PairHistory(
             acceptance=list(self.acceptance),
-            offer_rate=self.proposal_rate,
-            draft_ms=self.draft_ms,
-            tree_gain=self.tree_gain,
-            ahead_gain=self.ahead_gain,
-            tree_rows=self.nodes_per_level,
-            level_ms=self.level_ms,
-            paces={mode.value: ratio for mode, ratio in self.throughput_ratios.items()},
+            offer_rate=self.proposal_rate.value,
+            draft_ms=self.draft_ms.value,
+            tree_gain=self.tree_gain.value,
+            ahead_gain=self.ahead_gain.value,
+            tree_rows=self.nodes_per_level.value,
+            level_ms=self.level_ms.value,
+            paces={mode.value: ratio for mode, ratio in self.ratios.by_mode().items()},
         )
 
 
@@ -201,26 +208,25 @@ class Estimator:
 
     def __init__(self, positions: int) -> None:
         self.pair = PairEstimate(positions)
-        self._network_ms: float | None = None
-        self._timeout_rate = 0.0
-        self.shortfall_rate = 0.0  # share of the waits that timed out with fewer guesses than γ
+        self._network_ms = DecayedMean(SMOOTHING)
+        self._timeout_rate = DecayedMean(WAIT_SMOOTHING, 0.0)
+        self._shortfall_rate = DecayedMean(WAIT_SMOOTHING, 0.0)  # waits that timed out with fewer guesses than γ
         self._cost = CostLine()
-        self._published = UNKNOWN_COST
-        self._slowdown: float | None = None  # measured step time over the published one
-        self._other_tokens = 0.0
-        self._other_sessions = 0.0
-        self._other_tokens_per_ms = 0.0
-        self._steps = 0  # on this verifier
+        self.attach_verifier(UNKNOWN_COST)
 
     def attach_verifier(self, published: CostCurve, sessions: int = 0) -> None:
         """Start from the cost curve and the number of sessions that a verifier reports."""
         self._published = published
-        self._slowdown = None
-        self._steps = 0
-        self._other_sessions = self._other_tokens = float(sessions)
-        self._other_tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
+        self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
+        self._steps = 0  # on this verifier
+        tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
+        self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
+        self._other_sessions = DecayedMean(SMOOTHING, float(sessions))
+        self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
 
-    def observe(self, verdict: Verdict, *, plan: SpeculationPlan, wait_timeout_ms: float) -> bool:
+    def observe(
+        self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None
+    ) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
         self._observe_step(verdict)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
@@ -232,16 +238,14 @@ class Estimator:
             self.pair.observe_tree(verdict, ahead=plan.ahead)
         wait_ms = verdict.timings.wait_us / 1000
         if asked and waited and not plan.ahead:
-            drafting = verdict.proposed * (self.pair.level_ms if tree else self.pair.draft_ms)
-            network_ms = max(0.0, wait_ms - drafting)
-            self._network_ms = network_ms if self._network_ms is None else _smooth(self._network_ms, network_ms)
+            step_ms = 0.0 if drafter is None else drafter.level_ms or 0.0 if tree else drafter.draft_ms
+            self._network_ms.add(max(0.0, wait_ms - verdict.proposed * step_ms))
         timed_out = waited and wait_ms >= TIMED_OUT * wait_timeout_ms
         in_vain = timed_out and not verdict.proposed
         if in_vain or verdict.proposed:
-            self._timeout_rate = _smooth(self._timeout_rate, in_vain, WAIT_SMOOTHING)
+            self._timeout_rate.add(in_vain)
         if waited:  # a conforming drafter with fewer guesses reports that, which ends the wait before its timeout
-            short = timed_out and verdict.proposed < plan.gamma
-            self.shortfall_rate = _smooth(self.shortfall_rate, short, WAIT_SMOOTHING)
+            self._shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
         return in_vain
 
     def _observe_step(self, verdict: Verdict) -> None:
@@ -249,48 +253,38 @@ class Estimator:
         if timings.batch_tokens > MAX_FITTED_TOKENS:
             return
         step_ms = timings.step_us / 1000
-        self._cost.add(timings.batch_tokens, step_ms)
         if self._published.rows:
-            slowdown = step_ms / self._published.at(timings.batch_tokens)
-            self._slowdown = slowdown if self._slowdown is None else _smooth(self._slowdown, slowdown)
-        self._observe_others(verdict, step_ms)
-
-    def _observe_others(self, verdict: Verdict, step_ms: float) -> None:
-        """Record the other sessions of a step. The first steps weigh more: other sessions may have begun with ours."""
+            self._slowdown.add(step_ms / self._published.at(timings.batch_tokens))
+        else:
+            self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
-        weight = max(SMOOTHING, 1.0 / (1 + self._steps))
-        timings = verdict.timings
+        weight = max(SMOOTHING, 1.0 / (1 + self._steps))  # other sessions may have begun with ours
         committed = max(0, timings.step_tokens - len(verdict.tokens))
-        self._other_tokens = _smooth(self._other_tokens, timings.batch_tokens - timings.session_tokens, weight)
-        self._other_sessions = _smooth(self._other_sessions, timings.sessions - 1, weight)
-        per_ms = committed / step_ms if step_ms else 0.0
-        self._other_tokens_per_ms = _smooth(self._other_tokens_per_ms, per_ms, weight)
+        self._other_tokens.add(timings.batch_tokens - timings.session_tokens, weight)
+        self._other_sessions.add(timings.sessions - 1, weight)
+        self._other_tokens_per_ms.add(committed / step_ms if step_ms else 0.0, weight)
 
-    def conditions(self, round_trips_ms: float) -> Conditions:
+    def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
-        return Conditions(
-            acceptance=self.pair.acceptance,
-            proposal_rate=self.pair.proposal_rate,
-            draft_ms=self.pair.draft_ms,
-            network_ms=self._network_ms if self._network_ms is not None else round_trips_ms,
-            cost=self._cost_curve(),
-            other_tokens=self._other_tokens,
-            other_sessions=self._other_sessions,
-            other_tokens_per_ms=self._other_tokens_per_ms,
-            tree_gain=self.pair.tree_gain,
-            ahead_gain=self.pair.ahead_gain,
-            nodes_per_level=self.pair.nodes_per_level,
-            level_ms=self.pair.level_ms or None,
-            timeout_rate=self._timeout_rate,
-            throughput_ratios=self.pair.throughput_ratios,
-        )
-
-    def _cost_curve(self) -> CostCurve:
-        """Return the published cost curve scaled to the measured steps, or a linear fit of these steps."""
         if self._published.rows:
-            return self._published.scaled(self._slowdown or 1.0)
-        return CostCurve.line(*self._cost.fit())
-
-
-def _smooth(old: float, new: float, weight: float = SMOOTHING) -> float:
-    return old + weight * (new - old)
+            cost = self._published.scaled(self._slowdown.value or 1.0)
+        else:
+            cost = CostCurve.line(*self._cost.fit())
+        pair = self.pair
+        return Conditions(
+            acceptance=pair.acceptance,
+            proposal_rate=pair.proposal_rate.value,
+            draft_ms=drafter.draft_ms,
+            network_ms=self._network_ms.value if self._network_ms.known else drafter.round_trips_ms,
+            cost=cost,
+            other_tokens=self._other_tokens.value,
+            other_sessions=self._other_sessions.value,
+            other_tokens_per_ms=self._other_tokens_per_ms.value,
+            tree_gain=pair.tree_gain.value,
+            ahead_gain=pair.ahead_gain.value,
+            nodes_per_level=pair.nodes_per_level.value,
+            level_ms=drafter.level_ms,
+            timeout_rate=self._timeout_rate.value,
+            shortfall_rate=self._shortfall_rate.value,
+            throughput_ratios=pair.ratios.by_mode(),
+        )

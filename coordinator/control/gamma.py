@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from coordinator.control.estimator import Estimator
+from coordinator.control.estimator import BestDrafter, Estimator
 from coordinator.control.throughput_model import (
     BRANCHES,
     MAX_WAIT_TIMEOUT_MS,
@@ -44,10 +44,6 @@ SETTLING = 3  # verdicts after a new plan that still show the previous one
 COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are compared
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
-RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
-KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
-RATIO_RECOVERY = 0.02  # per choice, for modes not in use: so that they are tried again after a bad phase
-RATIO_BOUNDS = (0.3, 1.5)
 
 
 def choose_plan(
@@ -99,26 +95,27 @@ class Controller:
     ) -> None:
         """Prepare the candidate plans; `single` excludes branches, for modes in which guesses are drawn."""
         self._fixed = fixed
-        self._fixed_plan = self._plan_fixed_by(fixed, single=single)
+        self._fixed_plan = _plan_fixed_by(fixed, single=single)
         self._gamma_max = gamma_max if fixed.gamma is None else fixed.gamma
-        self._candidates = [] if self._fixed_plan is not None else self._allowed(self._gamma_max, fixed, single=single)
+        self._allowed = [] if self._fixed_plan is not None else _allowed_plans(self._gamma_max, fixed, single=single)
+        self._estimator = estimator
         self._plain_steps = 0
         self._probe_after = PROBE_AFTER
         self._probe_steps_left = 0
-        self._since_choice = DECIDE_EVERY_SETTLED
+        self._since_choice = 0
+        self._choice_due = True  # before the next regular choice
         self._since_plan = 0
         self._since_retry = 0
         self._retry_after = RETRY_AFTER
         self._measured = PlanTally()  # of the present plan, since it settled
         self._expected = 0.0  # of the present plan, tokens per second
-        self._expected_plain = 0.0  # at the last choice
-        self._comparisons: dict[Mode, int] = {}
-        self.estimator = estimator
         self.plan = PLAIN
         self.wait_timeout_ms = 0.0
         self.tallies: dict[SpeculationPlan, PlanTally] = {}
-        self._conditions: Conditions | None = None  # at the last choice
-        self.shared_cores = False  # drafter and verifier on the same cores: drafting ahead slows the verifier
+        # At the last choice:
+        self._conditions: Conditions | None = None
+        self._candidates: list[SpeculationPlan] = []
+        self._expected_plain = 0.0
 
     @property
     def wants_drafter(self) -> bool:
@@ -127,17 +124,17 @@ class Controller:
     def best_per_mode(self) -> list[PlanChoice]:
         """Return the best plan of every mode and its net throughput, as of the last choice."""
         best: dict[Mode, PlanChoice] = {}
-        for plan in self._available() if self._conditions is not None else ():
+        for plan in self._candidates:
             assert self._conditions is not None
             expected = net_throughput(self._conditions, plan)
             if plan.mode not in best or expected > best[plan.mode].tokens_per_s:
                 best[plan.mode] = PlanChoice(plan, draft_wait_timeout_ms(self._conditions, plan), expected)
         return list(best.values())
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, drafter: BestDrafter | None) -> None:
         """Record a verdict under the present plan."""
-        if self.estimator.observe(verdict, plan=self.plan, wait_timeout_ms=self.wait_timeout_ms):
-            self._choose_at_once()
+        timed_out = self._estimator.observe(verdict, self.plan, self.wait_timeout_ms, drafter)
+        self._choice_due = self._choice_due or timed_out
         if self._probe_steps_left and verdict.accepted:
             self._probe_steps_left += PROBE_STEPS
         self._since_choice += 1
@@ -149,21 +146,16 @@ class Controller:
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
-    def decide(self, round_trips_ms: float, *, attached: bool) -> VerifySteering | None:
-        """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`."""
-        if not attached:
-            choice = PlanChoice(PLAIN, 0.0, 0.0)
-            self._choose_at_once()
-        elif self._fixed_plan is not None:
-            choice = self._choose_fixed(round_trips_ms, self._fixed_plan)
-        elif self._since_choice < self._decide_every and not self._probe_steps_left:
+    def decide(self, drafter: BestDrafter | None) -> VerifySteering | None:
+        """Return new steering for the verifier, or None if nothing changes; drafters follow `plan`.
+
+        `drafter` is None while no drafter is attached.
+        """
+        choice = self._choose(drafter)
+        if choice is None:
             return None
-        else:
-            self._plain_steps += self._since_choice
-            self._since_choice = 0
-            choice = self._choose_adaptive(round_trips_ms)
         if self._fixed.patience_us is not None and choice.plan.gamma:
-            choice = PlanChoice(choice.plan, self._fixed.patience_us / 1000, choice.tokens_per_s)
+            choice = replace(choice, wait_timeout_ms=self._fixed.patience_us / 1000)
         self._expected = choice.tokens_per_s
         near = 0.75 * self.wait_timeout_ms <= choice.wait_timeout_ms <= 1.25 * self.wait_timeout_ms
         if choice.plan == self.plan and near:
@@ -174,16 +166,27 @@ class Controller:
         self.plan, self.wait_timeout_ms = choice.plan, choice.wait_timeout_ms
         return self.plan.for_verifier(self.wait_timeout_ms)
 
-    @property
-    def _decide_every(self) -> int:
-        return DECIDE_EVERY if self._since_plan < SETTLED_AFTER else DECIDE_EVERY_SETTLED
+    def _choose(self, drafter: BestDrafter | None) -> PlanChoice | None:
+        """Return a choice of plan, or None if it is not time for one."""
+        if drafter is None:
+            self._choice_due = True
+            return PlanChoice(PLAIN, 0.0, 0.0)
+        if self._fixed_plan is not None:
+            return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
+        every = DECIDE_EVERY if self._since_plan < SETTLED_AFTER else DECIDE_EVERY_SETTLED
+        if not (self._choice_due or self._probe_steps_left or self._since_choice >= every):
+            return None
+        self._plain_steps += DECIDE_EVERY_SETTLED if self._choice_due else self._since_choice
+        self._since_choice, self._choice_due = 0, False
+        # Drafting ahead on the verifier's own cores slows the verifier.
+        ahead = not drafter.shares_cores or self._fixed.ahead
+        self._candidates = [plan for plan in self._allowed if ahead or not plan.ahead]
+        self._estimator.pair.ratios.recover(self.plan.mode)
+        self._conditions = self._estimator.conditions(drafter)
+        return self._choose_adaptive(self._conditions)
 
-    def _choose_at_once(self) -> None:
-        self._since_choice = DECIDE_EVERY_SETTLED
-
-    def _choose_fixed(self, round_trips_ms: float, plan: SpeculationPlan) -> PlanChoice:
-        conditions = self.estimator.conditions(round_trips_ms)
-        if self.estimator.shortfall_rate < MAX_SHORTFALL_RATE:
+    def _choose_fixed(self, conditions: Conditions, plan: SpeculationPlan) -> PlanChoice:
+        if conditions.shortfall_rate < MAX_SHORTFALL_RATE:
             self._since_retry, self._retry_after = 0, RETRY_AFTER
         elif self._since_retry < self._retry_after:
             return PlanChoice(plan, MIN_WAIT_TIMEOUT_MS, throughput(conditions, plan))
@@ -194,32 +197,17 @@ class Controller:
             timeout_ms = max(FIXED_WAIT_TIMEOUT_MS, 4.0 * draft_wait_timeout_ms(conditions, plan))
         return PlanChoice(plan, min(timeout_ms, MAX_WAIT_TIMEOUT_MS), throughput(conditions, plan))
 
-    def _choose_adaptive(self, round_trips_ms: float) -> PlanChoice:
-        conditions = self._conditions = self.estimator.conditions(round_trips_ms)
-        self._recover_unused_modes()
+    def _choose_adaptive(self, conditions: Conditions) -> PlanChoice:
         self._expected_plain = throughput(conditions, PLAIN)
-        candidates = self._available()
-        choice = choose_plan(conditions, candidates, self.plan if self.plan in candidates else PLAIN)
+        choice = choose_plan(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
             return choice
         return self._probe(conditions) or choice
 
-    def _available(self) -> list[SpeculationPlan]:
-        """Return the candidate plans, without those ahead where drafter and verifier share cores."""
-        if not self.shared_cores or self._fixed.ahead:
-            return self._candidates
-        return [plan for plan in self._candidates if not plan.ahead]
-
-    def _recover_unused_modes(self) -> None:
-        ratios = self.estimator.pair.throughput_ratios
-        for mode in ratios:
-            if mode is not self.plan.mode:
-                ratios[mode] += RATIO_RECOVERY * (1.0 - ratios[mode])
-
     def _probe(self, conditions: Conditions) -> PlanChoice | None:
-        """While plain decoding wins, return now and then a plan that checks guesses without waiting for them."""
+        """Return now and then, while plain decoding wins, a plan that checks guesses without waiting for them."""
         # Number of plain steps that pass before a guess arrives: it must reach beyond them.
         late = min(MAX_GAMMA, math.ceil(conditions.network_ms / max(conditions.verify_ms(0), 1e-3)))
         if self._probe_steps_left:
@@ -227,7 +215,7 @@ class Controller:
             if self._probe_steps_left == 0:
                 self._probe_after = min(PROBE_AFTER_MAX, 2 * self._probe_after)
         else:
-            if self._plain_steps < self._probe_after or not self._could_pay(conditions):
+            if self._plain_steps < self._probe_after or not _could_pay(conditions, self._candidates):
                 return None
             self._plain_steps = 0
             self._probe_steps_left = PROBE_STEPS + late
@@ -235,55 +223,49 @@ class Controller:
         plan = SpeculationPlan(gamma, ahead=self._fixed.ahead is not False)
         return PlanChoice(plan, 0.0, throughput(conditions, PLAIN))
 
-    def _could_pay(self, conditions: Conditions) -> bool:
-        """Return whether any plan would beat plain decoding if every guess were accepted.
-
-        Where tokens of a batch are expensive, a probe would cost much and change nothing.
-        """
-        perfect = replace(conditions, acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
-        plain = net_throughput(perfect, PLAIN)
-        return any(net_throughput(perfect, plan) > plain for plan in self._available() if plan.gamma)
-
     def _compare(self, tokens: int, ms: float) -> None:
-        """Update the mode's ratio of measured to expected throughput, over several steps."""
-        mode = self.plan.mode
-        ratios = self.estimator.pair.throughput_ratios
-        ratio = ratios.get(mode, 1.0)
-        self._measured.add(tokens, ms, self._expected / ratio)
-        if self._measured.steps < COMPARE_STEPS_SLOW or self._measured.ms <= 0.0 or self._measured.expected <= 0.0:
+        """Compare measured and expected throughput of the plan's mode, over several steps."""
+        mode, measured = self.plan.mode, self._measured
+        measured.add(tokens, ms, self._expected / self._estimator.pair.ratios.of(mode))
+        if measured.steps < COMPARE_STEPS_SLOW or measured.ms <= 0.0 or measured.expected <= 0.0:
             return
-        tokens_per_s = 1000.0 * self._measured.tokens / self._measured.ms
+        tokens_per_s = 1000.0 * measured.tokens / measured.ms
         if tokens_per_s < CLEARLY_SLOWER * self._expected_plain:
-            self._choose_at_once()
-        elif self._measured.steps < COMPARE_STEPS:
+            self._choice_due = True
+        elif measured.steps < COMPARE_STEPS:
             return
-        measured_ratio = tokens_per_s / (self._measured.expected / self._measured.steps)
-        low, high = RATIO_BOUNDS
-        comparisons = self._comparisons.get(mode, KNOWN_COMPARISONS if mode in ratios else 0)
-        self._comparisons[mode] = comparisons + 1
-        weight = max(RATIO_SMOOTHING, 1.0 / (2 + comparisons))
-        ratios[mode] = ratio + weight * (min(high, max(low, measured_ratio)) - ratio)
+        self._estimator.pair.ratios.add(mode, tokens_per_s / (measured.expected / measured.steps))
         self._measured = PlanTally()
 
-    @staticmethod
-    def _plan_fixed_by(fixed: FixedChoices, *, single: bool) -> SpeculationPlan | None:
-        if fixed.gamma == 0:
-            return PLAIN
-        if fixed.gamma is None or fixed.ahead:
-            return None  # ahead, budget and awaited guesses remain to be chosen
-        return SpeculationPlan(fixed.gamma, 1 if single else fixed.branches or 1)
 
-    @staticmethod
-    def _allowed(gamma_max: int, fixed: FixedChoices, *, single: bool) -> list[SpeculationPlan]:
-        if single:
-            widths = [1]
-        elif fixed.branches is not None:
-            widths = [fixed.branches]
-        else:
-            widths = [1, *BRANCHES] if fixed.gamma is None else [1]
-        return [
-            plan
-            for plan in candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)
-            if (plan.gamma == 0 and fixed.gamma is None)
-            or (plan.gamma and (fixed.ahead is None or plan.ahead == fixed.ahead))
-        ]
+def _could_pay(conditions: Conditions, candidates: Iterable[SpeculationPlan]) -> bool:
+    """Return whether any plan would beat plain decoding if every guess were accepted.
+
+    Where tokens of a batch are expensive, a probe would cost much and change nothing.
+    """
+    perfect = replace(conditions, acceptance=(1.0,), proposal_rate=1.0, timeout_rate=0.0, throughput_ratios={})
+    plain = net_throughput(perfect, PLAIN)
+    return any(net_throughput(perfect, plan) > plain for plan in candidates if plan.gamma)
+
+
+def _plan_fixed_by(fixed: FixedChoices, *, single: bool) -> SpeculationPlan | None:
+    if fixed.gamma == 0:
+        return PLAIN
+    if fixed.gamma is None or fixed.ahead:
+        return None  # ahead, budget and awaited guesses remain to be chosen
+    return SpeculationPlan(fixed.gamma, 1 if single else fixed.branches or 1)
+
+
+def _allowed_plans(gamma_max: int, fixed: FixedChoices, *, single: bool) -> list[SpeculationPlan]:
+    if single:
+        widths = [1]
+    elif fixed.branches is not None:
+        widths = [fixed.branches]
+    else:
+        widths = [1, *BRANCHES] if fixed.gamma is None else [1]
+    return [
+        plan
+        for plan in candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)
+        if (plan.gamma == 0 and fixed.gamma is None)
+        or (plan.gamma and (fixed.ahead is None or plan.ahead == fixed.ahead))
+    ]

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.control.estimator import Estimator, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulated_world import SimulatedWorld, World
@@ -51,10 +51,11 @@ class Simulation:
         seed: int = 0,
     ) -> None:
         self._world = SimulatedWorld(world, seed)
-        self.controller = Controller(gamma_max, Estimator(gamma_max), fixed or FixedChoices())
-        self.controller.estimator.attach_verifier(world.cost)
+        self.estimator = Estimator(gamma_max)
+        self.estimator.attach_verifier(world.cost)
         if history is not None:
-            self.controller.estimator.pair.start_from(history)
+            self.estimator.pair.start_from(history)
+        self.controller = Controller(gamma_max, self.estimator, fixed or FixedChoices())
         self.result = SimulationResult()
         self.plans: list[tuple[float, int, str]] = []  # each change: time in ms, γ, label
         self.proposed: list[tuple[float, int]] = []  # each step: time in ms, length of the checked path
@@ -91,7 +92,7 @@ class Simulation:
 
     def _receive(self, guess: Guess) -> None:
         tree = bool(guess.parents) or self.controller.plan.branches > 1
-        pair = self.controller.estimator.pair
+        pair = self.estimator.pair
         pair.observe_draft(guess.shape.depth, guess.draft_us, tree=tree)
         if guess.parent == 0 and guess.position < len(self._committed):
             pair.observe_late_guess(hit=guess.tokens[0] == RIGHT)
@@ -119,7 +120,7 @@ class Simulation:
         self._count(verdict)
         self._stepping = False
         self._idle_since = self.now
-        self.controller.observe(verdict)
+        self.controller.observe(verdict, self._best_drafter)
         self._steer()
         committed = len(self._committed)
         self._world.send_down(lambda: self._drafter.commit(committed))
@@ -164,9 +165,15 @@ class Simulation:
             result.missed += 1
             result.missed_at_hand += verdict.remaining_depth > 0
 
+    @property
+    def _best_drafter(self) -> BestDrafter:
+        pair = self.estimator.pair
+        round_trips_ms = self.world.rtt_ms + self.world.overhead_ms
+        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None)
+
     def _steer(self) -> None:
         before = self.controller.plan
-        self.controller.decide(self.world.rtt_ms + self.world.overhead_ms, attached=True)
+        self.controller.decide(self._best_drafter)
         plan = self.controller.plan
         if plan != before or self.now == 0.0:
             self.plans.append((self.now, plan.gamma, plan.label))

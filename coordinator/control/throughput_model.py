@@ -108,6 +108,7 @@ class Conditions:
     nodes_per_level: float = 2.0  # guesses of a tree per guess of its longest path
     level_ms: float | None = None  # drafting time per level of a tree; None: as for a chain
     timeout_rate: float = 0.0  # share of the waits that timed out without a guess
+    shortfall_rate: float = 0.0  # share of the waits that timed out with fewer guesses than γ
     throughput_ratios: Mapping[Mode, float] = field(default_factory=dict)  # measured over expected throughput
 
     def verify_ms(self, guesses: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -66,12 +66,14 @@ class Drafting:
         self._positions = max(context.gamma_max, options.gamma or 0)
         fixed = FixedChoices(options.gamma, options.patience_us, options.branches, options.ahead)
         single = record.request.params.mode.needs_draft_probs
-        self.control = Controller(context.gamma_max, Estimator(self._positions), fixed, single=single)
+        self._estimator = Estimator(self._positions)
+        self.control = Controller(context.gamma_max, self._estimator, fixed, single=single)
         stats.control = self.control
         self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
         self._verifier: VerifierStream | None = None
         self._attached: dict[int, DrafterStream] = {}  # by source
+        self._best: BestDrafter | None = None  # at the last choice of a plan
         self._sources = 0
         self._hidden_states_on = False
         self._passed_at = -1
@@ -91,7 +93,7 @@ class Drafting:
         self._hidden_states_on = hidden_states
         self._passed_at = -1
         load = verifier.connection.info.load
-        self.control.estimator.attach_verifier(load.cost, load.sessions)
+        self._estimator.attach_verifier(load.cost, load.sessions)
         try:
             async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
                 yield
@@ -109,7 +111,7 @@ class Drafting:
                 tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
-        self.control.observe(verdict)
+        self.control.observe(verdict, self._best)
         if self._record.finished:
             return
         hidden_states = verdict.hidden_states
@@ -170,7 +172,7 @@ class Drafting:
         drafter.joined = True
         drafter.wants_hidden_states = wants_hidden_states
         self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
-        self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate)
+        self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate.value)
         self._request_hidden_states()
         known = self._window.contents()
         if wants_hidden_states and known is not None:
@@ -179,12 +181,12 @@ class Drafting:
 
     def _start_estimates(self, drafter: DrafterStream, history: PairHistory | None) -> None:
         """Start the drafter's estimates from its history, and the session's too if no better drafter is attached."""
-        pair, session = drafter.pair, self.control.estimator.pair
+        pair, session = drafter.pair, self._estimator.pair
         if history is not None:
             pair.start_from(history)
         alone = not any(other.joined for other in self._attached.values())
-        expected = pair.accepted_tokens * pair.proposal_rate
-        if not alone and expected > session.accepted_tokens * session.proposal_rate:
+        expected = pair.accepted_tokens * pair.proposal_rate.value
+        if not alone and expected > session.accepted_tokens * session.proposal_rate.value:
             session.start_from(history or PairHistory())
         elif alone and history is not None:
             session.start_from(history)
@@ -200,16 +202,16 @@ class Drafting:
         if guess.parent == 0 and 0 <= index < len(self._record.tokens):  # its position was committed before it arrived
             hit = self._record.tokens[index] == guess.tokens[0]
             drafter.pair.observe_late_guess(hit=hit)
-            self.control.estimator.pair.observe_late_guess(hit=hit)
+            self._estimator.pair.observe_late_guess(hit=hit)
         verifier.guess(guess)
 
     def _leave(self, drafter: DrafterStream) -> None:
         """Detach a drafter and store its pair history."""
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
-        if not drafter.pair.checked_steps:
+        if not drafter.pair.checked:
             return
-        own, session = drafter.pair.history(), self.control.estimator.pair.history()
+        own, session = drafter.pair.history(), self._estimator.pair.history()
         if self._sources == 1:  # a single drafter: the session's acceptance is its own, without tokens from branches
             own = replace(own, acceptance=session.acceptance)
         history = replace(
@@ -227,15 +229,18 @@ class Drafting:
         verifier = self._verifier
         if verifier is None:
             return
-        round_trips_ms = verifier.connection.round_trip_ms
         best = self._attached.get(self._selection.best or 0)
-        if best is not None:
-            round_trips_ms += best.connection.round_trip_ms
-            self.control.estimator.pair.draft_ms = best.pair.draft_ms
-            self.control.estimator.pair.level_ms = best.pair.level_ms
-            self.control.shared_cores = best.shares_cores
+        if best is None:
+            self._best = None
+        else:
             self._stats.drafter_kind = best.connection.info.kind
-        steering = self.control.decide(round_trips_ms, attached=best is not None)
+            self._best = BestDrafter(
+                round_trips_ms=verifier.connection.round_trip_ms + best.connection.round_trip_ms,
+                draft_ms=best.pair.draft_ms.value,
+                level_ms=best.pair.level_ms.value or None,
+                shares_cores=best.shares_cores,
+            )
+        steering = self.control.decide(self._best)
         plan = self.control.plan
         if steering is not None:
             _log_plan(self.control)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from coordinator.control import estimator as estimator_module
 from coordinator.control import gamma
-from coordinator.control.estimator import CostLine, Estimator, HitRate, PairEstimate, PairHistory
+from coordinator.control.estimator import BestDrafter, CostLine, Estimator, PairEstimate, PairHistory, ThroughputRatios
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_world import World
 from coordinator.control.simulation import Simulation
-from coordinator.control.throughput_model import PLAIN, Mode, SpeculationPlan, throughput
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, throughput
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -61,6 +61,38 @@ def verdict(
         remaining_depth=left,
         accepted_from_branch=beside,
     )
+
+
+class Controlled(Controller):
+    """A controller with its estimator."""
+
+    def __init__(
+        self, gamma_max: int, fixed: FixedChoices = FREE, *, single: bool = False, positions: int | None = None
+    ) -> None:
+        self.estimator = Estimator(gamma_max if positions is None else positions)
+        super().__init__(gamma_max, self.estimator, fixed, single=single)
+
+
+def drafter_of(estimator: Estimator, round_trips_ms: float = 0.0, *, shares_cores: bool = False) -> BestDrafter:
+    """The only drafter of a session: what is known of the pair is known of it."""
+    pair = estimator.pair
+    return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, shares_cores)
+
+
+def conditions(estimator: Estimator, round_trips_ms: float) -> Conditions:
+    return estimator.conditions(drafter_of(estimator, round_trips_ms))
+
+
+def seen(estimator: Estimator, verdict: Verdict, *, plan: SpeculationPlan, wait_timeout_ms: float) -> bool:
+    return estimator.observe(verdict, plan, wait_timeout_ms, drafter_of(estimator))
+
+
+def decide(made: Controlled, round_trips_ms: float, *, shares_cores: bool = False) -> VerifySteering | None:
+    return made.decide(drafter_of(made.estimator, round_trips_ms, shares_cores=shares_cores))
+
+
+def observe(made: Controlled, verdict: Verdict) -> None:
+    made.observe(verdict, drafter_of(made.estimator))
 
 
 # --- the cost line ---------------------------------------------------------------------------------------------------
@@ -118,7 +150,7 @@ def test_any_steps_give_a_sane_line(steps: list[tuple[int, float]]) -> None:
 def test_acceptance_is_learnt_per_position() -> None:
     estimator = Estimator(3)
     for _ in range(200):
-        estimator.observe(verdict(1, 3), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+        seen(estimator, verdict(1, 3), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
     first, second, _ = estimator.pair.acceptance
     assert first > 0.95
     assert second < 0.05
@@ -141,23 +173,14 @@ def test_an_accepted_guess_that_stood_beside_was_a_miss_of_the_first() -> None:
     assert second < 0.05
 
 
-def test_a_share_is_what_held_lately() -> None:
-    share = HitRate(0.4)
-    assert share.mean == pytest.approx(0.4)
-    for _ in range(300):
-        share.add(hit=True)
-    assert share.mean > 0.95
-    for _ in range(300):
-        share.add(hit=False)
-    assert share.mean < 0.05
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turns", "ahead"])
 def test_runners_up_that_hold_are_a_gain(ahead: bool) -> None:
     pair = PairEstimate(4)
     for _ in range(200):
         pair.observe_tree(verdict(2, 2, nodes=6, beside=1), ahead=ahead)
-    gain, other = (pair.ahead_gain, pair.tree_gain) if ahead else (pair.tree_gain, pair.ahead_gain)
+    gain, other = (
+        (pair.ahead_gain.value, pair.tree_gain.value) if ahead else (pair.tree_gain.value, pair.ahead_gain.value)
+    )
     assert gain > 0.95
     assert other == pytest.approx(estimator_module.PRIOR_GAIN), "nothing was seen of it"
 
@@ -166,7 +189,7 @@ def test_a_miss_is_none_though_in_turns_something_was_left() -> None:
     pair = PairEstimate(4)
     for _ in range(200):
         pair.observe_tree(verdict(1, 2, nodes=6, left=3), ahead=False)
-    assert pair.tree_gain < 0.05
+    assert pair.tree_gain.value < 0.05
 
 
 @pytest.mark.parametrize("left", [0, 3])
@@ -174,24 +197,24 @@ def test_ahead_a_miss_is_made_good_by_what_is_at_hand(left: int) -> None:
     pair = PairEstimate(4)
     for _ in range(200):
         pair.observe_tree(verdict(1, 2, nodes=6, left=left), ahead=True)
-    assert pair.ahead_gain > 0.95 if left else pair.ahead_gain < 0.05
+    assert pair.ahead_gain.value > 0.95 if left else pair.ahead_gain.value < 0.05
 
 
 def test_branches_say_how_many_rows_a_level_takes() -> None:
     pair = PairEstimate(4)
     for _ in range(100):
         pair.observe_tree(verdict(2, 4, nodes=12), ahead=True)
-    assert pair.nodes_per_level == pytest.approx(3.0, rel=0.01)
+    assert pair.nodes_per_level.value == pytest.approx(3.0, rel=0.01)
     pair.observe_tree(verdict(), ahead=True)
-    assert pair.nodes_per_level == pytest.approx(3.0, rel=0.01), "a step without guesses says nothing"
+    assert pair.nodes_per_level.value == pytest.approx(3.0, rel=0.01), "a step without guesses says nothing"
 
 
 def test_chains_say_nothing_about_trees() -> None:
     estimator = Estimator(4)
     for _ in range(50):
-        estimator.observe(verdict(2, 4), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
-    conditions = estimator.conditions(0.0)
-    assert (conditions.tree_gain, conditions.ahead_gain, conditions.nodes_per_level) == (
+        seen(estimator, verdict(2, 4), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    known = conditions(estimator, 0.0)
+    assert (known.tree_gain, known.ahead_gain, known.nodes_per_level) == (
         pytest.approx(estimator_module.PRIOR_GAIN),
         pytest.approx(estimator_module.PRIOR_GAIN),
         estimator_module.PRIOR_TREE_ROWS,
@@ -201,11 +224,11 @@ def test_chains_say_nothing_about_trees() -> None:
 def test_the_session_learns_from_trees_by_the_plan_in_force() -> None:
     in_turns, ahead = Estimator(4), Estimator(16)
     for _ in range(100):
-        in_turns.observe(verdict(4, 4, nodes=12, beside=1), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
-        ahead.observe(verdict(4, 4, nodes=12, beside=1), plan=TREE_AHEAD, wait_timeout_ms=0.0)
-    assert in_turns.pair.tree_gain > 0.8 > in_turns.pair.ahead_gain
-    assert ahead.pair.ahead_gain > 0.8 > ahead.pair.tree_gain
-    assert ahead.conditions(0.0).nodes_per_level == pytest.approx(3.0, rel=0.01)
+        seen(in_turns, verdict(4, 4, nodes=12, beside=1), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
+        seen(ahead, verdict(4, 4, nodes=12, beside=1), plan=TREE_AHEAD, wait_timeout_ms=0.0)
+    assert in_turns.pair.tree_gain.value > 0.8 > in_turns.pair.ahead_gain.value
+    assert ahead.pair.ahead_gain.value > 0.8 > ahead.pair.tree_gain.value
+    assert conditions(ahead, 0.0).nodes_per_level == pytest.approx(3.0, rel=0.01)
 
 
 def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> None:
@@ -213,17 +236,17 @@ def test_drafting_is_learnt_per_token_of_a_chain_and_per_level_of_a_tree() -> No
     for _ in range(100):
         pair.observe_draft(4, 8_000)
         pair.observe_draft(2, 10_000, tree=True)
-    assert pair.draft_ms == pytest.approx(2.0, rel=0.01)
-    assert pair.level_ms == pytest.approx(5.0, rel=0.01)
+    assert pair.draft_ms.value == pytest.approx(2.0, rel=0.01)
+    assert pair.level_ms.value == pytest.approx(5.0, rel=0.01)
 
 
 def test_what_goes_out_without_its_time_says_nothing_about_drafting() -> None:
     pair = PairEstimate(4)
     pair.observe_draft(4, 8_000)
-    before = pair.draft_ms
+    before = pair.draft_ms.value
     pair.observe_draft(4, 0)
     pair.observe_draft(0, 8_000)
-    assert pair.draft_ms == before
+    assert pair.draft_ms.value == before
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------
@@ -258,20 +281,20 @@ def test_what_a_pair_has_shown_goes_through_the_store_and_back() -> None:
 def test_a_session_starts_from_the_pairs_history() -> None:
     estimator = Estimator(6)
     estimator.pair.start_from(REMEMBERED)
-    conditions = estimator.conditions(11.0)
-    assert conditions.acceptance[:4] == pytest.approx((0.9, 0.3, 0.2, 0.1))
-    assert len(conditions.acceptance) == 6
-    assert (conditions.proposal_rate, conditions.draft_ms, conditions.level_ms) == (0.7, 2.5, 4.5)
-    assert (conditions.tree_gain, conditions.ahead_gain) == (pytest.approx(0.55), pytest.approx(0.65))
-    assert conditions.nodes_per_level == 3.5
-    assert conditions.network_ms == 11.0
-    assert conditions.throughput_ratios == {Mode.TURNS: 0.9, Mode.TREE_AHEAD_WAITING: 1.2}
+    known = conditions(estimator, 11.0)
+    assert known.acceptance[:4] == pytest.approx((0.9, 0.3, 0.2, 0.1))
+    assert len(known.acceptance) == 6
+    assert (known.proposal_rate, known.draft_ms, known.level_ms) == (0.7, 2.5, 4.5)
+    assert (known.tree_gain, known.ahead_gain) == (pytest.approx(0.55), pytest.approx(0.65))
+    assert known.nodes_per_level == 3.5
+    assert known.network_ms == 11.0
+    assert known.throughput_ratios == {Mode.TURNS: 0.9, Mode.TREE_AHEAD_WAITING: 1.2}
 
 
 def test_a_pair_that_learns_leaves_what_was_remembered_alone() -> None:
     pair = PairEstimate(4)
     pair.start_from(REMEMBERED)
-    pair.throughput_ratios[Mode.TURNS] = 0.1
+    pair.ratios.add(Mode.TURNS, 0.3)
     for _ in range(50):
         pair.observe_verdict(4, 4, due=True)
     assert REMEMBERED.paces[Mode.TURNS.value] == 0.9
@@ -293,104 +316,104 @@ def test_the_link_is_what_waiting_costs_beside_drafting() -> None:
     estimator = Estimator(4)
     for _ in range(100):
         estimator.pair.observe_draft(4, 8_000)
-        estimator.observe(verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
-    conditions = estimator.conditions(999.0)
-    assert conditions.draft_ms == pytest.approx(2.0, rel=0.05)
-    assert conditions.network_ms == pytest.approx(12.0, rel=0.15)
+        seen(estimator, verdict(4, 4, wait_ms=20.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    known = conditions(estimator, 999.0)
+    assert known.draft_ms == pytest.approx(2.0, rel=0.05)
+    assert known.network_ms == pytest.approx(12.0, rel=0.15)
 
 
 def test_beside_a_tree_it_is_by_the_levels() -> None:
     estimator = Estimator(4)
     for _ in range(100):
         estimator.pair.observe_draft(4, 12_000, tree=True)
-        estimator.observe(verdict(4, 4, nodes=12, wait_ms=20.0), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
-    assert estimator.conditions(999.0).network_ms == pytest.approx(8.0, rel=0.15)
+        seen(estimator, verdict(4, 4, nodes=12, wait_ms=20.0), plan=TREE, wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(estimator, 999.0).network_ms == pytest.approx(8.0, rel=0.15)
 
 
 def test_waits_ahead_say_nothing_about_the_link() -> None:
     """Most of it may have passed while the step before was under way."""
     estimator = Estimator(4)
-    estimator.observe(
+    seen(
+        estimator,
         verdict(2, 2, wait_ms=1.0),
         plan=SpeculationPlan(16, ahead=True, budget=8, awaited=2),
         wait_timeout_ms=TIMEOUT_MS,
     )
-    assert estimator.conditions(70.0).network_ms == 70.0
+    assert conditions(estimator, 70.0).network_ms == 70.0
 
 
 def test_a_step_that_was_not_to_wait_says_nothing_about_the_drafter() -> None:
     estimator = Estimator(4)
-    estimator.observe(verdict(0, 0), plan=SpeculationPlan(3), wait_timeout_ms=0.0)
-    assert estimator.conditions(7.0).proposal_rate == 1.0
-    assert estimator.conditions(7.0).network_ms == 7.0
+    seen(estimator, verdict(0, 0), plan=SpeculationPlan(3), wait_timeout_ms=0.0)
+    assert conditions(estimator, 7.0).proposal_rate == 1.0
+    assert conditions(estimator, 7.0).network_ms == 7.0
 
 
 def test_a_step_that_waited_in_vain_does() -> None:
     estimator = Estimator(4)
     for _ in range(100):
-        estimator.observe(verdict(0, 0, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
-    assert estimator.conditions(7.0).proposal_rate < 0.05
-    assert estimator.conditions(7.0).network_ms == pytest.approx(9.0)
+        seen(estimator, verdict(0, 0, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(estimator, 7.0).proposal_rate < 0.05
+    assert conditions(estimator, 7.0).network_ms == pytest.approx(9.0)
 
 
 def test_a_drafter_that_says_nothing_to_the_end_of_patience_is_silent() -> None:
     """One that has no guess says so, and costs a link's time only."""
     passing, silent = Estimator(4), Estimator(4)
     for _ in range(5):
-        assert not passing.observe(verdict(wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
-        assert silent.observe(verdict(wait_ms=TIMEOUT_MS), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
-    assert passing.conditions(7.0).timeout_rate == 0.0
-    assert silent.conditions(7.0).timeout_rate > 0.9
+        assert not seen(passing, verdict(wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+        assert seen(silent, verdict(wait_ms=TIMEOUT_MS), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(passing, 7.0).timeout_rate == 0.0
+    assert conditions(silent, 7.0).timeout_rate > 0.9
     for _ in range(10):
-        assert not silent.observe(verdict(3, 3, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
-    assert silent.conditions(7.0).timeout_rate < 0.1
+        assert not seen(silent, verdict(3, 3, wait_ms=9.0), plan=SpeculationPlan(3), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(silent, 7.0).timeout_rate < 0.1
 
 
 def test_a_silent_drafter_is_not_waited_for_again() -> None:
     made = controller(FixedChoices(ahead=False))
-    made.decide(4.0, attached=True)
+    decide(made, 4.0)
     assert made.plan.gamma
     for _ in range(4):
-        made.observe(verdict(wait_ms=made.wait_timeout_ms))
-        made.decide(4.0, attached=True)
+        observe(made, verdict(wait_ms=made.wait_timeout_ms))
+        decide(made, 4.0)
     assert made.wait_timeout_ms == 0.0, "at once, not at the next choice only"
 
 
 def test_prompts_of_others_do_not_spoil_the_cost_line() -> None:
     estimator = Estimator(4)
     for _ in range(50):
-        estimator.observe(verdict(), plan=PLAIN, wait_timeout_ms=0.0)
-    estimator.observe(verdict(rows=512, step_ms=3000.0), plan=PLAIN, wait_timeout_ms=0.0)
-    assert estimator.conditions(0.0).verify_ms(0) == pytest.approx(40.0, rel=0.02)
+        seen(estimator, verdict(), plan=PLAIN, wait_timeout_ms=0.0)
+    seen(estimator, verdict(rows=512, step_ms=3000.0), plan=PLAIN, wait_timeout_ms=0.0)
+    assert conditions(estimator, 0.0).verify_ms(0) == pytest.approx(40.0, rel=0.02)
 
 
 def test_a_published_curve_is_taken_at_the_pace_of_our_own_steps() -> None:
     estimator = Estimator(4)
     estimator.attach_verifier(CostCurve.line(20.0, 1.0))
-    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(24.0)
+    assert conditions(estimator, 0.0).verify_ms(4) == pytest.approx(24.0)
     for _ in range(100):
-        estimator.observe(verdict(step_ms=40.0), plan=PLAIN, wait_timeout_ms=0.0)
-    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(48.0)
+        seen(estimator, verdict(step_ms=40.0), plan=PLAIN, wait_timeout_ms=0.0)
+    assert conditions(estimator, 0.0).verify_ms(4) == pytest.approx(48.0)
     estimator.attach_verifier(CostCurve.line(5.0, 0.0))
-    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(5.0), "another machine, its own pace"
+    assert conditions(estimator, 0.0).verify_ms(4) == pytest.approx(5.0), "another machine, its own pace"
 
 
 def test_the_rows_of_others_are_part_of_our_steps() -> None:
     estimator = Estimator(4)
     estimator.attach_verifier(CostCurve.line(40.0, 1.0))
     for _ in range(100):
-        estimator.observe(verdict(2, 4, rows=15, step_ms=54.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
-    assert estimator.conditions(0.0).other_tokens == pytest.approx(10.0, rel=0.01)
-    assert estimator.conditions(0.0).verify_ms(4) == pytest.approx(54.0, rel=0.01)
+        seen(estimator, verdict(2, 4, rows=15, step_ms=54.0), plan=SpeculationPlan(4), wait_timeout_ms=TIMEOUT_MS)
+    assert conditions(estimator, 0.0).other_tokens == pytest.approx(10.0, rel=0.01)
+    assert conditions(estimator, 0.0).verify_ms(4) == pytest.approx(54.0, rel=0.01)
 
 
 def test_zeros_everywhere_do_not_raise() -> None:
-    estimator = Estimator(0)
-    controller = Controller(GAMMA_MAX, estimator)
-    estimator.pair.observe_draft(0, 0)
+    controller = Controlled(GAMMA_MAX, positions=0)
+    controller.estimator.pair.observe_draft(0, 0)
     for _ in range(60):
-        controller.observe(Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(batch_tokens=0, session_tokens=0)))
-        controller.decide(0.0, attached=True)
+        observe(controller, Verdict(0, (), 0, TokenKind.NONE, timings=VerifyTimings(batch_tokens=0, session_tokens=0)))
+        decide(controller, 0.0)
     assert 0 <= controller.plan.gamma <= GAMMA_MAX
 
 
@@ -399,21 +422,21 @@ def test_zeros_everywhere_do_not_raise() -> None:
 
 def controller(
     fixed: FixedChoices = FREE, *, cost: CostCurve = FLAT, acceptance: float = 0.8, gamma_max: int = GAMMA_MAX
-) -> Controller:
+) -> Controlled:
     """With a drafter known to be quick and right so often."""
-    made = Controller(gamma_max, Estimator(gamma_max), fixed)
+    made = Controlled(gamma_max, fixed)
     made.estimator.attach_verifier(cost)
     made.estimator.pair.start_from(PairHistory(acceptance=[acceptance] * 16, draft_ms=2.0))
     return made
 
 
-def promised(made: Controller, round_trips_ms: float, plan: SpeculationPlan) -> float:
-    return throughput(made.estimator.conditions(round_trips_ms), plan)
+def promised(made: Controlled, round_trips_ms: float, plan: SpeculationPlan) -> float:
+    return throughput(conditions(made.estimator, round_trips_ms), plan)
 
 
 def test_what_is_chosen_is_the_best_of_all() -> None:
     made = controller()
-    steering = made.decide(4.0, attached=True)
+    steering = decide(made, 4.0)
     assert steering == made.plan.for_verifier(made.wait_timeout_ms)
     assert made.plan.gamma > 0
     assert promised(made, 4.0, made.plan) == max(choice.tokens_per_s for choice in made.best_per_mode())
@@ -422,7 +445,7 @@ def test_what_is_chosen_is_the_best_of_all() -> None:
 def test_the_best_of_every_way_is_shown() -> None:
     made = controller()
     assert made.best_per_mode() == [], "nothing was chosen yet"
-    made.decide(4.0, attached=True)
+    decide(made, 4.0)
     shown = made.best_per_mode()
     assert sorted(choice.plan.mode for choice in shown) == sorted(Mode)
     for choice in shown:
@@ -432,11 +455,11 @@ def test_the_best_of_every_way_is_shown() -> None:
 
 def test_tallies_tell_what_each_plan_brought() -> None:
     made = controller()
-    made.observe(verdict(step_ms=40.0, wait_ms=1.0))
-    made.decide(4.0, attached=True)
+    observe(made, verdict(step_ms=40.0, wait_ms=1.0))
+    decide(made, 4.0)
     chosen = made.plan
     for _ in range(3):
-        made.observe(verdict(3, 4, step_ms=40.0, wait_ms=10.0))
+        observe(made, verdict(3, 4, step_ms=40.0, wait_ms=10.0))
     plain, tally = made.tallies[PLAIN], made.tallies[chosen]
     assert (plain.steps, plain.tokens, plain.ms) == (1, 1, 41.0)
     assert (tally.steps, tally.tokens, tally.ms) == (3, 12, 150.0)
@@ -445,28 +468,28 @@ def test_tallies_tell_what_each_plan_brought() -> None:
 
 def test_between_two_choices_some_verdicts_pass() -> None:
     made = controller()
-    made.decide(4.0, attached=True)
+    decide(made, 4.0)
     before = made.plan
     for _ in range(gamma.DECIDE_EVERY - 1):
-        made.observe(verdict(0, 4, wait_ms=999.0))
-        assert made.decide(4.0, attached=True) is None
+        observe(made, verdict(0, 4, wait_ms=999.0))
+        assert decide(made, 4.0) is None
     assert made.plan == before
 
 
 def test_nothing_is_said_when_nothing_changes() -> None:
     made = controller(FixedChoices(gamma=4))
-    assert made.decide(3.0, attached=True) is not None
-    assert made.decide(3.0, attached=True) is None
+    assert decide(made, 3.0) is not None
+    assert decide(made, 3.0) is None
 
 
 def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
     for made in (controller(), controller(FixedChoices(gamma=5))):
-        made.decide(3.0, attached=True)
+        decide(made, 3.0)
         assert made.plan.gamma
-        assert made.decide(3.0, attached=False) == VerifySteering(gamma=0, draft_wait_us=0, nodes=0)
+        assert made.decide(None) == VerifySteering(gamma=0, draft_wait_us=0, nodes=0)
         assert made.plan == PLAIN
-        assert made.decide(3.0, attached=False) is None, "said once"
-        assert made.decide(3.0, attached=True) is not None, "and taken back at once when one comes"
+        assert made.decide(None) is None, "said once"
+        assert decide(made, 3.0) is not None, "and taken back at once when one comes"
         assert made.plan.gamma
 
 
@@ -475,45 +498,45 @@ def test_without_a_drafter_there_is_nothing_to_wait_for() -> None:
 
 def test_a_fixed_gamma_is_kept_and_waited_for() -> None:
     made = controller(FixedChoices(gamma=5), acceptance=0.0)
-    steering = made.decide(3.0, attached=True)
+    steering = decide(made, 3.0)
     assert steering is not None
     assert steering.gamma == 5
     assert steering.draft_wait_us is not None
     assert steering.draft_wait_us >= 50_000
     for _ in range(50):
-        made.observe(verdict(0, 5))
-        made.decide(3.0, attached=True)
+        observe(made, verdict(0, 5))
+        decide(made, 3.0)
     assert made.plan == SpeculationPlan(5)
 
 
 def test_a_fixed_patience_is_kept() -> None:
     made = controller(FixedChoices(gamma=5, patience_us=1234))
-    assert made.decide(3.0, attached=True) == VerifySteering(gamma=5, draft_wait_us=1234, nodes=0)
+    assert decide(made, 3.0) == VerifySteering(gamma=5, draft_wait_us=1234, nodes=0)
     free = controller(FixedChoices(patience_us=1234))
-    free.decide(3.0, attached=True)
+    decide(free, 3.0)
     assert free.plan.gamma
     assert free.wait_timeout_ms == 1.234
 
 
 def test_a_patience_means_nothing_where_there_is_no_guess() -> None:
     made = controller(FixedChoices(gamma=0, patience_us=1234))
-    made.decide(3.0, attached=True)
+    decide(made, 3.0)
     assert (made.plan, made.wait_timeout_ms) == (PLAIN, 0.0)
 
 
 def decided(
     fixed: FixedChoices, *, gamma_max: int = GAMMA_MAX, single: bool = False
-) -> tuple[Controller, set[SpeculationPlan]]:
+) -> tuple[Controlled, set[SpeculationPlan]]:
     """The plans of a controller whose world turns over and over."""
-    made = Controller(gamma_max, Estimator(gamma_max), fixed, single=single)
+    made = Controlled(gamma_max, fixed, single=single)
     made.estimator.attach_verifier(FLAT)
     found = set()
     for step in range(400):
         gain = 0.4 if step < 200 else 0.0
         held = step // 40 % 5 / 4
         made.estimator.pair.start_from(PairHistory([held] * 16, draft_ms=2.0, tree_gain=gain, ahead_gain=gain))
-        made.observe(verdict())
-        made.decide(4.0 + 40.0 * (step % 5), attached=True)
+        observe(made, verdict())
+        decide(made, 4.0 + 40.0 * (step % 5))
         found.add(made.plan)
     return made, found
 
@@ -581,61 +604,61 @@ def test_ahead_with_a_gamma_leaves_the_rest_to_be_chosen(wished: int) -> None:
     [(16, None, True), (0, None, False), (16, 0, False), (0, 3, True)],
 )
 def test_a_drafter_is_wanted_only_where_guesses_are_allowed(gamma_max: int, wished: int | None, wants: bool) -> None:
-    assert Controller(gamma_max, Estimator(gamma_max), FixedChoices(wished)).wants_drafter is wants
+    assert Controlled(gamma_max, FixedChoices(wished)).wants_drafter is wants
 
 
 # --- what came of it -------------------------------------------------------------------------------------------------
 
 
-def drive(made: Controller, steps: int, slow: dict[Mode, float]) -> None:
+def drive(made: Controlled, steps: int, slow: dict[Mode, float]) -> None:
     """As promised, but for modes that take so many times as long."""
     luck = random.Random(0)
     owed = 0.0
     for _ in range(steps):
-        made.decide(4.0, attached=True)
+        decide(made, 4.0)
         plan = made.plan
         deep = min(plan.gamma, plan.budget or plan.gamma, 8)
         held = 0
         while held < deep and luck.random() < 0.8:
             held += 1
-        raw = promised(made, 4.0, plan) / made.estimator.pair.throughput_ratios.get(plan.mode, 1.0)
+        raw = promised(made, 4.0, plan) / made.estimator.pair.ratios.of(plan.mode)
         owed += (held + 1) * 1000 / raw * slow.get(plan.mode, 1.0) - 40.0
         waited = max(0.0, owed)  # and nobody knows why
         owed -= waited
-        made.observe(verdict(held, deep, wait_ms=waited))
+        observe(made, verdict(held, deep, wait_ms=waited))
 
 
 def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
     made = controller(FixedChoices(branches=1))
-    made.decide(4.0, attached=True)
+    decide(made, 4.0)
     first = made.plan.mode
     assert first in (Mode.AHEAD, Mode.AHEAD_WAITING)
     drive(made, 120, {first: 2.5})
     assert made.plan.mode != first
-    assert made.estimator.pair.throughput_ratios[first] < 0.9
-    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.throughput_ratios[first], (
+    assert made.estimator.pair.ratios.of(first) < 0.9
+    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.ratios.of(first), (
         "and it is remembered"
     )
 
 
 def test_a_way_that_brings_what_was_promised_has_its_pace() -> None:
     made = controller(FixedChoices(branches=1))
-    made.decide(4.0, attached=True)
+    decide(made, 4.0)
     first = made.plan.mode
     drive(made, 120, {})
-    paces = made.estimator.pair.throughput_ratios
+    paces = made.estimator.pair.ratios.by_mode()
     assert first in paces
     assert all(pace == pytest.approx(1.0, abs=0.2) for pace in paces.values())
 
 
 def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
     fresh, known = controller(FixedChoices(branches=1)), controller(FixedChoices(branches=1))
-    fresh.decide(4.0, attached=True)
+    decide(fresh, 4.0)
     way = fresh.plan.mode
-    known.estimator.pair.throughput_ratios[way] = 1.0
+    known.estimator.pair.ratios = ThroughputRatios({way: 1.0})
     for made in (fresh, known):
         drive(made, gamma.SETTLING + gamma.COMPARE_STEPS + 1, {way: 2.0})
-    assert fresh.estimator.pair.throughput_ratios[way] < known.estimator.pair.throughput_ratios[way] < 1.0
+    assert fresh.estimator.pair.ratios.of(way) < known.estimator.pair.ratios.of(way) < 1.0
 
 
 @settings(max_examples=10, deadline=None)
@@ -643,10 +666,10 @@ def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
 def test_no_pace_leaves_its_bounds(steps: list[tuple[int, float, float]]) -> None:
     made = controller()
     for accepted, wait_ms, step_ms in steps:
-        made.decide(4.0, attached=True)
-        made.observe(verdict(accepted, 4, wait_ms=wait_ms, step_ms=step_ms))
-    low, high = gamma.RATIO_BOUNDS
-    assert all(low <= pace <= high for pace in made.estimator.pair.throughput_ratios.values())
+        decide(made, 4.0)
+        observe(made, verdict(accepted, 4, wait_ms=wait_ms, step_ms=step_ms))
+    low, high = estimator_module.RATIO_BOUNDS
+    assert all(low <= pace <= high for pace in made.estimator.pair.ratios.by_mode().values())
 
 
 # --- in virtual time -------------------------------------------------------------------------------------------------
@@ -703,8 +726,7 @@ def test_a_fixed_gamma_is_what_happens() -> None:
 def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None:
     for fixed, ahead in ((FixedChoices(), False), (FixedChoices(ahead=True), True)):
         made = controller(fixed)
-        made.shared_cores = True
-        made.decide(0.5, attached=True)
+        decide(made, 0.5, shares_cores=True)
         assert made.plan.ahead is ahead
         assert any(choice.plan.ahead for choice in made.best_per_mode()) is ahead
 
@@ -731,7 +753,7 @@ def test_who_shares_cores(machine: str, device: str, shared: bool) -> None:
 FULL = CostCurve((1, 17, 33, 257), (40.0, 40.0, 80.0, 640.0))  # at 17 rows
 
 
-def beside(others: int, steps: int, controller: Controller) -> list[SpeculationPlan]:
+def beside(others: int, steps: int, controller: Controlled) -> list[SpeculationPlan]:
     """Plain verdicts of a verifier that has so many other sessions, all plain."""
     taken = []
     for _ in range(steps):
@@ -743,17 +765,17 @@ def beside(others: int, steps: int, controller: Controller) -> list[SpeculationP
             session_tokens=1,
             step_tokens=1 + others,
         )
-        controller.observe(Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
-        controller.decide(2.0, attached=True)
+        observe(controller, Verdict(0, (0,), 0, TokenKind.PLAIN, timings=timings))
+        decide(controller, 2.0)
         taken.append(controller.plan)
     return taken
 
 
-def promising(sessions: int) -> Controller:
-    controller = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FREE)
+def promising(sessions: int) -> Controlled:
+    controller = Controlled(GAMMA_MAX, FREE)
     controller.estimator.attach_verifier(FULL, sessions)
     controller.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
-    controller.decide(2.0, attached=True)
+    decide(controller, 2.0)
     return controller
 
 
@@ -780,31 +802,31 @@ def test_when_the_others_leave_guesses_are_made_again() -> None:
 # --- drafters that promise and do not come ---------------------------------------------------------------------------
 
 
-def waited_for(control: Controller, answers: Callable[[int], int], steps: int = 60) -> float:
+def waited_for(control: Controlled, answers: Callable[[int], int], steps: int = 60) -> float:
     """Milliseconds that a verifier waits per step for a drafter that has so many guesses; all waits end with patience
     unless there are as many as were wanted."""
     waited = 0.0
     for step in range(steps):
-        control.decide(1.0, attached=True)
+        decide(control, 1.0)
         offered = answers(step)
         enough = offered >= control.plan.gamma
         wait_ms = min(5.0, control.wait_timeout_ms) if enough else control.wait_timeout_ms
         waited += wait_ms
         control.estimator.pair.observe_draft(offered, 1_000)
-        control.observe(verdict(0, offered, wait_ms=wait_ms))
+        observe(control, verdict(0, offered, wait_ms=wait_ms))
     return waited / steps
 
 
 @pytest.mark.parametrize("offered", [0, 1])
 def test_a_fixed_gamma_does_not_crawl_behind_a_drafter_that_does_not_come(offered: int) -> None:
-    control = Controller(GAMMA_MAX, Estimator(4), FixedChoices(gamma=4))
+    control = Controlled(GAMMA_MAX, FixedChoices(gamma=4))
     waited_for(control, lambda _: offered, steps=40)
     assert waited_for(control, lambda _: offered, steps=400) < 20.0, "a step takes 40 ms"
 
 
 def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
-    control = Controller(GAMMA_MAX, Estimator(4), FixedChoices(gamma=4))
+    control = Controlled(GAMMA_MAX, FixedChoices(gamma=4))
     waited_for(control, lambda _: 0)
     waited_for(control, lambda _: 4, steps=30)
     assert control.wait_timeout_ms >= gamma.FIXED_WAIT_TIMEOUT_MS
-    assert control.estimator.shortfall_rate < 0.1
+    assert conditions(control.estimator, 1.0).shortfall_rate < 0.1

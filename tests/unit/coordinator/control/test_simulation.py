@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.estimator import Estimator
+from coordinator.control.estimator import BestDrafter, Estimator
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_world import World
 from coordinator.control.simulation import Simulation, SimulationResult
@@ -38,7 +38,7 @@ class Keeping(Controller):
         self._kept = plan
         self._for_ms = max(50.0, draft_wait_timeout_ms(known, plan)) if plan.awaited or not plan.ahead else 0.0
 
-    def decide(self, round_trips_ms: float, *, attached: bool) -> VerifySteering | None:
+    def decide(self, drafter: BestDrafter | None) -> VerifySteering | None:
         self.plan, self.wait_timeout_ms = self._kept, self._for_ms
         return None
 

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from coordinator.api.http.replies import metrics, usage
-from coordinator.control.estimator import Estimator, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import Mode
 from coordinator.sessions.session import Session
@@ -25,16 +25,18 @@ GAMMA_MAX = 16
 def session_after(*accepted: int, offered: int = 4) -> Session:
     """One whose steps accepted so many of `offered` guesses, with γ control at work."""
     stats = RequestStats(CoordinatorMetrics(Mode).of("target"))
-    stats.control = Controller(GAMMA_MAX, Estimator(GAMMA_MAX), FixedChoices())
-    stats.control.estimator.attach_verifier(CostCurve.line(40.0, 0.0))
-    stats.control.estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX, draft_ms=2.0))
-    stats.control.decide(4.0, attached=True)
+    estimator = Estimator(GAMMA_MAX)
+    estimator.attach_verifier(CostCurve.line(40.0, 0.0))
+    estimator.pair.start_from(PairHistory(acceptance=[0.8] * GAMMA_MAX))
+    drafter = BestDrafter(round_trips_ms=4.0, draft_ms=2.0)
+    stats.control = Controller(GAMMA_MAX, estimator, FixedChoices())
+    stats.control.decide(drafter)
     stats.record_drafter(1, "ngram")
     stats.drafter_kind = "ngram"
     for count in accepted:
         stats.record_guess(common.Guess(tokens=[7] * offered, source=1))
         verdict = _verdict(count, offered)
-        stats.control.observe(verdict)
+        stats.control.observe(verdict, drafter)
         stats.record_verdict(verdict, stats.control.plan)
     params = SimpleNamespace(seed=5)
     record = SimpleNamespace(session_id="s", tokens=[7] * 9, request=SimpleNamespace(prompt=(1,) * 6, params=params))
