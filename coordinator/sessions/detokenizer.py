@@ -24,28 +24,29 @@ class Detokeniser:
             start -= 1  # inside a character: with byte fallback the whole run of bytes would decode as broken
         self._window = list(prompt[start:])
         self._emitted = len(self._window)  # tokens of the window whose text was returned
-        self._text = decode(self._window)
+        self._length = len(decode(self._window))  # of their text
 
     def add(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        if len(text) > len(self._text) and not text.endswith(_BROKEN):
-            return self._advance(len(self._window))
+        if len(text) > self._length and not text.endswith(_BROKEN):
+            return self._advance(len(self._window), text)
         if len(self._window) - self._emitted > _MAX_INCOMPLETE:
             # Broken for good, except for the last tokens, which may still complete a character.
-            return self._advance(len(self._window) - _MAX_CHARACTER + 1)
+            upto = len(self._window) - _MAX_CHARACTER + 1
+            return self._advance(upto, self._decode(self._window[:upto]))
         return ""
 
     def rest(self) -> str:
         """Return the remaining text after the last token, broken or not."""
-        return self._advance(len(self._window))
+        return self._advance(len(self._window), self._decode(self._window))
 
-    def _advance(self, upto: int) -> str:
-        """Return the new text of the window's first `upto` tokens and drop those returned before."""
-        new = self._decode(self._window[:upto])[len(self._text) :]
+    def _advance(self, upto: int, text: str) -> str:
+        """Return what is new in `text`, that of the window's first `upto` tokens, and drop the tokens before."""
+        new = text[self._length :]
         self._window = self._window[self._emitted :]
         self._emitted = upto - self._emitted
-        self._text = self._decode(self._window[: self._emitted])
+        self._length = len(self._decode(self._window[: self._emitted]))
         return new
 
 
@@ -70,7 +71,8 @@ class TextStream:
         self._pending = ""
 
     def add(self, token: int) -> TextPiece:
-        return self._release(self._detokeniser.add(token))
+        text = self._detokeniser.add(token)
+        return self._release(text) if self._stops else TextPiece(text)
 
     def end(self) -> TextPiece:
         """Return the remaining text of an output that no stop string has ended."""

@@ -166,11 +166,15 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
         return reply
 
     def guess(self, guess: common.Guess) -> None:
-        self._sent.add_guess(guess)
+        sent = self._sent
+        sent.messages += 1
+        sent.sources = max(sent.sources, guess.source)
+        sent.guessed_to = max(sent.guessed_to, guess.position + len(guess.tokens))
         self.send(verify.VerifyRequest(guess=guess))
 
     def steer(self, steering: VerifySteering) -> None:
-        self._sent.add_steering(steering)
+        self._sent.messages += 1
+        self._sent.hidden_states = self._sent.hidden_states or bool(steering.hidden_states)
         if steering.draft_wait_us is not None:
             self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
         self.send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))

@@ -1,4 +1,4 @@
-"""Checks of a verifier's replies against the messages that were sent to it.
+"""Verdict reader: it checks a verifier's replies against the messages that were sent to it.
 
 The owner of the target's weights decides the text. Yet no reply may end a
 session early, make memory grow or violate the request. A reply that no
@@ -8,7 +8,7 @@ conforming verifier sends raises ProtocolViolation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coordinator.persistence.session_record import SessionRecord
 from outrider.protocol import convert, message_limits
@@ -18,18 +18,19 @@ from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
     FinishReason,
+    HiddenStates,
     TokenKind,
     Verdict,
-    VerifySteering,
-    VerifyTimings,
 )
-from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 MAX_REPLY_BYTES = 64 * 1024  # without hidden states
 _MAX_STEP_TOKENS = 1 << 20
 _ROUNDING = 1e-6  # of a log probability of 0
-_LAST = (TokenKind.RECOVERED, TokenKind.BONUS, TokenKind.PLAIN)
+# Kinds of the last token: the target's own after guesses, without guesses, or none at an accepted stop.
+_AFTER_GUESSES = (TokenKind.RECOVERED, TokenKind.BONUS)
+_PLAIN = (TokenKind.PLAIN,)
+_NO_OWN_TOKEN = (TokenKind.NONE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,6 @@ class SentMessages:
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess
 
-    def add_guess(self, guess: common.Guess) -> None:
-        self.messages += 1
-        self.sources = max(self.sources, guess.source)
-        self.guessed_to = max(self.guessed_to, guess.position + len(guess.tokens))
-
-    def add_steering(self, steering: VerifySteering) -> None:
-        self.messages += 1
-        self.hidden_states = self.hidden_states or bool(steering.hidden_states)
-
 
 class VerdictReader:
     """Reader of one stream's replies. The stream updates `sent`, the session its record."""
@@ -73,150 +65,143 @@ class VerdictReader:
             self._stops.update(target.eos_token_ids)
 
     def check_opened(self, opened: verify.Opened) -> None:
-        _size("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES)
-        _hold("opened.position", opened.position, opened.position == self._record.position, self._record.position)
+        _at_most("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")
         model, target = opened.model, self._target
-        _hold("opened.model", model.fingerprint, model.fingerprint == target.fingerprint, target.fingerprint)
-        ends = tuple(model.eos_token_ids)
-        _hold("opened.model.eos_token_ids", ends, ends == target.eos_token_ids, target.eos_token_ids)
+        for name, value, wanted in (
+            ("position", opened.position, self._record.position),
+            ("model", model.fingerprint, target.fingerprint),
+            ("model.eos_token_ids", tuple(model.eos_token_ids), target.eos_token_ids),
+        ):
+            if value != wanted:
+                raise _violation(f"opened.{name}", value, wanted)
 
     def refusal(self, reply: verify.VerifyReply) -> Refusal:
-        _size("refused", reply.ByteSize(), message_limits.MAX_SMALL_BYTES)
+        _at_most("refused", reply.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")
         self._sent.messages -= 1
-        _hold("refused", "unasked", self._sent.messages >= 0, "one for each guess or steer at most")
+        if self._sent.messages < 0:
+            raise _violation("refused", "unasked", "one for each guess or steer at most")
         error = convert.error_from_proto(reply.refused)
         error.message = shorten(error.message)
         return Refusal(reply.source, error)
 
     def verdict(self, proto: verify.Verdict, now: float) -> Verdict:
         self._check_sizes(proto)
-        verdict = _converted(proto)
+        self._bound_timings(proto.timings, now)
+        try:
+            verdict = convert.verdict_from_proto(proto)
+        except ValueError as error:  # an unknown enum value
+            raise ProtocolViolation(f"verdict: {error}") from error
         self._check_tokens(verdict)
         self._check_guesses(verdict)
         self._check_end(verdict)
-        self._check_logprobs(verdict)
-        self._check_hidden_states(verdict)
-        return replace(verdict, timings=self._checked_timings(verdict.timings, now))
+        if verdict.logprobs:
+            self._check_logprobs(verdict)
+        if verdict.hidden_states is not None:
+            self._check_hidden_states(verdict, verdict.hidden_states)
+        return verdict
 
     def _check_sizes(self, proto: verify.Verdict) -> None:
         """Check sizes before anything is converted."""
-        _count("verdict.tokens", len(proto.tokens), MAX_GAMMA + 1)
-        _count("verdict.logprobs", len(proto.logprobs), len(proto.tokens))
-        most = self._record.request.params.logprobs or 0
+        num_tokens, wanted = len(proto.tokens), self._record.request.params.logprobs
+        _at_most("verdict.tokens", num_tokens, MAX_GAMMA + 1, " entries")
+        if len(proto.logprobs) != (0 if wanted is None else num_tokens):
+            raise _violation(
+                "verdict.logprobs", f"{len(proto.logprobs)} entries", "one per token if asked for, else none"
+            )
         for entry in proto.logprobs:
-            _count("verdict.logprobs.top_ids", len(entry.top_ids), most)
-            _count("verdict.logprobs.top_logprobs", len(entry.top_logprobs), most)
-        _count("verdict.sources", len(proto.sources), self._sent.sources)
+            counts = (len(entry.top_ids), len(entry.top_logprobs))
+            if counts != (wanted, wanted):
+                raise _violation("verdict.logprobs.top_ids", counts, f"{wanted} each")
+        _at_most("verdict.sources", len(proto.sources), self._sent.sources, " entries")
         if proto.HasField("features"):
-            _hold("verdict.features", "given", self._sent.hidden_states, "absent: none were asked for")
+            if not self._sent.hidden_states:
+                raise _violation("verdict.features", "given", "absent: none were asked for")
             try:
                 message_limits.check_hidden_states("verdict.features", proto.features)
             except InvalidRequest as error:
                 raise ProtocolViolation(error.message) from error
-        _size("verdict", proto.ByteSize() - len(proto.features.rows), MAX_REPLY_BYTES)
+        _at_most("verdict", proto.ByteSize() - len(proto.features.rows), MAX_REPLY_BYTES, " bytes")
+
+    def _bound_timings(self, timings: verify.VerifyTimings, now: float) -> None:
+        """Reduce the reported times: together they are no longer than the time since the last verdict."""
+        _at_most("verdict.timings.rows", timings.rows, _MAX_STEP_TOKENS)
+        _at_most("verdict.timings.session_rows", timings.session_rows, timings.rows)
+        _at_most("verdict.timings.sessions", timings.sessions, _MAX_STEP_TOKENS)
+        _at_most("verdict.timings.step_tokens", timings.step_tokens, _MAX_STEP_TOKENS)
+        _at_most("verdict.timings.cached_tokens", timings.cached_tokens, self._record.position)
+        allowed_us = max(0, int((now - self._accounted_to) * 1e6))
+        timings.step_us = min(timings.step_us, allowed_us)
+        timings.wait_us = min(timings.wait_us, allowed_us - timings.step_us)
+        self._accounted_to += (timings.step_us + timings.wait_us) / 1e6
 
     def _check_tokens(self, verdict: Verdict) -> None:
         record, tokens = self._record, verdict.tokens
-        _hold("verdict.position", verdict.position, verdict.position == record.position, record.position)
+        if verdict.position != record.position:
+            raise _violation("verdict.position", verdict.position, record.position)
         left = record.request.params.max_tokens - len(record.tokens)
-        _hold("verdict.tokens", f"{len(tokens)} tokens", 1 <= len(tokens) <= left, f"1 to {left} tokens")
-        vocab_size = self._target.vocab_size
-        _hold("verdict.tokens", max(tokens), max(tokens) < vocab_size, f"token ids in [0, {vocab_size - 1}]")
+        if not 1 <= len(tokens) <= left:
+            raise _violation("verdict.tokens", f"{len(tokens)} tokens", f"1 to {left} tokens")
+        _at_most("verdict.tokens", max(tokens), self._target.vocab_size - 1)
 
     def _check_guesses(self, verdict: Verdict) -> None:
         accepted, tokens = verdict.accepted, len(verdict.tokens)
-        _range("verdict.accepted", accepted, min(tokens, verdict.proposed))
-        _hold("verdict.accepted", accepted, tokens - accepted <= 1, f"at least {tokens - 1} of {tokens} tokens")
+        _at_most("verdict.accepted", accepted, min(tokens, verdict.proposed))
+        if tokens - accepted > 1:
+            raise _violation("verdict.accepted", accepted, f"at least {tokens - 1} of {tokens} tokens")
         ahead = max(0, self._sent.guessed_to - verdict.position)
-        _range("verdict.offered", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
-        _range("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
-        _range("verdict.left", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
-        _range("verdict.beside", verdict.accepted_from_branch, accepted)
-        seen = [tally.source for tally in verdict.sources]
-        _hold("verdict.sources", seen, len(set(seen)) == len(seen), "each once")
+        _at_most("verdict.offered", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
+        _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
+        _at_most("verdict.left", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
+        _at_most("verdict.beside", verdict.accepted_from_branch, accepted)
+        seen = {tally.source for tally in verdict.sources}
+        if len(seen) < len(verdict.sources) or 0 in seen:
+            raise _violation("verdict.sources", [tally.source for tally in verdict.sources], "each once, from 1 on")
         for tally in verdict.sources:
-            _hold("verdict.sources.source", tally.source, 1 <= tally.source <= self._sent.sources, "one that guessed")
-            _range("verdict.sources.offered", tally.proposed, verdict.proposed)
-            _range("verdict.sources.accepted", tally.accepted, accepted)
-        if tokens == accepted:
-            ends = verdict.finish_reason is not FinishReason.NONE
-            _hold("verdict.last", verdict.last.name, ends and verdict.last is TokenKind.NONE, "given, unless it ends")
+            _at_most("verdict.sources.source", tally.source, self._sent.sources)
+            _at_most("verdict.sources.offered", tally.proposed, verdict.proposed)
+            _at_most("verdict.sources.accepted", tally.accepted, accepted)
+        allowed: tuple[TokenKind, ...]
+        if tokens > accepted:
+            allowed = _AFTER_GUESSES if verdict.proposed else _PLAIN
         else:
-            allowed = _LAST[:2] if verdict.proposed else _LAST[2:]
-            _hold("verdict.last", verdict.last.name, verdict.last in allowed, [kind.name for kind in allowed])
+            allowed = _NO_OWN_TOKEN if verdict.finish_reason is not FinishReason.NONE else ()
+        if verdict.last not in allowed:
+            raise _violation("verdict.last", verdict.last.name, [kind.name for kind in allowed] or "given")
 
     def _check_end(self, verdict: Verdict) -> None:
         """Check that the output ends where the request defines its end, and nowhere else."""
         params, reason = self._record.request.params, verdict.finish_reason
         *before, last = verdict.tokens
-        _hold("verdict.tokens", "more tokens", not self._stops.intersection(before), "none after a stop")
+        if not self._stops.isdisjoint(before):
+            raise _violation("verdict.tokens", "more tokens", "none after a stop")
         full = len(self._record.tokens) + len(verdict.tokens) == params.max_tokens
+        allowed = {FinishReason.LENGTH if full else FinishReason.NONE}
         if last in self._stops:
             allowed = {FinishReason.STOP}
         elif params.grammar is not None:  # its end is not computed here
-            allowed = {FinishReason.STOP, FinishReason.LENGTH if full else FinishReason.NONE}
-        else:
-            allowed = {FinishReason.LENGTH if full else FinishReason.NONE}
-        _hold("verdict.finish_reason", reason.name, reason in allowed, sorted(kind.name for kind in allowed))
+            allowed.add(FinishReason.STOP)
+        if reason not in allowed:
+            raise _violation("verdict.finish_reason", reason.name, sorted(kind.name for kind in allowed))
 
     def _check_logprobs(self, verdict: Verdict) -> None:
-        wanted = self._record.request.params.logprobs
-        _hold(
-            "verdict.logprobs",
-            f"{len(verdict.logprobs)} entries",
-            len(verdict.logprobs) == (0 if wanted is None else len(verdict.tokens)),
-            "one per token if asked for, else none",
-        )
         for entry in verdict.logprobs:
-            counts = (len(entry.top_ids), len(entry.top_logprobs))
-            _hold("verdict.logprobs.top_ids", counts, counts == (wanted, wanted), f"{wanted} each")
-            highest = max(entry.top_ids, default=0)
-            _hold("verdict.logprobs.top_ids", highest, highest < self._target.vocab_size, "token ids")
+            _at_most("verdict.logprobs.top_ids", max(entry.top_ids, default=0), self._target.vocab_size - 1)
             for value in (entry.logprob, *entry.top_logprobs):
-                _hold("verdict.logprobs", value, -math.inf < value <= _ROUNDING, "finite and at most 0")
+                if not -math.inf < value <= _ROUNDING:
+                    raise _violation("verdict.logprobs", value, "finite and at most 0")
 
-    def _check_hidden_states(self, verdict: Verdict) -> None:
+    def _check_hidden_states(self, verdict: Verdict, states: HiddenStates) -> None:
         """Check that hidden states reach exactly to the token before the last one."""
-        states = verdict.hidden_states
-        if states is None:
-            return
         end = states.position + len(states.rows) // (2 * states.width)
         wanted = verdict.position + len(verdict.tokens) - 1
-        _hold("verdict.features", f"up to {end}", end == wanted, f"up to {wanted}")
-
-    def _checked_timings(self, reported: VerifyTimings, now: float) -> VerifyTimings:
-        """Return the reported times, together no longer than the time since the last verdict."""
-        _range("verdict.timings.rows", reported.batch_tokens, _MAX_STEP_TOKENS)
-        _range("verdict.timings.session_rows", reported.session_tokens, reported.batch_tokens)
-        _range("verdict.timings.sessions", reported.sessions, _MAX_STEP_TOKENS)
-        _range("verdict.timings.step_tokens", reported.step_tokens, _MAX_STEP_TOKENS)
-        _range("verdict.timings.cached_tokens", reported.cached_tokens, self._record.position)
-        allowed_us = max(0, int((now - self._accounted_to) * 1e6))
-        step_us = min(reported.step_us, allowed_us)
-        wait_us = min(reported.wait_us, allowed_us - step_us)
-        self._accounted_to += (step_us + wait_us) / 1e6
-        return replace(reported, step_us=step_us, wait_us=wait_us)
+        if end != wanted:
+            raise _violation("verdict.features", f"up to {end}", f"up to {wanted}")
 
 
-def _converted(proto: verify.Verdict) -> Verdict:
-    try:
-        return convert.verdict_from_proto(proto)
-    except ValueError as error:  # an unknown enum value
-        raise ProtocolViolation(f"verdict: {error}") from error
+def _at_most(name: str, value: int, high: int, unit: str = "") -> None:
+    if value > high:
+        raise _violation(name, f"{value}{unit}", f"at most {high}{unit}")
 
 
-def _hold(name: str, value: object, holds: bool, limit: object) -> None:
-    if not holds:
-        raise ProtocolViolation(f"{name} is {shorten(str(value))}, must be {shorten(str(limit))}")
-
-
-def _range(name: str, value: int, high: int) -> None:
-    _hold(name, value, value <= high, f"at most {high}")
-
-
-def _count(name: str, count: int, high: int) -> None:
-    _hold(name, f"{count} entries", count <= high, f"at most {high} entries")
-
-
-def _size(name: str, size: int, limit: int) -> None:
-    _hold(name, f"{size} bytes", size <= limit, f"at most {limit} bytes")
+def _violation(name: str, value: object, limit: object) -> ProtocolViolation:
+    return ProtocolViolation(f"{name} is {shorten(str(value))}, must be {shorten(str(limit))}")

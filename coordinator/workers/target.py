@@ -6,12 +6,12 @@ import asyncio
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coordinator.workers.chat_template import CutMessages, control_tokens
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
@@ -103,8 +103,15 @@ class Target:
         return frozenset(self.tokenizer.added_tokens_decoder)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return self._decode(tokens)
+
+    @cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        """Return the decoder: the tokenizer's Rust backend where transformers' Python around it adds only time."""
+        kind, fast = type(self.tokenizer), PreTrainedTokenizerFast
+        if all(getattr(kind, name, None) is getattr(fast, name, kind) for name in ("decode", "_decode")):
+            return partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+        return partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Target:

@@ -32,8 +32,7 @@ def reader(*, tokens: int = 0, features: bool = True, **params: Any) -> VerdictR
     given_params: dict[str, Any] = {"seed": 1, "max_tokens": 20, "stop_token_ids": (STOP,)} | params
     record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(**given_params)))
     record.tokens = [7] * tokens
-    sent = SentMessages(hidden_states=features)
-    sent.add_guess(common.Guess(position=record.position, tokens=[7] * GUESSED, source=1))
+    sent = SentMessages(hidden_states=features, messages=1, sources=1, guessed_to=record.position + GUESSED)
     return VerdictReader(record, TARGET, sent, time.monotonic())
 
 
