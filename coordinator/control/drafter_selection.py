@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.speculation import SourceTally
 
 SMOOTHING = 0.1
@@ -25,31 +26,27 @@ PROBE_MAX_STEPS = 8
 class _Standing:
     """Measured results of one drafter."""
 
-    length: float  # accepted tokens per step that checked its guesses
-    per_step: float  # accepted tokens per step of any kind: many short guesses may beat a rare long one
+    length: DecayedMean  # accepted tokens per step that checked its guesses
+    per_step: DecayedMean  # accepted tokens per step of any kind: many short guesses may beat a rare long one
     trials: int = 0
     benched: bool = False
     since: int = 0  # steps since it was benched or probed
     probe: int = 0  # poor steps left until the probe ends; 0: no probe
 
-    @property
-    def active(self) -> bool:
-        return not self.benched or self.probe > 0
-
     def observe(self, tally: SourceTally | None) -> None:
         weight = PROBE_SMOOTHING if self.benched else SMOOTHING
-        accepted = tally.accepted if tally is not None else 0
-        if self.active or tally is not None:
-            self.per_step += weight * (accepted - self.per_step)
         if tally is not None:
-            self.length += weight * (accepted - self.length)
+            self.per_step.add(tally.accepted, weight)
+            self.length.add(tally.accepted, weight)
             self.trials += 1
+        elif not self.benched or self.probe:
+            self.per_step.add(0, weight)
 
     def compare(self, best_length: float, tally: SourceTally | None) -> None:
         """Bench or return the drafter by the best one's accepted length; between the two bounds nothing changes."""
-        if self.benched and self.length >= RETURN_ABOVE * best_length:
+        if self.benched and self.length.value >= RETURN_ABOVE * best_length:
             self.benched, self.probe = False, 0
-        elif not self.benched and self.trials >= TRIAL_STEPS and self.length < BENCH_BELOW * best_length:
+        elif not self.benched and self.trials >= TRIAL_STEPS and self.length.value < BENCH_BELOW * best_length:
             self.benched, self.probe, self.since = True, 0, 0
         elif self.benched:
             self._advance_probe(poor=tally is not None and tally.accepted < RETURN_ABOVE * best_length)
@@ -73,7 +70,9 @@ class DrafterSelection:
 
     def add(self, source: int, accepted_tokens: float, proposal_rate: float) -> None:
         """Add an attached drafter with the results expected of it."""
-        self._standings[source] = _Standing(accepted_tokens, accepted_tokens * proposal_rate)
+        self._standings[source] = _Standing(
+            DecayedMean(SMOOTHING, accepted_tokens), DecayedMean(SMOOTHING, accepted_tokens * proposal_rate)
+        )
         self._find_best()
 
     def remove(self, source: int) -> None:
@@ -88,20 +87,18 @@ class DrafterSelection:
         self._find_best()
         for source, standing in self._standings.items():
             if self.best is not None and source != self.best:
-                standing.compare(self._standings[self.best].length, by_source.get(source))
+                standing.compare(self._standings[self.best].length.value, by_source.get(source))
 
     def gammas(self, gamma: int) -> dict[int, int]:
         """Return γ of each drafter: the session's, or 0 on the bench."""
-        return {source: gamma if standing.active else 0 for source, standing in self._standings.items()}
+        return {source: 0 if one.benched and not one.probe else gamma for source, one in self._standings.items()}
 
     def _find_best(self) -> None:
         """Keep the best drafter unless another one is clearly better."""
-        if not self._standings:
+        rates = {source: standing.per_step.value for source, standing in self._standings.items()}
+        if self.best not in rates:
             self.best = None
-            return
-        leader = max(self._standings, key=lambda source: self._standings[source].per_step)
-        present = self._standings.get(self.best) if self.best is not None else None
-        if present is None or self._standings[leader].per_step > LEAD * present.per_step:
+        leader = max(rates, key=rates.__getitem__, default=None)
+        if leader is not None and (self.best is None or rates[leader] > LEAD * rates[self.best]):
             self.best = leader
-        assert self.best is not None
-        self._standings[self.best].benched = False
+            self._standings[leader].benched = False

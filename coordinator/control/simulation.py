@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulated_world import SimulatedWorld, World
+from coordinator.control.throughput_model import SpeculationPlan
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Guess, TokenKind, Verdict, VerifyTimings
 from outrider.speculation.tree import GuessTree
@@ -57,7 +58,7 @@ class Simulation:
             self.estimator.pair.start_from(history)
         self.controller = Controller(gamma_max, self.estimator, fixed or FixedChoices())
         self.result = SimulationResult()
-        self.plans: list[tuple[float, int, str]] = []  # each change: time in ms, γ, label
+        self.plans: list[tuple[float, SpeculationPlan]] = []  # each change, with its time in ms
         self.proposed: list[tuple[float, int]] = []  # each step: time in ms, length of the checked path
         self._committed: list[int] = []
         self._tree = GuessTree(self._committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
@@ -176,7 +177,7 @@ class Simulation:
         self.controller.decide(self._best_drafter)
         plan = self.controller.plan
         if plan != before or self.now == 0.0:
-            self.plans.append((self.now, plan.gamma, plan.label))
+            self.plans.append((self.now, plan))
             self._world.send_down(lambda: self._drafter.steer(plan))
 
 
@@ -203,7 +204,7 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
     fixed = FixedChoices(**case.get("wishes", {}))
     total = SimulationResult()
     ends_ms: list[float] = []
-    plans: list[tuple[float, int, str]] = []
+    plans: list[tuple[float, SpeculationPlan]] = []
     proposed: list[tuple[float, int]] = []
     for seed in range(case.get("seeds", 3)):
         simulation = Simulation(worlds[0], case.get("gamma_max", 16), fixed, seed=seed)
@@ -222,7 +223,7 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_step": total.tokens / max(1, total.steps),
         "missed": total.missed,
         "missed_at_hand": total.missed_at_hand,
-        "plans": plans,  # of the last seed
+        "plans": [{"ms": ms, "label": plan.label, **asdict(plan)} for ms, plan in plans],  # of the last seed
         "offered": proposed,  # of the last seed
         "ends_ms": ends_ms,
     }

@@ -101,7 +101,8 @@ def summarise(
         link: {mode.name: runs.tokens_per_s for mode, runs in by_mode.items()} for link, by_mode in measured.items()
     }
     shortest = min(measured, key=lambda link: link.rtt_ms)
-    colocated = max(v for name, v in speeds[shortest].items() if name.startswith("in turns"))
+    in_turns = [mode.name for mode in measured[shortest] if mode.gamma and mode.ahead is False]
+    colocated = max(speeds[shortest][name] for name in in_turns)
     adaptive_vs_plain = {link: by_name[ADAPTIVE] / by_name[PLAIN] for link, by_name in speeds.items()}
     regret = {
         link: 1.0 - by_name[ADAPTIVE] / max(v for name, v in by_name.items() if name != ADAPTIVE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,21 @@ def _change(axes: Axes, pair: ToyPair, times: ThrottledTimes) -> None:
     axes.plot(
         [ms / 1000 for ms in step_times], means, color="black", label=f"guesses on a path per step, mean of {_MEAN_OF}"
     )
-    starts = [ms for ms, _, _ in reply["plans"]]
-    for start, end, (_, _, label) in zip(starts, [*starts[1:], reply["ends_ms"][-1]], reply["plans"], strict=True):
-        colour = next(colour for name, colour, _ in _MODES if name == _mode(label))
+    starts = [plan["ms"] for plan in reply["plans"]]
+    for start, end, plan in zip(starts, [*starts[1:], reply["ends_ms"][-1]], reply["plans"], strict=True):
+        colour = next(colour for name, colour, _ in _MODES if name == _mode(plan))
         axes.axvspan(start / 1000, end / 1000, ymax=0.06, color=colour)
     axes.set_ylim(-0.8, 12)
     _label(axes, "How far ahead while the link changes (virtual time)", "seconds; below: the plan", "γ in use")
 
 
-def _mode(label: str) -> str:
-    """Return the mode of the map to which a plan's label belongs."""
-    if label == "plain":
+def _mode(plan: Mapping[str, Any]) -> str:
+    """Return the mode of the map to which a plan belongs."""
+    if not plan["gamma"]:
         return "plain"
-    if "ahead" not in label:
+    if not plan["ahead"]:
         return "in turns"
-    return "tree ahead" if "×" in label else "chain ahead"
+    return "tree ahead" if plan["branches"] > 1 else "chain ahead"
 
 
 def _map(axes: Axes, share: float) -> None:
