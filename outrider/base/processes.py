@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this new child when its parent dies. Linux only."""
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Make the kernel send a signal to this new child when its parent dies, in whatever way. Linux only."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, by)

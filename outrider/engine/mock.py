@@ -66,7 +66,7 @@ class MockEngine:
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         logits: list[torch.Tensor] = []
         for new in batch:
-            self._lengths[new.session] = self.length(new.session) + len(new.tokens)
+            self._lengths[new.session] = self._lengths.get(new.session, 0) + len(new.tokens)
             logits.append(self._answers[list(new.tokens[new.logits_from :])])
         hidden_states = [
             torch.zeros(0 if new.hidden_from is None else len(new.tokens) - new.hidden_from, 1) for new in batch

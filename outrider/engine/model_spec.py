@@ -79,7 +79,6 @@ class ModelSpec:
     layers: tuple[Layer, ...]
     embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids, positions → [tokens, hidden]
     rotations: tuple[Callable[[torch.Tensor], Cosines], ...]  # positions → cos and sin [tokens, rotated]
-    rotated: int
     final: Norm
     head: Linear
     heads: int
@@ -95,6 +94,11 @@ class ModelSpec:
     def hidden(self) -> int:
         """Return the width of hidden states."""
         return int(self.final.weight.shape[0])
+
+    @property
+    def rotated(self) -> int:
+        """Return the number of dimensions of a head that are rotated."""
+        return int(self.rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]) if self.rotations else 0
 
     @property
     def inner(self) -> int:
@@ -156,7 +160,6 @@ def _llama(model: Any) -> ModelSpec:
         layers=tuple(layers),
         embed=embed,
         rotations=rotations,
-        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
         final=_rms(body.norm, gemma),
         head=_linear(model.lm_head),
         heads=config.num_attention_heads,
@@ -187,7 +190,6 @@ def _gpt2(model: Any) -> ModelSpec:
         layers=layers,
         embed=lambda ids, positions: body.wte(ids) + body.wpe(positions),
         rotations=(),
-        rotated=0,
         final=_layer_norm(body.ln_f),
         head=_linear(model.lm_head),
         heads=config.n_head,
@@ -214,12 +216,10 @@ def _gpt_neox(model: Any) -> ModelSpec:
         )
         for layer in body.layers
     )
-    rotations = _rotations(body.rotary_emb, config)
     return ModelSpec(
         layers=layers,
         embed=lambda ids, _: body.embed_in(ids),
-        rotations=rotations,
-        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
+        rotations=_rotations(body.rotary_emb, config),
         final=_layer_norm(body.final_layer_norm),
         head=_linear(model.get_output_embeddings()),
         heads=config.num_attention_heads,
@@ -248,12 +248,10 @@ def _phi(model: Any) -> ModelSpec:
         )
         for layer in body.layers
     )
-    rotations = _rotations(body.rotary_emb, config)
     return ModelSpec(
         layers=layers,
         embed=lambda ids, _: body.embed_tokens(ids),
-        rotations=rotations,
-        rotated=int(rotations[0](torch.zeros(1, dtype=torch.int64))[0].shape[-1]),
+        rotations=_rotations(body.rotary_emb, config),
         final=_layer_norm(body.final_layernorm),
         head=_linear(model.lm_head),
         heads=config.num_attention_heads,

@@ -10,7 +10,6 @@ without being sent. transformers does the communication within layers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -23,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 
 from outrider.base.config import PREFIX, WorkerSettings
+from outrider.base.processes import end_with_parent
 from outrider.engine.interface import Engine, SessionTokens, StepResult
 from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, StartupError
@@ -48,8 +49,6 @@ _LEAVE_S = 5.0
 _FRAME = 4096  # bytes of the first message; most steps fit
 _HEADER = 8
 _STOP = "stop"
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Command = list[Any]  # name of an engine's method, and its arguments
 
@@ -310,16 +309,11 @@ def _started(size: int, settings: WorkerSettings, command: Sequence[str], folder
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches rank 0 alone
-                preexec_fn=_die_with_parent,
+                # Ranks ignore SIGTERM. Where there is no such signal, the connection breaks later.
+                preexec_fn=partial(end_with_parent, signal.SIGKILL),
             )
         )
     return RankGroup(0, size, _device(settings.device, 0), rendezvous, started)
-
-
-def _die_with_parent() -> None:
-    """End this rank when rank 0 ends, in whatever way. Linux only; elsewhere the connection breaks later."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _device(device: str, local_rank: int) -> torch.device:

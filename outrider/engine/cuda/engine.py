@@ -11,20 +11,19 @@ a CPU nothing is captured; everything else is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 import torch
 
-from outrider.engine.cuda.decoder import FEW_TOKENS, Decoder, SessionGroup
+from outrider.engine.cuda.decoder import FEW_TOKENS, Decoder
+from outrider.engine.cuda.padded_inputs import GraphShape, PaddedInputs
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.engine.paged.engine import PagedEngine
-from outrider.engine.paged.step import ForwardStep, Segment, output_indices, slot_of
+from outrider.engine.paged.step import ForwardStep, Segment, output_indices
 from outrider.protocol.fleet import ModelInfo
 
-_MIN_CONTEXT = 256
 _MAX_COPIED_BYTES = 1 << 30  # keys and values that attention copies at once
 _BEYOND = 1024  # guesses reach past the end of the context by less than this
 _MAX_PADDED_TOKENS = 16  # of a session that shares its attention with others outside a bucket
@@ -35,35 +34,6 @@ _COMMON_CONTEXTS = (256, 512, 1024)
 Results = tuple[torch.Tensor, torch.Tensor]  # logits, final hidden states
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphShape:
-    """The capacity of a bucket."""
-
-    sessions: int
-    tokens: int  # new tokens of each session
-    context: int  # tokens of each session, cached and new
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> GraphShape:
-        """Return the smallest shape that holds the segments."""
-        tokens = _power_of_two(max(segment.count for segment in segments))
-        return cls(
-            _power_of_two(len(segments)),
-            tokens,
-            _power_of_two(max(_MIN_CONTEXT, *(segment.base + tokens for segment in segments))),
-        )
-
-    @property
-    def all_tokens(self) -> int:
-        """Return the number of new tokens of all sessions."""
-        return self.sessions * self.tokens
-
-    @property
-    def blocks(self) -> int:
-        """Return the number of blocks of each session."""
-        return self.context // BLOCK_TOKENS
 
 
 class CudaGraphEngine(PagedEngine):
@@ -77,20 +47,10 @@ class CudaGraphEngine(PagedEngine):
         positions = min(capacity, info.context_length + _BEYOND) if info.context_length else capacity
         self._scratch = capacity // BLOCK_TOKENS  # a block that padding writes to
         self._decoder = Decoder(spec, capacity + BLOCK_TOKENS, positions)
-        self._buckets: dict[GraphShape, GraphBucket] = {}
+        self.buckets: dict[GraphShape, GraphBucket] = {}  # the last used last
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None  # shared: graphs never run at the same time
-
-    @property
-    def shapes(self) -> list[GraphShape]:
-        """Return the shapes with a bucket, the last used last."""
-        return list(self._buckets)
-
-    @property
-    def captured(self) -> list[GraphShape]:
-        """Return the shapes that run as graphs."""
-        return [shape for shape, bucket in self._buckets.items() if bucket.is_captured]
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[str], None] = lambda _: None) -> None:
@@ -118,14 +78,14 @@ class CudaGraphEngine(PagedEngine):
         return self._decoder.copied_bytes(tokens) <= _MAX_COPIED_BYTES
 
     def _bucket_of(self, shape: GraphShape) -> GraphBucket:
-        bucket = self._buckets.pop(shape, None)
+        bucket = self.buckets.pop(shape, None)
         if bucket is None:
-            if len(self._buckets) == _MAX_BUCKETS:
-                del self._buckets[next(iter(self._buckets))]
+            if len(self.buckets) == _MAX_BUCKETS:
+                del self.buckets[next(iter(self.buckets))]
             bucket = GraphBucket(shape, self._decoder, self._scratch, self.device)
             if self._stream is not None and self._memory is not None:
                 bucket.capture(self._stream, self._memory)
-        self._buckets[shape] = bucket  # insertion order is the order of last use
+        self.buckets[shape] = bucket
         return bucket
 
     def _run_unpadded(self, step: ForwardStep) -> Results:
@@ -160,102 +120,6 @@ class CudaGraphEngine(PagedEngine):
             else:
                 together.append(segment)
         return [*groups, together] if together else groups
-
-
-class PaddedInputs:
-    """The inputs of a shape: filled on the host, sent in one copy, read on the device."""
-
-    def __init__(self, shape: GraphShape, scratch: int, device: torch.device, pinned: bool = False) -> None:
-        self.shape = shape
-        size = sum(_sizes(shape))
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self._device = device
-        self._fields = _Fields.of(self._host, shape)
-        self._inputs = _Fields.of(self._on_device, shape)
-        self._fields.slots.fill_(scratch * BLOCK_TOKENS)
-        self._fields.table.fill_(scratch)
-        self._fields.mask.fill_(True).tril_()  # as in a chain
-        self._empty = self._host.numpy().copy()
-        self._whole = self._host.numpy()
-        self._arrays = [field.numpy() for field in self._fields]
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """Return ids, positions and slots.  # [3, tokens]"""
-        return self._on_device[: 3 * self.shape.all_tokens].view(3, -1)
-
-    @property
-    def outputs(self) -> torch.Tensor:
-        """Return the indices of the tokens with an output."""
-        return self._inputs.outputs
-
-    def group(self, first: int) -> SessionGroup:
-        """Return the sessions as a group whose tokens begin at `first`."""
-        inputs = self._inputs
-        return SessionGroup(
-            first,
-            self.shape.sessions,
-            self.shape.tokens,
-            table=inputs.table.view(-1),
-            base=inputs.base,
-            positions=inputs.positions,
-            mask=inputs.mask,
-        )
-
-    def send(self, segments: Sequence[Segment]) -> None:
-        """Fill in the inputs of these segments, and copy them to the device."""
-        if self._sent is None:
-            self._fill(segments)
-            self._on_device.copy_(self._host)
-            return
-        self._sent.synchronize()  # the last copy must have read the host memory
-        self._fill(segments)
-        self._on_device.copy_(self._host, non_blocking=True)
-        self._sent.record(torch.cuda.current_stream(self._device))
-
-    def _fill(self, segments: Sequence[Segment]) -> None:
-        self._whole[:] = self._empty
-        ids, positions, slots, outputs, base, table, mask = self._arrays
-        for i, segment in enumerate(segments):
-            count = segment.count
-            ids[i, :count] = segment.tokens
-            positions[i, :count] = segment.positions
-            slots[i, :count] = [slot_of(segment.blocks, segment.base + index) for index in range(count)]
-            base[i] = segment.base
-            table[i, : len(segment.blocks)] = segment.blocks
-            if segment.mask is not None:
-                mask[i, :count, :count] = segment.mask.numpy()
-        chosen = output_indices(segments, {segment.start: i * self.shape.tokens for i, segment in enumerate(segments)})
-        outputs[: len(chosen)] = chosen
-
-
-class _Fields(NamedTuple):
-    """The parts of one tensor."""
-
-    ids: torch.Tensor  # [sessions, tokens]
-    positions: torch.Tensor  # [sessions, tokens]
-    slots: torch.Tensor  # [sessions, tokens]
-    outputs: torch.Tensor  # [sessions · tokens]
-    base: torch.Tensor  # [sessions]
-    table: torch.Tensor  # [sessions, blocks]
-    mask: torch.Tensor  # [sessions, tokens, tokens]
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, shape: GraphShape) -> _Fields:
-        *tokens, outputs, base, table, mask = torch.split_with_sizes(whole, _sizes(shape))
-        ids, positions, slots = (each.view(shape.sessions, shape.tokens) for each in tokens)
-        square = mask.view(torch.bool)[: shape.all_tokens * shape.tokens]
-        square = square.view(shape.sessions, shape.tokens, shape.tokens)
-        return cls(ids, positions, slots, outputs, base, table.view(shape.sessions, -1), square)
-
-
-def _sizes(shape: GraphShape) -> list[int]:
-    """Return the sizes of the fields in units of 8 bytes; an entry of the mask takes one byte."""
-    tokens = shape.all_tokens
-    mask = -(-tokens * shape.tokens // 8)
-    return [tokens, tokens, tokens, tokens, shape.sessions, shape.sessions * shape.blocks, mask]
 
 
 class GraphBucket:
@@ -302,8 +166,3 @@ class GraphBucket:
     def _step(self) -> Results:
         ids, positions, slots = self._inputs.tokens
         return self._decoder.run(ids, positions, slots, self._inputs.outputs, [self._inputs.group(0)])
-
-
-def _power_of_two(least: int) -> int:
-    """Return the next power of two."""
-    return 1 << (least - 1).bit_length()

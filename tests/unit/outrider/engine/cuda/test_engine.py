@@ -71,7 +71,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_a_step_runs_in_the_next_bucket(batch: list[int], shape: GraphShape) -> None:
     graphs = llama()
     graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
-    assert graphs.shapes == [shape]
+    assert list(graphs.buckets) == [shape]
 
 
 @pytest.mark.parametrize(("cached", "context"), [(255, 256), (256, 512), (511, 512), (512, 1024)])
@@ -79,14 +79,14 @@ def test_contexts_have_buckets_too(cached: int, context: int) -> None:
     graphs = llama()
     prefill(graphs, "s", TOKENS[:cached])
     graphs.extend([SessionTokens("s", TOKENS[:1])])
-    assert graphs.shapes == [GraphShape(1, 1, context)]
+    assert list(graphs.buckets) == [GraphShape(1, 1, context)]
 
 
 @pytest.mark.parametrize("batch", [[65], [600], [100, 1, 2], [5] * 13])
 def test_steps_of_many_rows_run_without_a_bucket(batch: list[int]) -> None:
     graphs = llama()
     graphs.extend([SessionTokens(str(i), TOKENS[:count]) for i, count in enumerate(batch)])
-    assert graphs.shapes == []
+    assert list(graphs.buckets) == []
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,7 +103,7 @@ def test_long_contexts_answer_as_the_model_does(name: str) -> None:
     assert near(graphs.extend([tree]).logits[0][1:], truth[1908:1911])
     graphs.compact("s", 1908, [1, 2, 3])
     assert near(graphs.extend([SessionTokens("s", TOKENS[1911:2011])]).logits[0], truth[1911:2011])
-    assert graphs.shapes == [GraphShape(1, 8, 2048), GraphShape(1, 4, 2048)]
+    assert list(graphs.buckets) == [GraphShape(1, 8, 2048), GraphShape(1, 4, 2048)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -139,7 +139,7 @@ def test_what_a_step_left_does_not_reach_the_next() -> None:
     graphs.extend([SessionTokens("a", TOKENS[:4], (-1, 0, 0, 2)), SessionTokens("b", TOKENS[:3])])
     graphs.extend([SessionTokens("b", TOKENS[3:7]), SessionTokens("a", [1])])
     found = graphs.extend([SessionTokens("b", TOKENS[7:9]), SessionTokens("c", TOKENS[:1], logits_from=1)]).logits
-    assert graphs.shapes == [GraphShape(2, 4, 256), GraphShape(2, 2, 256)]
+    assert list(graphs.buckets) == [GraphShape(2, 4, 256), GraphShape(2, 2, 256)]
     assert near(found[0], fresh.extend([SessionTokens("b", TOKENS[:9], logits_from=7)]).logits[0])
     assert found[1].shape == (0, VOCAB)
 
@@ -166,7 +166,7 @@ def test_the_buckets_used_longest_ago_are_given_up(monkeypatch: pytest.MonkeyPat
     graphs = llama()
     for rows in (1, 2, 1, 8):
         graphs.extend([SessionTokens("s", TOKENS[:rows])])
-    assert [shape.tokens for shape in graphs.shapes] == [1, 8]
+    assert [shape.tokens for shape in list(graphs.buckets)] == [1, 8]
 
 
 def test_plans_share_memory_with_their_model() -> None:

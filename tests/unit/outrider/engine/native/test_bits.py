@@ -89,7 +89,6 @@ def model(activation: str) -> ModelSpec:
         layers=layers,
         embed=lambda ids, _: table[ids],
         rotations=(rotation,),
-        rotated=10,
         final=norm(),
         head=Linear(numbers(VOCAB, HIDDEN)),
         heads=HEADS,
