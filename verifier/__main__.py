@@ -13,11 +13,13 @@ from outrider.base.config import flags, main
 from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
 from outrider.engine.loading.loader import load_model
-from outrider.engine.loading.options import EngineOptions
+from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype
 from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
+from outrider.engine.vllm.compatibility import check_installed, installed_version
 from outrider.models.tokenizer import save_tokenizer
-from outrider.observability.tracing import make_tracing
+from outrider.observability.tracing import Tracing, make_tracing
+from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service
 from outrider.runtime.worker import run_worker
 from outrider.settings.verifier import VerifierSettings
@@ -37,9 +39,64 @@ def build(
         return VerifierService(
             EngineTarget(mock), mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing
         )
+    if runs_on_vllm(settings):
+        return build_on_vllm(settings, scratch, progress, tracing)
     loaded = load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
     files = save_tokenizer(loaded.tokenizer, scratch)
     return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings, loaded.cost, tracing)
+
+
+def build_on_vllm(
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], tracing: Tracing
+) -> VerifierService:
+    check_installed()
+    if settings.quantization == "int8":
+        raise StartupError("int8 is a format of engine native", field="quantization", value="int8", limit="none or fp8")
+    # Imported here: not everybody has vLLM.
+    from outrider.engine.vllm.core import CoreOptions
+    from outrider.engine.vllm.loading import load_core
+    from verifier.vllm_target import VllmTarget
+
+    device = pick_device(settings.device)
+    on_cpu = device.type == "cpu"
+    options = CoreOptions(
+        model=Path(),
+        dtype=str(pick_dtype(settings.dtype, device)).removeprefix("torch."),
+        max_guesses=settings.guess_rows,
+        max_sessions=settings.max_sessions,
+        max_prompt_tokens=settings.prefill_rows,
+        # On a GPU the cache takes the memory that is free, unless a size is given.
+        kv_tokens=settings.kv_tokens if on_cpu or "kv_tokens" in settings.model_fields_set else None,
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        quantization="" if settings.quantization == "none" else settings.quantization,
+        gpu_memory_share=settings.gpu_memory,
+        max_model_len=settings.max_model_len,
+        more=settings.vllm_args,
+    )
+    loaded = load_core(settings.target, options, progress)
+    files = save_tokenizer(loaded.tokenizer, scratch)
+    fitted = settings.model_copy(update={"kv_tokens": loaded.core.capacity_tokens})
+    target = VllmTarget(loaded.core, loaded.info)
+    return VerifierService(target, loaded.vocabulary, files, fitted, loaded.cost, tracing)
+
+
+def runs_on_vllm(settings: VerifierSettings) -> bool:
+    """Return whether vLLM runs the model; raise StartupError for its settings without it."""
+    engine = settings.selected_engine
+    if engine == "vllm":
+        return True
+    device = pick_device(settings.device, engine)
+    if engine == "auto" and device.type == "cuda" and installed_version() is not None:
+        log.info("engine vllm selected, as vLLM is installed", device=str(device), version=installed_version())
+        return True
+    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args"):
+        value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
+        if value != default:
+            raise StartupError(
+                f"--{name.replace('_', '-')} needs --engine vllm", field=name, value=value, limit=f"{default!r} here"
+            )
+    return False
 
 
 def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
@@ -53,7 +110,7 @@ def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> No
 
 
 def run(settings: VerifierSettings) -> None:
-    if settings.tensor_parallel == 1:
+    if settings.tensor_parallel == 1 or runs_on_vllm(settings):
         serve(settings)
         return
     set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")

@@ -30,7 +30,7 @@ class SessionResult:
 
     verified: VerifyResult | None  # None: a prompt chunk, or an error
     hidden_states: torch.Tensor | None  # of consecutive positions, in wire format  # [tokens, width]
-    cache_length: int  # committed tokens in the cache after the step, without those that the step committed
+    cache_length: int  # tokens in the cache after the step, accepted guesses among them
     num_cached_tokens: int | None = None  # found in the prefix index, in a session's first step
     complete_after: int | None = None  # number of verified tokens after which the grammar is complete
     error: OutriderError | None = None  # ends the session

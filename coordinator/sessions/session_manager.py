@@ -74,6 +74,7 @@ class SessionManager:
             settings.verdict_timeout_s,
             # Create its counters before the first request: benchmarks read them before they start.
             on_target=lambda target: self.metrics.of(target.name),
+            mixed=settings.mixed_verifiers,
         )
         self.registrations = Registrations(self.worker_pool, self._store, settings.heartbeat_ms)
         drafting = DraftingContext(self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session)
@@ -180,7 +181,7 @@ class SessionManager:
         record = SessionRecord(
             secrets.token_hex(12),
             replace(self._salted(request), nonce=draw_nonce()),
-            model=target.info.fingerprint,
+            model=target.identity,
             tenant=tenant().id,
         )
         session = Session(record, target, self._context)
@@ -225,7 +226,7 @@ class SessionManager:
             return live
         target = self.target
         record, stored_as_finished = await self._load(session_id)
-        if record.model != target.info.fingerprint:
+        if record.model != target.identity:
             raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
         self._store.check(record, target.info)
         if not record.finished:

@@ -22,12 +22,18 @@ class Compatibility:
     """The target, which the first verifier defines, and the checks of workers against it."""
 
     def __init__(
-        self, fleet: FleetKeys, has_verifiers: Callable[[], bool], on_target: Callable[[ModelInfo], object]
+        self,
+        fleet: FleetKeys,
+        has_verifiers: Callable[[], bool],
+        on_target: Callable[[ModelInfo], object],
+        *,
+        mixed: bool = False,
     ) -> None:
         self.target: Target | None = None
         self._fleet = fleet
         self._has_verifiers = has_verifiers
         self._on_target = on_target
+        self._mixed = mixed  # verifiers of the same weights may differ in the text of near-ties
         self._lock = asyncio.Lock()
 
     def vocabulary_differs(self, info: WorkerInfo) -> bool:
@@ -62,17 +68,20 @@ class Compatibility:
                 limit=target.weights_digest,
             )
 
+    def _identity(self, model: ModelInfo) -> str:
+        return model.weights_digest if self._mixed and model.weights_digest else model.text_id
+
     async def _check_verifier(self, info: WorkerInfo) -> bool:
         async with self._lock:
             known = self.target
-            if known is not None and known.info.fingerprint == info.model.fingerprint:
+            if known is not None and known.identity == self._identity(info.model):
                 return False
             if known is not None and self._has_verifiers():
                 raise _target_mismatch(known, info)
             async with self._fleet.access(Role.VERIFIER).aio_channel(info.address) as channel:
                 stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
                 try:
-                    self.target = await fetch_target(info.model, stub)
+                    self.target = await fetch_target(info.model, self._identity(info.model), stub)
                 except grpc.aio.AioRpcError as error:
                     raise worker_error(info.address, error) from error
             self._on_target(self.target.info)

@@ -50,6 +50,7 @@ class Target:
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
     grammars: GrammarCompiler
+    identity: str = ""  # what its verifiers have in common; their sessions continue on each other
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
@@ -114,7 +115,7 @@ class Target:
         return partial(self.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Target:
+async def fetch_target(info: ModelInfo, identity: str, verifier: rpc.VerifierAsyncStub) -> Target:
     """Ask a verifier for its tokenizer."""
     with tempfile.TemporaryDirectory(prefix="outrider-tokenizer-") as name:
         folder = Path(name)
@@ -135,4 +136,5 @@ async def fetch_target(info: ModelInfo, verifier: rpc.VerifierAsyncStub) -> Targ
         tokenizer,
         Vocabulary.of(tokenizer),
         GrammarCompiler(partial(tokenizer_json, tokenizer), info.eos_token_ids),
+        identity,
     )

@@ -35,12 +35,17 @@ class WorkerPool:
         fleet: FleetKeys,
         verdict_timeout_s: float,
         on_target: Callable[[ModelInfo], object] = lambda _: None,
+        *,
+        mixed: bool = False,
     ) -> None:
-        """Start empty; `on_target` is called with each new target, before its first session."""
+        """Start empty; `on_target` is called with each new target, before its first session.
+
+        `mixed` accepts verifiers of the same weights whose texts may differ.
+        """
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
         self._verdict_timeout_s = verdict_timeout_s
-        self._compatibility = Compatibility(fleet, lambda: bool(self.workers.of(Role.VERIFIER)), on_target)
+        self._compatibility = Compatibility(fleet, lambda: bool(self.workers.of(Role.VERIFIER)), on_target, mixed=mixed)
 
     @property
     def target(self) -> Target | None:

@@ -225,6 +225,7 @@ def model_to_proto(info: ModelInfo) -> common.ModelInfo:
         parameters=info.parameters,
         lineage=info.weights_digest,
         made_for=info.target_digest,
+        text=info.text_digest,
     )
 
 
@@ -242,6 +243,7 @@ def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
         parameters=proto.parameters,
         weights_digest=proto.lineage,
         target_digest=proto.made_for,
+        text_digest=proto.text,
     )
 
 

@@ -24,6 +24,12 @@ class ModelInfo:
     parameters: int = 0
     weights_digest: str = ""
     target_digest: str = ""
+    text_digest: str = ""  # of a verifier that promises the text of another engine: the fingerprint there
+
+    @property
+    def text_id(self) -> str:
+        """Return what models that promise the same text have in common."""
+        return self.text_digest or self.fingerprint
 
 
 @dataclass(frozen=True, slots=True)

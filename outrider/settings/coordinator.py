@@ -53,4 +53,9 @@ class CoordinatorSettings(Settings, DrafterKey):
     open_metrics: bool = Field(
         False, description="Serve HTTP /metrics without an API key, as vLLM does, for benchmark tools."
     )
+    mixed_verifiers: bool = Field(
+        False,
+        description="Accept verifiers of the same weights with other engines or number formats: a session that moves "
+        "may continue with another text where two tokens are nearly equally likely.",
+    )
     share_prefixes: bool = Field(False, description="Share cached prompt prefixes between API keys.")

@@ -12,7 +12,27 @@ class VerifierSettings(WorkerSettings):
     """Serve a target model: verify guesses and commit tokens."""
 
     target: str = Field(DEFAULT, description="Target model: a directory, a .gguf file, a hub id, or 'default'.")
+    engine: str = Field(
+        "auto",
+        pattern="^(auto|native|cuda|transformers|vllm|mock|instant)$",
+        description="What runs the model: auto (the fastest that works; on CUDA vLLM where it is installed), native "
+        "(CPU kernels), cuda (CUDA graphs), transformers, vllm, or mock (no model, for measuring overhead). A named "
+        "engine runs, or the start fails.",
+    )
+    quantization: str = Field(
+        "none",
+        pattern="^(none|int8|fp8|bitsandbytes)$",
+        description="none, int8 (weights only, on a CPU), or with --engine vllm fp8 or bitsandbytes.",
+    )
     tensor_parallel: int = Field(1, ge=1, description="Number of processes that the model is split over.")
+    pipeline_parallel: int = Field(1, ge=1, description="With --engine vllm: number of stages of the model.")
+    gpu_memory: float = Field(
+        0.0, ge=0, le=1, description="With --engine vllm: share of a GPU's memory to use; 0: vLLM's default."
+    )
+    max_model_len: int = Field(
+        0, ge=0, description="With --engine vllm: maximum tokens of prompt and output; 0: the model's context."
+    )
+    vllm_args: str = Field("", description="With --engine vllm: further arguments of `vllm serve`.")
     max_waiting: int = Field(256, ge=0, description="Maximum number of sessions that wait for KV cache.")
     prefill_rows: int = Field(512, ge=1, description="Maximum number of prompt tokens per step.")
     prefill_stretch: float = Field(

@@ -228,6 +228,7 @@ class ModelInfo(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
     LINEAGE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
     MADE_FOR_FIELD_NUMBER: builtins.int
     name: builtins.str
     """display name"""
@@ -249,6 +250,8 @@ class ModelInfo(google.protobuf.message.Message):
     """number of weights"""
     lineage: builtins.str
     """weights digest: hex digest of configuration and weights, without the number format"""
+    text: builtins.str
+    """verifiers: fingerprint of the engine whose text this one promises; empty: its own"""
     made_for: builtins.str
     """drafters: lineage of the target that it was trained for; empty: any"""
     @property
@@ -267,9 +270,10 @@ class ModelInfo(google.protobuf.message.Message):
         device: builtins.str = ...,
         parameters: builtins.int = ...,
         lineage: builtins.str = ...,
+        text: builtins.str = ...,
         made_for: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "lineage", b"lineage", "made_for", b"made_for", "name", b"name", "parameters", b"parameters", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "lineage", b"lineage", "made_for", b"made_for", "name", b"name", "parameters", b"parameters", "text", b"text", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___ModelInfo = ModelInfo
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
 _PROBE_TOKENS = 3
-_ATTENTION_STATE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+# Releases of transformers before 5.20 have no layer class for layers without a cache.
+_ATTENTION_STATE = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
 _STATELESS = {"loss", "logits", "past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss", "z_loss"}
 
 

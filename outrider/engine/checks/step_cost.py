@@ -32,10 +32,10 @@ def measure_cost(engine: Engine) -> CostCurve:
         if time.perf_counter() - started > _BUDGET_S:
             break
     engine.free(session)
-    return CostCurve(TOKENS, _rising(best))
+    return CostCurve(TOKENS, rising(best))
 
 
-def _rising(times: list[float]) -> tuple[float, ...]:
+def rising(times: list[float]) -> tuple[float, ...]:
     """Return the times made monotonic: more tokens never cost less, the rest is noise."""
     for index in range(len(times) - 2, -1, -1):
         times[index] = min(times[index], times[index + 1])

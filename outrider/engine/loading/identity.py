@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,44 +19,67 @@ _SAMPLED_WEIGHTS = 64
 _UNKNOWN_CONTEXT = 1 << 20  # tokens of context where neither the model nor its tokenizer names a length
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSample:
+    """Some values of one weight, evenly spread."""
+
+    name: str
+    shape: tuple[int, ...]
+    values: torch.Tensor  # in the number format of the loaded weight
+
+    @classmethod
+    def of(cls, name: str, weight: torch.Tensor) -> WeightSample:
+        flat = gather_weight(weight.detach()).reshape(-1)
+        return cls(name, tuple(weight.shape), flat[:: sample_stride(flat.numel())].cpu())
+
+
+def sample_stride(num_values: int) -> int:
+    """Return the distance between the sampled values of a weight."""
+    return max(1, num_values // _SAMPLED_WEIGHTS)
+
+
 def describe(
     name: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: Vocabulary,
     quantization: str = "none",
+    samples: Sequence[WeightSample] = (),
 ) -> ModelInfo:
-    """Return the description that a worker publishes."""
+    """Return the description that a worker publishes.
+
+    `samples` stand for the weights of a model that is not loaded: one on torch's device `meta`.
+    """
+    samples = samples or [WeightSample.of(key, weight) for key, weight in model.state_dict().items()]
     config = model.config.get_text_config()
-    parameter = next(model.parameters())
-    dtype = str(parameter.dtype).removeprefix("torch.") if quantization == "none" else quantization
+    dtype = str(samples[0].values.dtype).removeprefix("torch.") if quantization == "none" else quantization
     context = getattr(config, "max_position_embeddings", None)
     return ModelInfo(
         name=name,
-        fingerprint=fingerprint(model, vocabulary, quantization),
-        weights_digest=weights_digest(model, vocabulary),
+        fingerprint=fingerprint(model, vocabulary, samples, quantization),
+        weights_digest=weights_digest(model, vocabulary, samples),
         architecture=type(model).__name__,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         vocabulary_digest=vocabulary.digest,
         context_length=int(context or min(tokenizer.model_max_length, _UNKNOWN_CONTEXT)),
         eos_token_ids=_end_tokens(model, tokenizer),
         dtype=dtype,
-        device=str(parameter.device),
+        device=str(next(model.parameters()).device),
         parameters=sum(p.numel() for p in model.parameters()),
     )
 
 
-def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: str = "none") -> str:
+def fingerprint(
+    model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequence[WeightSample], quantization: str = "none"
+) -> str:
     """Return a digest of everything that decides the text: architecture, number format, vocabulary, sampled weights."""
     digest = hashlib.sha256()
     digest.update(f"{type(model).__name__} {vocabulary.digest}".encode())
     if quantization != "none":
         digest.update(quantization.encode())
-    for name, weight in model.state_dict().items():
-        flat = gather_weight(weight.detach()).reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(flat[::stride].cpu().to(torch.float64).numpy().tobytes())
+    for sample in samples:
+        digest.update(f"{sample.name} {sample.shape} {sample.values.dtype}".encode())
+        digest.update(sample.values.to(torch.float64).numpy().tobytes())
     config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
     for changing in ("transformers_version", "dtype", "torch_dtype", "distributed_config"):
         config.pop(changing, None)
@@ -62,17 +87,15 @@ def fingerprint(model: PreTrainedModel, vocabulary: Vocabulary, quantization: st
     return digest.hexdigest()[:32]
 
 
-def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary) -> str:
+def weights_digest(model: PreTrainedModel, vocabulary: Vocabulary, samples: Sequence[WeightSample]) -> str:
     """Return a digest of the weights that does not depend on their number format.
 
     A trained drafter names its target by it.
     """
     digest = hashlib.sha256(f"{type(model).__name__} {vocabulary.digest}".encode())
-    for name, weight in model.state_dict().items():
-        flat = gather_weight(weight.detach()).reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLED_WEIGHTS)
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(flat[::stride].cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    for sample in samples:
+        digest.update(f"{sample.name} {sample.shape}".encode())
+        digest.update(sample.values.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

@@ -1,0 +1,205 @@
+"""vLLM's engine core in this process: start, requests, steps, end.
+
+Only workers of a split model are processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from outrider.engine.vllm.compatibility import check_installed
+from outrider.engine.vllm.messages import EXTRA, Opening, Plan
+from outrider.protocol.errors import StartupError
+
+log = structlog.get_logger(__name__)
+
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core runs in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+_MAX_VALUE_BYTES = 4  # of a key or value in the cache
+_SLACK = 64  # tokens beyond a session's last: vLLM must not end it
+# vLLM makes room for guesses only where it has a drafter. This one needs no model; the judge silences it.
+_ROOM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class CoreOptions:
+    """Settings of vLLM that Outrider decides."""
+
+    model: Path
+    dtype: str
+    max_guesses: int
+    max_sessions: int
+    max_prompt_tokens: int  # per step
+    kv_tokens: int | None = None  # None: as many as vLLM finds room for
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    quantization: str = ""
+    gpu_memory_share: float = 0.0  # 0: vLLM's default
+    max_model_len: int = 0  # 0: the model's context
+    more: str = ""  # further arguments of `vllm serve`
+
+
+class VllmCore:
+    """An engine core with the judge installed in its workers."""
+
+    def __init__(self, options: CoreOptions) -> None:
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
+        check_installed()
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        config = _config(options)
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._threads = torch.get_num_threads()
+        self._thread = threading.local()
+        self._thread.counted = True
+        runners = set(self._core.collective_rpc("install_judge"))
+        self.runner: str = runners.pop()
+        self.config = config
+        self._scheduler = self._core.scheduler
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+
+    @property
+    def scheduler(self) -> Any:
+        """Return the GuessingScheduler."""
+        return self._scheduler
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return (int(self._pool.num_gpu_blocks) - 1) * self.block_tokens  # one block is vLLM's own
+
+    @property
+    def free_tokens(self) -> int:
+        """Return the capacity that no request holds; cached blocks of ended ones count as free."""
+        return int(self._pool.get_num_free_blocks()) * self.block_tokens
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Return the capacity of cached blocks of ended requests, at most."""
+        return min(self.free_tokens, len(self._pool.cached_block_hash_to_block) * self.block_tokens)
+
+    @property
+    def context_length(self) -> int:
+        return int(self.config.model_config.max_model_len)
+
+    def add(self, name: str, tokens: Sequence[int], opening: Opening, salt: str = "") -> None:
+        """Begin a request. Stops and lengths are not vLLM's to decide: it generates until `abort`."""
+        from vllm import SamplingParams as VllmSampling
+        from vllm.v1.engine import EngineCoreRequest
+
+        sampling = VllmSampling(
+            max_tokens=opening.prompt_length + opening.params.max_tokens - len(tokens) + _SLACK,
+            ignore_eos=True,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={EXTRA: opening},
+        )
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=salt or None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def step(self, plan: Plan, masks: Any = None) -> None:
+        """Run one step with the planned requests; `scheduler.computed` has what came of it."""
+        if not hasattr(self._thread, "counted"):
+            # OpenMP's number of threads belongs to the calling thread; vLLM's CPU kernels need that of the start.
+            # vLLM has disabled torch.set_num_threads.
+            self._thread.counted = True
+            torch._C.set_num_threads(self._threads)
+        self._scheduler.plan = plan
+        self._scheduler.masks = masks or (lambda request, guesses: None)
+        self._scheduler.computed = {}
+        _, executed = self._core.step_fn()
+        self._core.post_step(executed)
+
+    def num_computed(self, name: str) -> int | None:
+        """Return how many tokens of a request are cached; None: vLLM has ended it."""
+        request = self._scheduler.requests.get(name)
+        return None if request is None else int(request.num_computed_tokens)
+
+    def abort(self, names: Iterable[str]) -> None:
+        """End requests; unknown ones are accepted."""
+        self._core.abort_requests(list(names))
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+def _config(options: CoreOptions) -> Any:
+    """Return vLLM's configuration: arguments of `vllm serve` below, Outrider's own above."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    tokens_per_step = options.max_sessions * (1 + options.max_guesses) + options.max_prompt_tokens
+    line = [
+        *("--model", str(options.model), "--dtype", options.dtype, "--seed", "0", "--skip-tokenizer-init"),
+        *("--max-num-seqs", str(options.max_sessions), "--max-num-batched-tokens", str(tokens_per_step)),
+        *("--tensor-parallel-size", str(options.tensor_parallel)),
+        *("--pipeline-parallel-size", str(options.pipeline_parallel)),
+    ]
+    if options.quantization:
+        line += ["--quantization", options.quantization]
+    if options.gpu_memory_share:
+        line += ["--gpu-memory-utilization", str(options.gpu_memory_share)]
+    if options.max_model_len:
+        line += ["--max-model-len", str(options.max_model_len)]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    try:
+        given = parser.parse_args([*line, *shlex.split(options.more)])
+        arguments = EngineArgs.from_cli_args(given)
+        arguments.speculative_config = {**_ROOM, "num_speculative_tokens": options.max_guesses}
+        arguments.scheduler_cls = "outrider.engine.vllm.scheduler.GuessingScheduler"
+        arguments.worker_extension_cls = "outrider.engine.vllm.runners.JudgingWorker"
+        arguments.async_scheduling = False  # a guess hangs from the verdict of the step before
+        arguments.disable_log_stats = True
+        config = arguments.create_engine_config()
+    except (Exception, SystemExit) as error:
+        raise StartupError(
+            f"vLLM refuses its settings: {' '.join(str(error).split())}",
+            field="vllm_args",
+            value=options.more,
+            limit="arguments of `vllm serve`, see docs/vllm.md",
+        ) from error
+    if options.kv_tokens is not None:
+        _reserve(config, options.kv_tokens)
+    return config
+
+
+def _reserve(config: Any, kv_tokens: int) -> None:
+    """Fix the KV cache's size in tokens. On a CPU vLLM would take nine tenths of the memory."""
+    from vllm.platforms import current_platform
+
+    block = config.cache_config.block_size
+    blocks = 1 + -(-max(kv_tokens, config.model_config.max_model_len) // block)
+    config.cache_config.num_gpu_blocks_override = blocks
+    if current_platform.is_cpu():
+        model, parallel = config.model_config, config.parallel_config
+        values = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+        config.cache_config.kv_cache_memory_bytes = blocks * block * values * _MAX_VALUE_BYTES

@@ -1,0 +1,161 @@
+"""Outrider's draws and acceptance in vLLM's workers.
+
+Every rank of a split model computes the same: all noise is a function of seed
+and position, so the ranks need not agree on a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.vllm.messages import EXTRA, PADDING, Computed, Opening, Plan, StepMasks, extra
+from outrider.protocol.speculation import Guess
+from outrider.speculation.acceptance import SeededNoise
+from outrider.speculation.sampling import History
+from outrider.speculation.verification import VerifyResult, argmax_per_session, verify
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledRequest:
+    """Sampling state of one request."""
+
+    opening: Opening
+    history: History | None
+    noise: SeededNoise
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step, as a model runner lays them out."""
+
+    requests: Sequence[str]
+    rows: Sequence[int]  # of logits, by request
+    whole: Sequence[bool]  # whether all tokens of a request are computed, so that its next one is drawn
+    starts: Sequence[int]  # first row of hidden states, by request
+
+
+class Judge:
+    """The sampling state of a worker's requests, and the verification of each step."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._sessions: dict[str, _SampledRequest] = {}
+        self._plan: Plan = {}
+        self._scheduled: Any = None
+        self._masks: StepMasks | None = None
+        self._ends: dict[str, int] = {}  # position after the committed tokens of the step
+        self.computed: dict[str, Computed] = {}
+
+    def begin(self, scheduled: Any) -> None:
+        """Take vLLM's SchedulerOutput: who comes, who goes, and what is guessed."""
+        for name in scheduled.finished_req_ids:
+            self._sessions.pop(name, None)
+        self._scheduled = scheduled
+        self._plan = extra(scheduled)
+        self._masks = None
+        self._ends = {}
+        self.computed = {}
+        for new in scheduled.scheduled_new_reqs:
+            self._sessions[new.req_id] = self._session(new)
+            self._place(new.req_id, new.num_computed_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        for name, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._place(name, num_computed)
+
+    def restrict(self, masks: StepMasks | None) -> None:
+        """Take the tokens that grammars allow in this step."""
+        self._masks = masks
+
+    def verify(self, logits: torch.Tensor, hidden: torch.Tensor | None, batch: StepRows) -> list[tuple[int, ...]]:
+        """Return each request's tokens: the accepted guesses and the target's own; none for a prompt chunk."""
+        sessions = [self._sessions[name] for name in batch.requests]
+        params = [session.opening.params for session in sessions]
+        argmax = argmax_per_session(logits, batch.rows, params)
+        committed: list[tuple[int, ...]] = []
+        first = 0
+        for index, (name, count) in enumerate(zip(batch.requests, batch.rows, strict=True)):
+            verified, error = None, ""
+            if batch.whole[index]:
+                try:
+                    verified = self._verify(name, logits[first : first + count], argmax[index])
+                except Exception as failure:  # one session must not fail the others
+                    error = f"{type(failure).__name__}: {failure}"
+            states = None if hidden is None else self._hidden_states(name, hidden[batch.starts[index] :], verified)
+            self.computed[name] = Computed(verified, states, error)
+            committed.append(() if verified is None else verified.tokens)
+            first += count
+        return committed
+
+    def finish(self, output: Any) -> Any:
+        """Attach what was computed to vLLM's ModelRunnerOutput."""
+        setattr(getattr(output, "model_runner_output", output), EXTRA, self.computed)
+        return output
+
+    def _session(self, new: Any) -> _SampledRequest:
+        opening: Opening = new.sampling_params.extra_args[EXTRA]
+        history = None
+        if opening.params.penalised:
+            # The newer runner names a resumed request's output tokens too.
+            tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            history = History(list(tokens), opening.prompt_length, self._vocab_size, self._device)
+        return _SampledRequest(opening, history, SeededNoise(opening.params.seed or 0))
+
+    def _place(self, name: str, num_computed: int) -> None:
+        guessed = len(self._scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        self._ends[name] = num_computed + self._scheduled.num_scheduled_tokens[name] - guessed
+
+    def _verify(self, name: str, logits: torch.Tensor, argmax: Sequence[int]) -> VerifyResult:
+        session, position = self._sessions[name], self._ends[name]
+        block = self._block(name, position)
+        rows = 1 + len(block.tokens)
+        verified = verify(
+            logits[:rows],
+            block,
+            position,
+            session.opening.params,
+            session.history,
+            session.noise,
+            argmax[:rows],
+            None if self._masks is None else self._masks.unpack(name),
+        )
+        if session.history is not None:
+            session.history.append(verified.tokens)
+        return verified
+
+    def _block(self, name: str, position: int) -> Guess:
+        tokens = tuple(
+            token for token in self._scheduled.scheduled_spec_decode_tokens.get(name, ()) if token != PADDING
+        )
+        planned = self._plan.get(name)
+        draft_probs = () if planned is None else planned.draft_probs[: len(tokens)]
+        return Guess(position, 0, 0, tokens, draft_probs)
+
+    def _hidden_states(
+        self, name: str, states: torch.Tensor, verified: VerifyResult | None
+    ) -> npt.NDArray[np.float16] | None:
+        """Return the states of committed tokens and accepted guesses from the wanted position on."""
+        planned = self._plan.get(name)
+        if planned is None or planned.hidden_from is None:
+            return None
+        guessed = len(self._scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        num_committed = self._scheduled.num_scheduled_tokens[name] - guessed
+        accepted = 0 if verified is None else len(verified.outcome.path)
+        start = max(0, planned.hidden_from - (self._ends[name] - num_committed))
+        kept: npt.NDArray[np.float16] = states[start : num_committed + accepted].to(torch.float16).cpu().numpy()
+        return kept
+
+
+def padded(committed: Sequence[Sequence[int]], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return tokens as vLLM's samplers do, PADDING after the last.  # [requests, width]
+
+    vLLM discards what stands for a request without tokens.
+    """
+    rows = [[*(tokens or (0,)), *[PADDING] * (width - max(1, len(tokens)))] for tokens in committed]
+    return torch.tensor(rows, dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Tests that need vLLM. They run in an environment of their own: `make vllm`."""

@@ -1,0 +1,57 @@
+"""Sessions at the limits of context and cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.protocol.sampling_params import SamplingParams
+from tests.vllm.conftest import RUNNER, Request, loop_over, run, vllm_target
+from tests.vllm.test_target import from_truth, requests
+from verifier.engine_target import EngineTarget
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_the_whole_context_can_be_used(model: Path) -> None:
+    with vllm_target(model, max_model_len=64) as (target, _):
+        assert target.info.context_length == 64
+        params = SamplingParams(seed=1, max_tokens=44, temperature=0.0, ignore_eos=True)
+        plain = Request("request 0", list(range(20)), params)
+        [truth] = await run(loop_over(target), [plain])
+        assert len(truth) == 44
+        guessed = Request("request 0", list(range(20)), params, gamma=4)
+        assert await run(loop_over(target), [guessed], from_truth([truth], "right")) == [truth]
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+async def test_many_sessions_in_a_small_cache_wait_and_lose_nothing(model: Path, own: EngineTarget) -> None:
+    truth = await run(loop_over(own, max_sessions=64), requests(64))
+    with vllm_target(model, kv_tokens=3200) as (target, loaded):
+        free = loaded.core.free_tokens
+        few = loop_over(target, kv_tokens=loaded.core.capacity_tokens)
+        assert await run(few, requests(64, gamma=4), from_truth(truth, "mixed")) == truth
+        few.stop()
+        assert loaded.core.free_tokens == free, "no block is left behind"
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+async def test_a_preempted_session_continues_with_the_same_text(
+    model: Path, own: EngineTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admission reserves the whole cache of a session, so vLLM never preempts; here it admits too many."""
+    truth = await run(loop_over(own), requests(12))
+    with vllm_target(model, kv_tokens=512, max_model_len=256) as (target, loaded):
+        preempted: list[str] = []
+        scheduler = loaded.core.scheduler
+        original = scheduler._preempt_request
+
+        def preempt(request: Any, *args: Any, **kwargs: Any) -> None:
+            preempted.append(request.request_id)
+            original(request, *args, **kwargs)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+        assert await run(loop_over(target), requests(12, gamma=4), from_truth(truth, "mixed")) == truth
+        assert preempted

@@ -1,0 +1,132 @@
+"""The target on vLLM, which caches and computes; the draws and the acceptance in its workers are Outrider's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import structlog
+import torch
+
+from outrider.engine.vllm.core import VllmCore
+from outrider.engine.vllm.messages import Computed, Opening, PlannedSession
+from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.protocol.fleet import ModelInfo
+from outrider.speculation.grammar import Masks
+from verifier.batching import ScheduledSession
+from verifier.engine_target import MASK_THREADS
+from verifier.session import VerifySession
+from verifier.target import SessionResult, TargetFailed, VerifyStep
+
+log = structlog.get_logger(__name__)
+
+
+class VllmTarget:
+    """A VerifyTarget on vLLM's engine core."""
+
+    verifies_trees = False  # vLLM has no attention over trees
+    device = torch.device("cpu")  # of the sampling state of sessions: the workers have their own
+
+    def __init__(self, core: VllmCore, info: ModelInfo) -> None:
+        self._core = core
+        self._info = info
+        self._known: set[str] = set()
+        self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def block_tokens(self) -> int:
+        return self._core.block_tokens
+
+    @property
+    def evictable_tokens(self) -> int:
+        return self._core.evictable_tokens
+
+    def match_prefix(self, session: VerifySession) -> None:
+        """Leave the lookup to vLLM, which does it in the session's first step."""
+
+    def step(self, batch: Sequence[ScheduledSession]) -> VerifyStep:
+        started = time.perf_counter()
+        masks = _ChainMasks(self._mask_threads, batch, self._info.vocab_size)
+        try:
+            for item in batch:
+                self._begin(item.session)
+            self._core.step({item.session.key: _planned(item) for item in batch}, masks)
+        except Exception as error:  # vLLM's state is unknown after it
+            raise TargetFailed(f"vLLM failed: {type(error).__name__}: {error}") from error
+        forward = time.perf_counter()
+        results = [self._result(item, masks) for item in batch]
+        finished = time.perf_counter()
+        return VerifyStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+
+    def free(self, session: VerifySession) -> None:
+        if session.key in self._known:
+            self._known.remove(session.key)
+            self._core.abort([session.key])
+
+    def close(self) -> None:
+        self._mask_threads.shutdown(wait=True)
+        self._core.close()
+
+    def _begin(self, session: VerifySession) -> None:
+        if session.key not in self._known:
+            self._known.add(session.key)
+            opening = Opening(session.params, session.prompt_length)
+            self._core.add(session.key, session.committed, opening, session.cache_salt)
+
+    def _result(self, item: ScheduledSession, masks: _ChainMasks) -> SessionResult:
+        session, scheduler = item.session, self._core.scheduler
+        cache_length = self._core.num_computed(session.key)
+        num_cached_tokens = scheduler.cached_prefix.pop(session.key, None)
+        computed: Computed = scheduler.computed.get(session.key, Computed())
+        if cache_length is None:  # vLLM ends a request at the end of its context
+            if computed.verified is None:
+                return SessionResult(None, None, 0, error=PeerLost("vLLM has ended the session"))
+            cache_length = len(session.committed) + len(computed.verified.outcome.path)
+        error: OutriderError | None = masks.errors.get(session.key)
+        if error is None and computed.error:
+            log.error("verification failed, session ended", session=session.id, error=computed.error)
+            error = PeerLost(f"verification failed: {computed.error}")
+        if error is not None:
+            return SessionResult(None, None, cache_length, error=error)
+        hidden_states = None if computed.hidden_states is None else torch.from_numpy(computed.hidden_states)
+        complete_after = None
+        if computed.verified is not None and session.guide is not None:
+            try:
+                complete_after = session.guide.advance(computed.verified.tokens)
+            except InvalidRequest as failure:
+                return SessionResult(None, None, cache_length, error=failure)
+        return SessionResult(computed.verified, hidden_states, cache_length, num_cached_tokens, complete_after)
+
+
+def _planned(item: ScheduledSession) -> PlannedSession:
+    block, session = item.block, item.session
+    hidden_from = None if item.hidden_from is None else session.cache_length + item.hidden_from
+    return PlannedSession(item.num_tokens, block.tokens, block.draft_probs, hidden_from)
+
+
+class _ChainMasks:
+    """The tokens that grammars allow in one step, computed by threads during the forward pass."""
+
+    def __init__(self, threads: ThreadPoolExecutor, batch: Sequence[ScheduledSession], vocab_size: int) -> None:
+        self.errors: dict[str, InvalidRequest] = {}
+        self._futures: dict[str, Future[Masks]] = {
+            item.session.key: threads.submit(item.session.guide.allowed, item.block.paths, vocab_size)
+            for item in batch
+            if item.session.guide is not None
+        }
+
+    def __call__(self, request: str, guesses: Sequence[int]) -> Masks | None:
+        """Return the masks of the rows that vLLM computes: it may have cut guesses.  # [1 + guesses, vocab]"""
+        future = self._futures.get(request)
+        if future is None:
+            return None
+        try:
+            return future.result()[: 1 + len(guesses)]
+        except InvalidRequest as error:  # the other sessions are not affected
+            self.errors[request] = error
+            return None
