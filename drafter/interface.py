@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import MAX_GAMMA, Distribution, HiddenStates
+from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess, HiddenStates, TreeShape
 from outrider.protocol.vocabulary import Vocabulary
 
 
@@ -19,14 +19,13 @@ class DraftRequest:
     """Request to continue one session's `tokens` by up to `max_new_tokens` tokens, or levels of a tree.
 
     The first `committed` tokens are final, and the first `prompt_length` of
-    them are the prompt. The rest is the longest chain of this drafter's own
-    open guesses. A drafter may return fewer tokens; it is called again for
-    the rest.
+    them are the prompt. The rest is the longest chain of `open_guess`, this
+    drafter's own open guesses. A drafter may return fewer tokens; it is called
+    again for the rest.
 
-    A drafter that builds trees uses all open guesses, `open_tokens`. The
-    parent of guess i is guess `open_parents[i]`; −1 is the committed position.
-    A node may get up to `branches` children. At most `budget` guesses may be
-    added, none deeper than `depth` beyond the committed position.
+    A drafter that builds trees uses all open guesses. A node may get up to
+    `branches` children. At most `budget` guesses may be added, none deeper
+    than `depth` beyond the committed position.
     """
 
     session: str
@@ -37,8 +36,7 @@ class DraftRequest:
     params: SamplingParams
     vocab_size: int
     cache_salt: str = ""
-    open_tokens: tuple[int, ...] = ()
-    open_parents: tuple[int, ...] = ()
+    open_guess: Guess = NO_GUESS
     branches: int = 1
     budget: int = MAX_GAMMA
     depth: int = MAX_GAMMA
@@ -47,21 +45,53 @@ class DraftRequest:
     calibration: Calibration = field(default_factory=Calibration, compare=False)  # of this drafter's probabilities
     grammar_cursor: GrammarCursor | None = field(default=None, compare=False)
 
+    def chain(
+        self, tokens: Sequence[int] = (), draft_probs: Sequence[Distribution] | None = None, *, done: bool = False
+    ) -> Guess:
+        """Return the open guesses and a chain of new tokens after the longest of them.
 
-@dataclass(frozen=True, slots=True)
-class DraftResult:
-    """New guesses: a chain after `DraftRequest.tokens`, or a tree.
+        Without `draft_probs` the drafter is certain of the tokens.
+        """
+        if draft_probs is None:
+            needed = self.params.mode.needs_draft_probs
+            draft_probs = [Distribution((token,), (WHOLE,)) for token in tokens] if needed else ()
+        known = self.open_guess
+        first = len(known.tokens)
+        new_parents = (known.tip, *range(first, first + len(tokens) - 1))[: len(tokens)]
+        return Guess(
+            self.committed,
+            0,
+            0,
+            (*known.tokens, *tokens),
+            (*known.draft_probs, *draft_probs),
+            parents=TreeShape((*known.shape.parents, *new_parents)).stated,
+            done=done,
+        )
 
-    In a tree, `parents[i]` is the parent of token i: −1 for the committed
-    position, then the request's open guesses in order, then this result's own
-    tokens. `done` means that the drafter has nothing to add before the next
-    commit.
-    """
+    def new_tokens(self, guess: Guess) -> tuple[int, ...]:
+        """Return the tokens of a guess that were not open."""
+        return guess.tokens[len(self.open_guess.tokens) :]
 
-    tokens: tuple[int, ...] = ()
-    draft_probs: tuple[Distribution, ...] = ()
-    done: bool = False
-    parents: tuple[int, ...] = ()
+    def allowed(self, guess: Guess) -> Guess:
+        """Return a guess without the new tokens that the session's grammar forbids.
+
+        Only for deterministic drafters: withholding a sampled token would
+        bias the text under rejection and block verification.
+        """
+        if self.grammar_cursor is None:
+            return guess
+        first = len(self.open_guess.tokens)
+        paths = guess.shape.paths
+        allowed: dict[int, bool] = dict.fromkeys(range(first), True)
+        for node in reversed(range(first, len(guess.tokens))):  # one look-up for each path to a leaf
+            if node not in allowed:
+                path = [guess.tokens[each] for each in paths[node]]
+                length = self.grammar_cursor.allowed_length(self.tokens, self.committed, path)
+                allowed |= {each: i < length for i, each in enumerate(paths[node]) if each >= first}
+        kept = [node for node in range(len(guess.tokens)) if allowed[node]]
+        if len(kept) == len(guess.tokens):
+            return guess
+        return replace(guess.part(ROOT, kept), done=True, expected=guess.expected)
 
 
 class Drafter(Protocol):
@@ -80,8 +110,10 @@ class Drafter(Protocol):
         """Return whether it needs the target's hidden states."""
         ...
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        """Return one result per request, in order.
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        """Return for each request its open guesses and what the drafter adds to them.
+
+        `done` of a guess means that there is nothing to add before the next commit.
 
         In rejection and block mode, every token must be drawn from the
         distribution returned with it, and no drawn token may be withheld.
@@ -90,4 +122,13 @@ class Drafter(Protocol):
 
     def forget(self, session: str) -> None:
         """Free the state of a session that has ended."""
+        ...
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Drafter whose drafts cost next to nothing, so that `blend` may discard them."""
+
+    def propose(self, request: DraftRequest) -> Guess:
+        """Return what `draft` would return, with `expected`. It depends only on the request and on the past."""
         ...

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
-from drafter.interface import Drafter, DraftRequest, DraftResult
+from drafter.interface import Drafter, DraftRequest
 from drafter.session import DraftOpening, DraftSession
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
+from outrider.protocol.speculation import Guess
 
 log = structlog.get_logger(__name__)
 
@@ -83,45 +84,37 @@ class DraftingLoop:
         return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms)
 
     async def run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            self._forget_closed()
-            scheduled = self._schedule()
-            if not scheduled:
+            for session in self._closed:
+                self._drafter.forget(session.key)
+            self._closed.clear()
+            asked = ((session, session.next_request()) for session in self._sessions.values())
+            requests = {session: request for session, request in asked if request is not None}
+            if not requests:
                 await self._wake.wait()
                 continue
             started = time.perf_counter()
             try:
-                results = await self._draft([request for _, request in scheduled])
+                guesses = await loop.run_in_executor(self._thread, self._drafter.draft, list(requests.values()))
             except Exception as error:  # a failing model must not end sessions that are not in this step
-                session_ids = [session.id for session, _ in scheduled]
+                session_ids = [session.id for session in requests]
                 log.exception("drafting step failed, sessions closed", session_ids=session_ids, error=str(error))
-                for session, _ in scheduled:
+                for session in requests:
                     self.close(session)
                 continue
-            self._add_results(scheduled, results, time.perf_counter() - started)
+            self._add_guesses(requests, guesses, time.perf_counter() - started)
 
     def stop(self) -> None:
         self.drain()
         self._thread.shutdown(wait=True)
 
-    def _forget_closed(self) -> None:
-        for session in self._closed:
-            self._drafter.forget(session.key)
-        self._closed.clear()
-
-    def _schedule(self) -> list[tuple[DraftSession, DraftRequest]]:
-        requests = ((session, session.next_request()) for session in self._sessions.values())
-        return [(session, request) for session, request in requests if request is not None]
-
-    async def _draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._drafter.draft, requests)
-
-    def _add_results(
-        self, scheduled: Sequence[tuple[DraftSession, DraftRequest]], results: Sequence[DraftResult], spent_s: float
+    def _add_guesses(
+        self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float
     ) -> None:
         self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
-        tokens = sum(len(result.tokens) for result in results)
-        self._metrics.record_step(sessions=len(scheduled), tokens=tokens, seconds=spent_s)
-        for (session, _), result in zip(scheduled, results, strict=True):
-            session.add_result(result, int(spent_s * 1e6))
+        tokens = sum(map(len, map(DraftRequest.new_tokens, requests.values(), guesses)))
+        self._metrics.record_step(sessions=len(requests), tokens=tokens, seconds=spent_s)
+        for session, guess in zip(requests, guesses, strict=True):
+            session.add_guess(guess, int(spent_s * 1e6))

@@ -7,21 +7,20 @@ from dataclasses import dataclass, field
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
-from drafter.interface import DraftRequest, DraftResult
-from drafter.open_guesses import OpenGuess, OpenGuesses
+from drafter.interface import DraftRequest
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_HIDDEN_POSITIONS,
-    ROOT,
     DraftSteering,
     Guess,
     HiddenStates,
-    TreeShape,
     check_opening,
+    path_to,
 )
+from outrider.speculation.open_guesses import OpenGuesses
 
 MAX_TREE = 128  # open guesses of a session
 MAX_UNREAD = 256  # messages; drafting pauses for a peer that is further behind
@@ -60,15 +59,6 @@ class DraftOpening:
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingRequest:
-    """State at the time of a request, to which the indices in its result refer."""
-
-    committed: int
-    tip: OpenGuess | None  # end of `DraftRequest.tokens`
-    nodes: tuple[OpenGuess, ...]
-
-
 class DraftSession:
     """Session state, owned by the loop. The stream reads `outbox`, which ends with None."""
 
@@ -87,8 +77,9 @@ class DraftSession:
         self._prompt_length = opening.prompt_length
         self._calibration = calibration or Calibration()
         self._grammar_cursor = grammar_cursor
-        self._guesses = OpenGuesses(opening.tokens, self._calibration)
-        self._pending = _PendingRequest(len(opening.tokens), None, ())
+        self._committed = list(opening.tokens)
+        self._open = OpenGuesses(len(opening.tokens))
+        self._request: DraftRequest | None = None  # the last one
         self._hidden_states: list[HiddenStates] = []
         self._gamma = 0
         self._branches = 1
@@ -105,23 +96,21 @@ class DraftSession:
         """Return the request for the drafting method; None if the session needs no guesses now."""
         if not self._wants_more:
             return None
-        guesses = self._guesses
-        tip = guesses.tip
-        path = guesses.path(tip)
+        guess = self._open.guess
+        path = [guess.tokens[node] for node in path_to(guess.tip, guess.shape.parents)]
         hidden_states, self._hidden_states = tuple(self._hidden_states), []
-        self._pending = _PendingRequest(len(guesses.committed), tip, tuple(guesses.nodes))
-        return DraftRequest(
+        max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us, 1.0))) if self._eager else MAX_GAMMA
+        self._request = DraftRequest(
             session=self.key,
-            tokens=guesses.committed + path,
-            committed=len(guesses.committed),
+            tokens=self._committed + path,
+            committed=len(self._committed),
             prompt_length=self._prompt_length,
-            max_new_tokens=max(1, min(self._depth - len(path), self._budget, self._max_steps)),
+            max_new_tokens=max(1, min(self._depth - len(path), self._budget, max_steps)),
             params=self.params,
             vocab_size=self._vocab_size,
             cache_salt=self._cache_salt,
-            open_tokens=tuple(node.token for node in guesses.nodes),
-            open_parents=guesses.parents(),
-            branches=self._siblings,
+            open_guess=guess,
+            branches=self._branches,
             budget=self._budget,
             depth=self._depth,
             min_per_level=EAGER_MIN_PER_LEVEL if self._eager else 1,
@@ -129,32 +118,25 @@ class DraftSession:
             calibration=self._calibration,
             grammar_cursor=self._grammar_cursor,
         )
+        return self._request
 
-    def add_result(self, result: DraftResult, spent_us: int) -> None:
-        """Add the result of the last request to the tree; send the tree once it is complete."""
-        pending = self._pending
-        nodes: list[OpenGuess | None] = [None, *pending.nodes]
-        parent = pending.tip
-        for i, token in enumerate(result.tokens):
-            if result.parents:
-                parent = nodes[result.parents[i] + 1]
-            position = pending.committed if parent is None else parent.position + 1
-            draft_prob = result.draft_probs[i] if result.draft_probs else None
-            parent = self._guesses.insert(token, position, parent, draft_prob)
-            nodes.append(parent)
-        if pending.committed == len(self._guesses.committed):
-            self._exhausted = result.done
+    def add_guess(self, guess: Guess, spent_us: int) -> None:
+        """Add the drafting method's answer to the last request; send the tree once it is complete."""
+        assert self._request is not None
+        new_depths = guess.shape.depths[len(self._request.open_guess.tokens) :]
+        self._open.extend(guess, self._committed[guess.position :])
+        if guess.position == len(self._committed):
+            self._exhausted = guess.done
         self._draft_us += spent_us
-        if result.tokens:
-            positions = [node.position for node in nodes[1 + len(pending.nodes) :] if node is not None]
-            steps = max(positions) - min(positions) + 1
+        if new_depths:
+            steps = max(new_depths) - min(new_depths) + 1
             self._step_us += _SMOOTHING * (spent_us / steps - self._step_us)
         if self._eager or not self._wants_more:
             self._send()
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None = None) -> None:
         """Append the target's tokens; keep the part of the tree that agrees with them."""
-        known = len(self._guesses.committed)
+        known = len(self._committed)
         if position > known:
             raise InvalidRequest.of("committed.position", position, f"at most {known}, the tokens known here")
         new = tokens[known - position :]
@@ -162,7 +144,10 @@ class DraftSession:
         if hidden_states is not None:
             self._buffer(hidden_states)
         for token in new:
-            self._guesses.commit(token)
+            guessed = self._open.next_tokens
+            self._calibration.record_outcome(len(guessed), guessed.index(token) if token in guessed else None)
+            self._open.commit((token,))
+            self._committed.append(token)
             self._exhausted = False
 
     def steer(self, steering: DraftSteering) -> None:
@@ -170,7 +155,8 @@ class DraftSession:
         if steering.gamma is not None:
             self._gamma = steering.gamma
         if steering.branches is not None:
-            self._branches = max(1, steering.branches)
+            # Sampled guesses have no siblings: a choice among them by value would bias the text.
+            self._branches = 1 if self.params.mode.needs_draft_probs else max(1, steering.branches)
         if steering.nodes is not None:
             self._nodes = steering.nodes
         if steering.eager is not None:
@@ -188,69 +174,26 @@ class DraftSession:
     def _depth(self) -> int:
         """Return how far beyond the committed position a guess can still be accepted."""
         last_useful = self._prompt_length + self.params.max_tokens - 1
-        return min(self._gamma, last_useful - len(self._guesses.committed))
+        return min(self._gamma, last_useful - len(self._committed))
 
     @property
     def _budget(self) -> int:
         """Return how many more guesses may be open."""
-        return min(self._nodes or self._gamma * self._siblings, MAX_TREE) - len(self._guesses.nodes)
-
-    @property
-    def _max_steps(self) -> int:
-        """Return the tokens of a chain, or levels of a tree, for one request."""
-        return max(1, int(EAGER_REQUEST_US / max(self._step_us, 1.0))) if self._eager else MAX_GAMMA
-
-    @property
-    def _siblings(self) -> int:
-        # Sampled guesses have no siblings: a choice among them by value would bias the text.
-        return 1 if self.params.mode.needs_draft_probs else self._branches
+        return min(self._nodes or self._gamma * self._branches, MAX_TREE) - len(self._open.guess.tokens)
 
     @property
     def _wants_more(self) -> bool:
         if self._exhausted or self._depth <= 0 or self._budget <= 0 or self.outbox.qsize() > MAX_UNREAD:
             return False
-        return self._guesses.depth < self._depth or (self._eager and self._siblings > 1)
+        return self._open.guess.shape.depth < self._depth or (self._eager and self._branches > 1)
 
     def _send(self) -> None:
-        unsent = [node for node in self._guesses.nodes if not node.node_id]
-        # One message per subtree, so that a step of the verifier sees all of it or nothing.
-        while unsent:
-            unsent = self._send_below(unsent[0].parent, unsent)
-        position = len(self._guesses.committed)
-        if not self._wants_more and self._guesses.depth < self._depth and self._passed_at < position:
+        guesses = list(self._open.take_unsent(self._draft_us))
+        position = len(self._committed)
+        if not self._wants_more and self._open.guess.shape.depth < self._depth and self._passed_at < position:
             # An empty guess: the verifier need not wait for more at this position.
             self._passed_at = position
-            self.outbox.put_nowait(Guess(position, 0, 0, (), draft_us=self._take_draft_us()))
-
-    def _send_below(self, top: OpenGuess | None, unsent: list[OpenGuess]) -> list[OpenGuess]:
-        """Send the descendants of `top`; return the nodes that remain."""
-        numbers: dict[int, int] = {id(top): ROOT}
-        sent: list[OpenGuess] = []
-        remaining: list[OpenGuess] = []
-        for node in unsent:
-            if id(node.parent) in numbers and len(sent) < MAX_GAMMA:
-                sent.append(node)
-                numbers[id(node)] = len(sent) - 1
-            else:
-                remaining.append(node)
-        shape = TreeShape(tuple(numbers[id(node.parent)] for node in sent))
-        first_id = self._next_id
-        for node in sent:
-            node.node_id = self._next_id
-            self._next_id += 1
-        self.outbox.put_nowait(
-            Guess(
-                position=sent[0].position,
-                first_id=first_id,
-                parent=0 if top is None else top.node_id,
-                tokens=tuple(node.token for node in sent),
-                draft_probs=tuple(node.draft_prob for node in sent if node.draft_prob is not None),
-                draft_us=self._take_draft_us(),
-                parents=shape.stated,
-            )
-        )
-        return remaining
-
-    def _take_draft_us(self) -> int:
-        spent, self._draft_us = self._draft_us, 0
-        return spent
+            guesses.append(Guess(position, 0, 0, (), draft_us=0 if guesses else self._draft_us))
+        for guess in guesses:
+            self._draft_us = 0
+            self.outbox.put_nowait(guess)

@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from drafter.interface import DraftRequest, DraftResult
-from outrider.protocol.speculation import ROOT, path_to
+from drafter.interface import DraftRequest
+from outrider.protocol.speculation import ROOT, Guess, TreeShape, path_to
 
 Choice = tuple[int, float]  # a token and the logarithm of its probability
 
@@ -23,8 +23,9 @@ class TreeBuilder:
     """
 
     def __init__(self, request: DraftRequest) -> None:
-        self.tokens = list(request.open_tokens)
-        self.parents = list(request.open_parents)
+        self.tokens = list(request.open_guess.tokens)
+        self.parents = list(request.open_guess.shape.parents)
+        self._position = request.committed
         self._first_new = len(self.tokens)
         self._branches = request.branches
         self._calibration = request.calibration
@@ -54,9 +55,9 @@ class TreeBuilder:
         """Return the distance of a node from the committed position: 0 for ROOT."""
         return 0 if node == ROOT else self._depths[node]
 
-    def path(self, node: int) -> list[int]:
+    def path(self, node: int) -> tuple[int, ...]:
         """Return the tokens from the committed position to a node."""
-        return [self.tokens[each] for each in path_to(node, self.parents)]
+        return tuple(self.tokens[each] for each in path_to(node, self.parents))
 
     def score(self, node: int) -> float:
         """Return the log-probability that a node's path is accepted."""
@@ -107,9 +108,10 @@ class TreeBuilder:
                 return len(self.tokens) - 1
         return None
 
-    def result(self, *, done: bool = False) -> DraftResult:
-        """Return the nodes that were added."""
-        return DraftResult(tuple(self.tokens[self._first_new :]), (), done, tuple(self.parents[self._first_new :]))
+    def guess(self, *, done: bool = False) -> Guess:
+        """Return the open guesses with the nodes that were added."""
+        shape = TreeShape(tuple(self.parents))
+        return Guess(self._position, 0, 0, tuple(self.tokens), parents=shape.stated, done=done)
 
     def _index(self, node: int) -> None:
         parent = self.parents[node]

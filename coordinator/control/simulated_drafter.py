@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 from coordinator.control.simulated_world import SimulatedWorld
 from coordinator.control.throughput_model import PLAIN, SpeculationPlan
-from outrider.protocol.speculation import MAX_NODES, ROOT, Guess, TreeShape
+from outrider.protocol.speculation import MAX_NODES, ROOT, Guess
+from outrider.speculation.open_guesses import OpenGuesses
 
 RIGHT = 1  # the right token at every position; all others are wrong
-_WRONG = 1000
+_WRONG = 1000  # plus the token's rank among the drafter's candidates
 _NODES_AT_ONCE = 8  # guesses that a drafter ahead adds to a tree at once
 
-
-@dataclass(slots=True, eq=False)
-class _SimulatedNode:
-    token: int
-    position: int
-    parent: _SimulatedNode | None
-    score: float
-    right: bool
-    node_id: int = 0
-    dropped: bool = False
-    children: int = 0
-
-
-_Candidate = tuple[float, int, _SimulatedNode | None, int, int]  # -score, tie-break, parent, position, rank
+_Candidate = tuple[float, int, int, int]  # -score, tie-break, parent, token
 
 
 class SimulatedDrafter:
@@ -38,12 +27,9 @@ class SimulatedDrafter:
     def __init__(self, world: SimulatedWorld, deliver: Callable[[Guess], None]) -> None:
         self._world = world
         self._deliver = deliver
-        self._committed = 0
-        self._nodes: list[_SimulatedNode] = []
+        self._open = OpenGuesses(0)
         self._plan = PLAIN
         self._busy = False
-        self._next_id = 1
-        self._unsent: list[_SimulatedNode] = []
         self._unreported_us = 0
 
     def steer(self, plan: SpeculationPlan) -> None:
@@ -51,113 +37,68 @@ class SimulatedDrafter:
         self._draft()
 
     def commit(self, committed: int) -> None:
-        while self._committed < committed:
-            kept: list[_SimulatedNode] = []
-            for node in self._nodes:
-                if node.position == self._committed:
-                    node.dropped = node.token != RIGHT
-                    continue
-                node.dropped = node.parent is not None and node.parent.dropped
-                if not node.dropped:
-                    kept.append(node)
-                    if node.position == self._committed + 1:
-                        node.parent = None  # its parent is committed now
-            self._nodes = kept
-            self._committed += 1
-        self._unsent = [node for node in self._unsent if not node.dropped and node.position >= committed]
+        self._open.commit((RIGHT,) * (committed - self._open.guess.position))
         self._draft()
-
-    @property
-    def _depth(self) -> int:
-        return max((node.position + 1 - self._committed for node in self._nodes), default=0)
 
     @property
     def _budget(self) -> int:
         plan = self._plan
-        return min(plan.nodes or plan.gamma * plan.branches, MAX_NODES) - len(self._nodes)
+        return min(plan.nodes or plan.gamma * plan.branches, MAX_NODES) - len(self._open.guess.tokens)
 
     def _draft(self) -> None:
         plan = self._plan
         if self._busy or plan.gamma == 0:
             return
-        if self._budget <= 0 or (self._depth >= plan.gamma and not (plan.ahead and plan.branches > 1)):
+        if self._budget <= 0 or (self._open.guess.shape.depth >= plan.gamma and not (plan.ahead and plan.branches > 1)):
             self._flush()
             return
         self._busy = True
-        start = self._committed
-        parents: list[_SimulatedNode | None] = [None, *self._nodes]
-        self._world.after(self._world.world.draft_ms, lambda: self._finish_step(start, parents))
+        self._world.after(self._world.world.draft_ms, partial(self._finish_step, self._open.guess))
 
-    def _finish_step(self, start: int, parents: list[_SimulatedNode | None]) -> None:
-        """Add the best candidates after the nodes that were open when the step began at position `start`."""
+    def _finish_step(self, before: Guess) -> None:
+        """Extend the guesses that were open when the step began, unless all that follows them is wrong by now."""
         self._busy = False
-        plan, world = self._plan, self._world
-        self._unreported_us += int(world.world.draft_ms * 1000)
-        candidates = self._candidates(start, parents)
-        levels = max(1, plan.gamma - self._depth)
-        width = max(_NODES_AT_ONCE if plan.ahead else 1, self._budget // levels) if plan.branches > 1 else 1
-        for _ in range(min(width, self._budget)):
-            if not candidates:
-                break
-            value, _, parent, position, rank = heapq.heappop(candidates)
-            right = (parent is None or parent.right) and world.right_rank(position) == rank
-            node = _SimulatedNode(RIGHT if right else _WRONG + rank, position, parent, -value, right)
-            if parent is not None:
-                parent.children += 1
-            self._nodes.append(node)
-            self._unsent.append(node)
-        if plan.ahead:
+        self._unreported_us += int(self._world.world.draft_ms * 1000)
+        committed = (RIGHT,) * (self._open.guess.position - before.position)
+        if before.walk(committed)[1] == len(committed):
+            self._grow(self._open.guess)
+        if self._plan.ahead:
             self._flush()
         self._draft()
 
-    def _candidates(self, start: int, parents: list[_SimulatedNode | None]) -> list[_Candidate]:
-        """Return a heap of the nodes that may be added, the likeliest first."""
-        chances = self._world.world.chances()[: self._plan.branches]
+    def _grow(self, known: Guess) -> None:
+        """Add the best candidates."""
+        plan = self._plan
+        levels = max(1, plan.gamma - self._open.guess.shape.depth)
+        width = max(_NODES_AT_ONCE if plan.ahead else 1, self._budget // levels) if plan.branches > 1 else 1
+        tokens, parents = list(known.tokens), list(known.shape.parents)
+        for _, _, parent, token in heapq.nsmallest(min(width, self._budget), self._candidates(known)):
+            tokens.append(token)
+            parents.append(parent)
+        self._open.extend(replace(known, tokens=tuple(tokens), parents=tuple(parents)), ())
+
+    def _candidates(self, known: Guess) -> list[_Candidate]:
+        """Return the nodes that may be added."""
+        logprobs = [math.log(max(chance, 1e-9)) for chance in self._world.world.chances()]
+        shape, children = known.shape, Counter(known.shape.parents)
+        depths = [0, *shape.depths]
+        ranks = map(self._rank, known.tokens, (known.position + depth - 1 for depth in shape.depths))
+        scores = [0.0, *shape.accumulate(ranks, lambda score, rank: score + logprobs[rank], 0.0)]
+        right = [True, *shape.accumulate(known.tokens, lambda right, token: right and token == RIGHT, start=True)]
         candidates: list[_Candidate] = []
-        for parent in parents:
-            if parent is None:
-                position, score, valid = start, 0.0, start >= self._committed
-                done = sum(node.parent is None and node.position == position for node in self._nodes)
-            else:
-                position, score, valid = parent.position + 1, parent.score, not parent.dropped
-                done = parent.children
-            if not valid or not self._committed <= position < self._committed + self._plan.gamma:
+        for node in range(ROOT, len(known.tokens)):
+            if depths[node + 1] >= self._plan.gamma:
                 continue
-            for rank in range(done, len(chances)):
-                value = score + math.log(max(chances[rank], 1e-9))
-                candidates.append((-value, len(candidates), parent, position, rank))
-        heapq.heapify(candidates)
+            right_rank = self._world.right_rank(known.position + depths[node + 1]) if right[node + 1] else -1
+            for rank in range(children[node], min(self._plan.branches, len(logprobs))):
+                token = RIGHT if rank == right_rank else _WRONG + rank
+                candidates.append((-scores[node + 1] - logprobs[rank], len(candidates), node, token))
         return candidates
 
-    def _flush(self) -> None:
-        """Send all unsent nodes, one guess per connected part of the tree."""
-        unsent = [node for node in self._unsent if not node.dropped and node.position >= self._committed]
-        self._unsent = []
-        while unsent:
-            root = unsent[0].parent
-            numbers: dict[int, int] = {id(root): ROOT}
-            sent: list[_SimulatedNode] = []
-            rest: list[_SimulatedNode] = []
-            for node in unsent:
-                if id(node.parent) in numbers and (node.parent is not None or node.position == unsent[0].position):
-                    sent.append(node)
-                    numbers[id(node)] = len(sent) - 1
-                else:
-                    rest.append(node)
-            self._send(root, sent, TreeShape(tuple(numbers[id(node.parent)] for node in sent)))
-            unsent = rest
+    def _rank(self, token: int, position: int) -> int:
+        return self._world.right_rank(position) if token == RIGHT else token - _WRONG
 
-    def _send(self, root: _SimulatedNode | None, nodes: list[_SimulatedNode], shape: TreeShape) -> None:
-        for node in nodes:
-            node.node_id = self._next_id
-            self._next_id += 1
-        guess = Guess(
-            nodes[0].position,
-            nodes[0].node_id,
-            0 if root is None else root.node_id,
-            tuple(node.token for node in nodes),
-            draft_us=self._unreported_us,
-            parents=shape.stated,
-        )
-        self._unreported_us = 0
-        self._world.send_up(partial(self._deliver, guess))
+    def _flush(self) -> None:
+        for guess in self._open.take_unsent(self._unreported_us):
+            self._world.send_up(partial(self._deliver, guess))
+            self._unreported_us = 0

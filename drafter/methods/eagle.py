@@ -16,7 +16,8 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
+from drafter.lockstep import run_in_lockstep
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
@@ -27,7 +28,7 @@ from outrider.engine.loading.selection import make_engine
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import ROOT, Distribution, HiddenStates
+from outrider.protocol.speculation import ROOT, Distribution, Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import METHOD, Eagle
@@ -81,7 +82,7 @@ class _EagleSession:
 
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
-DraftSteps = Generator[SessionTokens, _LayerOutput, DraftResult]
+DraftSteps = Generator[SessionTokens, _LayerOutput, Guess]
 
 
 class EagleDrafter:
@@ -98,41 +99,32 @@ class EagleDrafter:
         self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        """Step all sessions together until each has its result."""
-        steps = {request.session: self._steps(request) for request in requests}
-        results: dict[str, DraftResult] = {}
-        batch: dict[str, SessionTokens] = {}
-        for session, generator in steps.items():
-            _advance(session, generator, None, batch, results)
-        while batch:
-            running, batch = batch, {}
-            try:
-                computed = self._engine.extend(list(running.values()))
-            except Overloaded:
-                self._evict_session(running, results)
-                batch = running
-                continue
-            for session, logits, states in zip(running, computed.logits, computed.hidden_states, strict=True):
-                output = _LayerOutput(states.clone(), logits.clone())
-                _advance(session, steps[session], output, batch, results)
-        return [results[request.session] for request in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        """Step all sessions together until each has its draft."""
+        drafts = run_in_lockstep({request.session: self._steps(request) for request in requests}, self._compute)
+        return [drafts.get(request.session) or request.chain(done=True) for request in requests]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
         self._sessions.pop(session, None)
 
-    def _evict_session(self, running: dict[str, SessionTokens], results: dict[str, DraftResult]) -> None:
-        """Free the KV cache of a session that is not in this batch, else of one that is.
-
-        The evicted session starts again with its next hidden states.
-        """
-        evicted = next((session for session in self._sessions if session not in running), None)
-        if evicted is None:
-            evicted = next(iter(running))
-            del running[evicted]
-            results[evicted] = DraftResult(done=True)
-        self.forget(evicted)
+    def _compute(self, batch: dict[str, SessionTokens]) -> dict[str, _LayerOutput]:
+        """Run the layer. With a full KV cache, a session is evicted, and starts again with its next hidden states."""
+        while batch:
+            try:
+                computed = self._engine.extend(list(batch.values()))
+            except Overloaded:
+                # First a session that is not in this batch, then one that is.
+                evicted = next((session for session in self._sessions if session not in batch), next(iter(batch)))
+                batch.pop(evicted, None)
+                self.forget(evicted)
+                continue
+            outputs = zip(computed.hidden_states, computed.logits, strict=True)
+            return {
+                session: _LayerOutput(states.clone(), logits.clone())
+                for session, (states, logits) in zip(batch, outputs, strict=True)
+            }
+        return {}
 
     def _steps(self, request: DraftRequest) -> DraftSteps:
         state = self._sessions.pop(request.session, None) or _EagleSession()
@@ -142,7 +134,7 @@ class EagleDrafter:
                 self._engine.free(request.session)
         yield from self._compute_new_states(request, state)
         if not state.outputs:
-            return DraftResult(done=True)  # no hidden states of the target yet
+            return request.chain(done=True)  # no hidden states of the target yet
         draft = self._draft_tree if request.branches > 1 else self._draft_chain
         return (yield from draft(request, state))
 
@@ -185,13 +177,13 @@ class EagleDrafter:
             logits = scatter_to_vocabulary(state.outputs[-1].logits, self._eagle.ids, request.vocab_size)
             choice = next_token(request, logits, tokens, self._candidates)
             if choice is None:
-                return DraftResult(tuple(drafted), tuple(probs), done=True)
+                return request.chain(drafted, probs, done=True)
             token, distribution = choice
             tokens.append(token)
             drafted.append(token)
             if distribution is not None:
                 probs.append(distribution)
-        return DraftResult(tuple(drafted), tuple(probs))
+        return request.chain(drafted, probs)
 
     def _draft_tree(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         """Draft a tree, about one level per step.
@@ -213,12 +205,12 @@ class EagleDrafter:
                 self._engine.truncate(request.session, num_cached)
                 for i, node in enumerate(new):
                     outputs[node] = _LayerOutput(output.state[i : i + 1], output.logits[i : i + 1])
-                    state.tree_outputs[tuple(builder.path(node))] = outputs[node]
+                    state.tree_outputs[builder.path(node)] = outputs[node]
                 self._add_choices(request, builder, new, outputs)
             added = [builder.add() for _ in range(builder.level_budget)]
             if added[0] is None:
-                return builder.result(done=True)
-        return builder.result()
+                return builder.guess(done=True)
+        return builder.guess()
 
     def _known_outputs(
         self, request: DraftRequest, state: _EagleSession, builder: TreeBuilder
@@ -227,7 +219,7 @@ class EagleDrafter:
         root = (request.committed, state.num_cached)
         if state.tree_root != root:
             state.tree_outputs, state.tree_root = {}, root
-        paths = {node: tuple(builder.path(node)) for node in range(len(builder.tokens))}
+        paths = {node: builder.path(node) for node in range(len(builder.tokens))}
         return {node: state.tree_outputs[path] for node, path in paths.items() if path in state.tree_outputs}
 
     def _add_choices(
@@ -266,20 +258,6 @@ class EagleDrafter:
             hidden_from=first_new,
             input_embeddings=self._eagle.inputs(states, torch.tensor(tokens, device=self._eagle.embeddings.device)),
         )
-
-
-def _advance(
-    session: str,
-    steps: DraftSteps,
-    output: _LayerOutput | None,
-    batch: dict[str, SessionTokens],
-    results: dict[str, DraftResult],
-) -> None:
-    """Send a session its output; put its next tokens into `batch`, or its draft into `results`."""
-    try:
-        batch[session] = steps.send(output)  # type: ignore[arg-type]
-    except StopIteration as stop:
-        results[session] = stop.value
 
 
 @drafter(METHOD)

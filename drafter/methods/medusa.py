@@ -9,12 +9,12 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Distribution
+from outrider.protocol.speculation import Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.medusa import METHOD, Medusa
@@ -33,30 +33,30 @@ class MedusaDrafter:
         self._states: dict[str, tuple[int, torch.Tensor]] = {}  # by session: position and last hidden state
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         self._states.pop(session, None)
 
-    def _draft(self, request: DraftRequest) -> DraftResult:
+    def _draft(self, request: DraftRequest) -> Guess:
         for part in request.hidden_states:
             last = np.frombuffer(part.rows, dtype="<f2")[-part.width :].astype(np.float32)
             position = part.position + len(part.rows) // (2 * part.width) - 1
             self._states[request.session] = position, torch.from_numpy(last).to(self._medusa.embeddings.device)
         if request.session not in self._states:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         position, state = self._states[request.session]
         token = torch.tensor(request.tokens[position + 1], device=state.device)
         # Head 0 predicts the token at position + 2. Skip the heads whose tokens are committed by now.
         first = request.committed - position - 2
         states = [self._medusa.predict(state, token, head) for head in range(first, len(self._medusa.heads))]
         if not states:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         logits = scatter_to_vocabulary(self._medusa.logits(torch.stack(states)), self._medusa.ids, request.vocab_size)
         return self._draft_tree(request, logits) if request.branches > 1 else self._draft_chain(request, logits)
 
-    def _draft_chain(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+    def _draft_chain(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         tokens = list(request.tokens)
         probs: list[Distribution] = []
         for row in logits[len(tokens) - request.committed :][: request.max_new_tokens]:
@@ -67,10 +67,10 @@ class MedusaDrafter:
             tokens.append(token)
             if distribution is not None:
                 probs.append(distribution)
-        drafted = tuple(tokens[len(request.tokens) :])
-        return DraftResult(drafted, tuple(probs), done=len(drafted) < request.max_new_tokens)
+        drafted = tokens[len(request.tokens) :]
+        return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
 
-    def _draft_tree(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+    def _draft_tree(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         """Draft a tree whose choices depend on a node's depth alone."""
         builder = TreeBuilder(request)
         new: list[int] = builder.expandable_nodes()
@@ -82,7 +82,7 @@ class MedusaDrafter:
                 builder.add_choices(node, choices)
             added = builder.add()
             new = [] if added is None else [added]
-        return builder.result(done=builder.remaining > 0)
+        return builder.guess(done=builder.remaining > 0)
 
 
 @drafter(METHOD)

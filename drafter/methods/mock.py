@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from outrider.engine.mock import next_token
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 
@@ -19,13 +20,13 @@ class MockDrafter:
         self.info = ModelInfo(name="mock", fingerprint="mock", architecture="none")
         self.vocabulary: Vocabulary | None = None
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        drafts: list[DraftResult] = []
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        drafts: list[Guess] = []
         for request in requests:
             tokens = [next_token(request.tokens[-1])]
             while len(tokens) < request.max_new_tokens:
                 tokens.append(next_token(tokens[-1]))
-            drafts.append(DraftResult(tuple(tokens)))
+            drafts.append(request.chain(tokens))
         return drafts
 
     def forget(self, session: str) -> None:

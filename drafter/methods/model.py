@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.engine import Engine, SessionTokens
 from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import Overloaded, StartupError
-from outrider.protocol.speculation import ROOT, TreeShape, path_to
+from outrider.protocol.speculation import ROOT, Guess, path_to
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts import card as cards
@@ -71,9 +71,9 @@ class ModelDrafter:
         self._computed_nodes: dict[str, list[int]] = {}  # by session: open guesses that this step computes
         self.vocabulary: Vocabulary | None = vocabulary
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         runnable = [request for request in requests if len(request.tokens) < self.info.context_length]
-        results: dict[str, DraftResult] = {}
+        results: dict[str, Guess] = {}
         while runnable:
             batch = [self._input(request) for request in runnable]
             try:
@@ -84,7 +84,7 @@ class ModelDrafter:
             for request, tokens, logits in zip(runnable, batch, computed.logits, strict=True):
                 results[request.session] = self._result(request, tokens, logits)
             break
-        return [results.get(request.session, DraftResult(done=True)) for request in requests]
+        return [results.get(request.session) or request.chain(done=True) for request in requests]
 
     def forget(self, session: str) -> None:
         self._engine.free(session)
@@ -122,17 +122,21 @@ class ModelDrafter:
         known = self._known.setdefault(request.session, _KnownChoices(request.committed, request.branches))
         known.advance(request)
         needed: set[int] = set()
-        for node, path in enumerate(TreeShape(request.open_parents).token_paths(request.open_tokens)):
+        tokens, parents = request.open_guess.tokens, request.open_guess.shape.parents
+        for node, path in enumerate(request.open_guess.paths[1:]):
             if path not in known.choices:
-                needed.update(path_to(node, request.open_parents))
+                needed.update(path_to(node, parents))
         nodes = self._computed_nodes[request.session] = sorted(needed)
         last = len(new) - 1
         index = {node: last + 1 + i for i, node in enumerate(nodes)}
-        parents = (*range(-1, last), *(index.get(request.open_parents[node], last) for node in nodes))
-        tokens = [*new, *(request.open_tokens[node] for node in nodes)]
-        return SessionTokens(request.session, tokens, parents if nodes else (), logits_from=last)
+        return SessionTokens(
+            request.session,
+            [*new, *(tokens[node] for node in nodes)],
+            (*range(-1, last), *(index.get(parents[node], last) for node in nodes)) if nodes else (),
+            logits_from=last,
+        )
 
-    def _result(self, request: DraftRequest, computed: SessionTokens, logits: torch.Tensor) -> DraftResult:
+    def _result(self, request: DraftRequest, computed: SessionTokens, logits: torch.Tensor) -> Guess:
         """Record what the step has cached; draft from its logits."""
         cached = self._cached[request.session]
         chain = range(len(computed.tokens))
@@ -141,38 +145,38 @@ class ModelDrafter:
             self._engine.compact(request.session, len(cached), chain)
         cached.extend(computed.tokens[: len(chain)])
         if not len(logits):
-            return DraftResult()  # the prefill is not complete: call again
+            return request.chain()  # the prefill is not complete: call again
         return self._draft_token(request, logits) if request.branches == 1 else self._draft_level(request, logits)
 
-    def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+    def _draft_level(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         """Add the likeliest choices after all open guesses, up to one level's share of the budget.
 
         `logits` are those after the committed tokens and after each computed node.
         """
         known = self._known[request.session].choices
-        paths = TreeShape(request.open_parents).token_paths(request.open_tokens)
-        computed = [(), *(paths[node] for node in self._computed_nodes.pop(request.session))]
+        paths = request.open_guess.paths
+        computed = [(), *(paths[node + 1] for node in self._computed_nodes.pop(request.session))]
         new = [row for row, path in enumerate(computed) if path not in known]
         if new:
             new_paths = [computed[row] for row in new]
             new_choices = token_choices(request, self._full_logits(logits[new]), new_paths)
             known.update(zip(new_paths, new_choices, strict=True))
         builder = TreeBuilder(request)
-        for node, path in zip(range(ROOT, len(paths)), [(), *paths], strict=True):
+        for node, path in enumerate(paths, start=ROOT):
             builder.add_choices(node, known[path])
         added = [builder.add() for _ in range(builder.level_budget)]
-        return builder.result(done=added[0] is None)
+        return builder.guess(done=added[0] is None)
 
     def _full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits over the whole vocabulary; ids that the engine leaves out are impossible.  # [tokens, vocab]"""
         return logits if self._columns is None else scatter_to_vocabulary(logits, self._columns, self.info.vocab_size)
 
-    def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> DraftResult:
+    def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         choice = next_token(request, self._full_logits(logits), request.tokens, self._candidates)
         if choice is None:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         token, distribution = choice
-        return DraftResult((token,), () if distribution is None else (distribution,))
+        return request.chain([token], [] if distribution is None else [distribution])
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

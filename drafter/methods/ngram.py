@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from drafter.grammar_filter import filter_by_grammar
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
-from drafter.proposal import Proposal
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 
@@ -55,33 +54,27 @@ class NgramDrafter:
         self._sizes = range(min(shortest, longest), longest + 1)
         self._indexes: dict[str, _Index] = {}
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self._draft(request) for request in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        return [self.propose(request) for request in requests]
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def propose(self, request: DraftRequest) -> Guess:
         """Return the draft with a rough estimate of its acceptance: n-grams are not counted."""
-        result = self._draft(request)
-        return Proposal(result, sum(_ACCEPTANCE**i for i in range(1, len(result.tokens) + 1)))
-
-    def forget(self, session: str) -> None:
-        self._indexes.pop(session, None)
-
-    def _draft(self, request: DraftRequest) -> DraftResult:
         index = self._indexes.setdefault(request.session, _Index(self._sizes))
         index.extend(request.tokens, request.committed)
         start = index.find(request.tokens)
         if start is None:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         tokens: list[int] = []
         for i in range(request.max_new_tokens):
             # Beyond the end of the text, the copy continues with its own tokens: a loop stays a loop.
             source = start + i
             copied = source - len(request.tokens)
             tokens.append(request.tokens[source] if copied < 0 else tokens[copied])
-        probs: tuple[Distribution, ...] = ()
-        if request.params.mode.needs_draft_probs:
-            probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-        return filter_by_grammar(request, DraftResult(tuple(tokens), probs))
+        guess = request.allowed(request.chain(tokens))
+        return replace(guess, expected=sum(_ACCEPTANCE**i for i in range(1, len(request.new_tokens(guess)) + 1)))
+
+    def forget(self, session: str) -> None:
+        self._indexes.pop(session, None)
 
 
 @drafter("ngram")

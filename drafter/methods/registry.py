@@ -58,6 +58,6 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     members = {name: _factories[name](settings, progress) for name in names}
     if len(members) == 1:
         return members[names[0]]
-    from drafter.methods.blend import BlendDrafter  # here, since one kind alone does not need it
+    from drafter.blend.blend import BlendDrafter  # here, since one kind alone does not need it
 
     return BlendDrafter(members)

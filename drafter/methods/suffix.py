@@ -12,14 +12,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from drafter.grammar_filter import allowed_length, filter_by_grammar
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.methods.suffix_automaton import END, Automaton, Place
-from drafter.proposal import Proposal
 from drafter.tree_builder import Choice, TreeBuilder
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import ROOT, WHOLE, Distribution, TreeShape
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 
@@ -88,10 +86,11 @@ class _Continuation:
 
     @property
     def expected(self) -> float:
-        return self.weight * sum(self.probabilities)
+        return self.expected_of(len(self.tokens))
 
-    def truncated(self, length: int) -> _Continuation:
-        return replace(self, tokens=self.tokens[:length], probabilities=self.probabilities[:length])
+    def expected_of(self, length: int) -> float:
+        """Return how many of the first `length` tokens are expected to be accepted."""
+        return self.weight * sum(self.probabilities[:length])
 
 
 class SuffixDrafter:
@@ -110,28 +109,24 @@ class SuffixDrafter:
         self._texts: dict[str, _SessionText] = {}
         self._shared_texts: OrderedDict[str, _SharedText] = OrderedDict()
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [self.propose(request).result for request in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        return [self.propose(request) for request in requests]
 
-    def propose(self, request: DraftRequest) -> Proposal:
+    def propose(self, request: DraftRequest) -> Guess:
         text = self._texts.setdefault(request.session, _SessionText(request.cache_salt))
         if not text.index(request):
-            return Proposal(DraftResult(), 0.0)  # call again
+            return request.chain()  # call again
         shared = self._shared_texts.get(request.cache_salt)
         if shared is not None:
             shared.index(_SHARED_INDEXED_PER_REQUEST)
         best = self._best_continuation(request, text.automaton, shared)
-        if request.branches == 1:
-            best = best.truncated(allowed_length(request, best.tokens))
         if not best.tokens:
-            return Proposal(DraftResult(done=True), 0.0)
+            return request.chain(done=True)
         if request.branches > 1:
-            return Proposal(filter_by_grammar(request, self._tree(request, best)), best.expected)
-        probs: tuple[Distribution, ...] = ()
-        if request.params.mode.needs_draft_probs:
-            probs = tuple(Distribution((token,), (WHOLE,)) for token in best.tokens)
-        done = len(best.tokens) < request.max_new_tokens
-        return Proposal(DraftResult(best.tokens, probs, done), best.expected)
+            return replace(request.allowed(self._tree(request, best)), expected=best.expected)
+        guess = request.allowed(request.chain(best.tokens))
+        length = len(request.new_tokens(guess))
+        return replace(guess, done=length < request.max_new_tokens, expected=best.expected_of(length))
 
     def forget(self, session: str) -> None:
         text = self._texts.pop(session, None)
@@ -178,22 +173,24 @@ class SuffixDrafter:
         """Return how many tokens to copy after a match of `length` tokens."""
         return math.ceil(self._factor * length) if length else 0
 
-    def _tree(self, request: DraftRequest, best: _Continuation) -> DraftResult:
+    def _tree(self, request: DraftRequest, best: _Continuation) -> Guess:
         """Return a tree of the less frequent continuations as well, grown from all open guesses."""
         builder = TreeBuilder(request)
         automaton = best.automaton
         own = self._texts[request.session].automaton
         root = own.end if automaton is own else automaton.locate(request.tokens[: request.committed])
-        open_places = TreeShape(request.open_parents).accumulate(request.open_tokens, automaton.advance, root)
-        places = {ROOT: root, **dict(enumerate(open_places))}
+        known = request.open_guess
+        reached = known.shape.accumulate(known.tokens, automaton.advance, root)
+        places = dict(zip(known.paths, [root, *reached], strict=True))
         max_depth = self._max_copied(max(automaton.longest_followed(place)[1] for place in places.values()))
         for node in builder.expandable_nodes():
-            builder.add_choices(node, _choices(automaton, places[node], request.branches))
+            builder.add_choices(node, _choices(automaton, places[builder.path(node)], request.branches))
         while (added := builder.add(math.log(self._certainty))) is not None:
-            places[added] = automaton.advance(places[builder.parents[added]], builder.tokens[added])
-            if builder.depth(added) < max_depth:
-                builder.add_choices(added, _choices(automaton, places[added], request.branches))
-        return builder.result(done=True)
+            path = builder.path(added)
+            places[path] = automaton.advance(places[path[:-1]], path[-1])
+            if len(path) < max_depth:
+                builder.add_choices(added, _choices(automaton, places[path], request.branches))
+        return builder.guess(done=True)
 
 
 def _choices(automaton: Automaton, place: Place, max_choices: int) -> list[Choice]:

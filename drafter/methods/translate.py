@@ -8,21 +8,21 @@ language can thus draft for any target.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from drafter.grammar_filter import filter_by_grammar
-from drafter.interface import Drafter, DraftRequest, DraftResult
+from drafter.interface import Drafter, DraftRequest
+from drafter.lockstep import run_in_lockstep
 from drafter.methods.model import ModelDrafter, load
 from drafter.methods.registry import drafter
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 
@@ -82,30 +82,6 @@ class BareTokenizer:
         return text[: last.start()] if last else ""
 
 
-@dataclass(slots=True)
-class _Translation:
-    """Progress of one request through the model's vocabulary."""
-
-    request: DraftRequest
-    context: list[int]  # the committed and guessed text in the model's tokens
-    generated: list[int] = field(default_factory=list)  # the model's tokens
-    tokens: list[int] = field(default_factory=list)  # the target's tokens for them
-    done: bool = False
-
-    @property
-    def model_request(self) -> DraftRequest:
-        return DraftRequest(
-            session=self.request.session,
-            tokens=self.context + self.generated,
-            committed=len(self.context),
-            prompt_length=len(self.context),
-            max_new_tokens=1,
-            params=_GREEDY,
-            vocab_size=2**31,
-            cache_salt=self.request.cache_salt,
-        )
-
-
 class TranslatingDrafter:
     """Drafter that wraps a model with another vocabulary."""
 
@@ -129,19 +105,26 @@ class TranslatingDrafter:
             eos_token_ids=() if target.eos_id is None else (target.eos_id,),
         )
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        translations = [self._start(request) for request in requests]
-        while running := [translation for translation in translations if not translation.done]:
-            results = self._model.draft([translation.model_request for translation in running])
-            for translation, result in zip(running, results, strict=True):
-                self._advance(translation, result)
-        return [filter_by_grammar(translation.request, _result(translation)) for translation in translations]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        sessions = {request.session: self._steps(request) for request in requests}
+        drafts = run_in_lockstep(sessions, self._run_model)
+        return [drafts[request.session] for request in requests]
 
     def forget(self, session: str) -> None:
         self._window_starts.pop(session, None)
         self._model.forget(session)
 
-    def _start(self, request: DraftRequest) -> _Translation:
+    def _run_model(self, requests: dict[str, DraftRequest]) -> dict[str, Guess]:
+        return dict(zip(requests, self._model.draft(list(requests.values())), strict=True))
+
+    def _steps(self, request: DraftRequest) -> Generator[DraftRequest, Guess, Guess]:
+        """Yield the requests for the model, one token each; return the draft in the target's tokens."""
+        tokens = yield from self._translated(request, self._context(request))
+        tokens = tokens[: request.max_new_tokens]
+        return request.allowed(request.chain(tokens, done=len(tokens) < request.max_new_tokens))
+
+    def _context(self, request: DraftRequest) -> list[int]:
+        """Return the committed and guessed text in the model's tokens; none if the model cannot continue it."""
         limit = self._model.info.context_length - _MODEL_TOKENS_PER_TOKEN * (request.max_new_tokens + 2)
         start = self._window_starts.get(request.session, 0)
         while True:
@@ -154,49 +137,55 @@ class TranslatingDrafter:
             start += (len(request.tokens) - start) // 2
         self._window_starts[request.session] = start
         # An incomplete character at the end has no encoding that the model could continue.
-        unusable = not context or len(context) > limit or text.endswith(_PARTIAL)
-        return _Translation(request, context, done=unusable)
+        return [] if len(context) > limit or text.endswith(_PARTIAL) else context
 
-    def _advance(self, translation: _Translation, result: DraftResult) -> None:
-        if not result.tokens:
-            translation.done = result.done  # otherwise the model's prefill is not complete
-            return
-        (token,) = result.tokens[:1]
-        if token in self._model.info.eos_token_ids:
-            translation.done = True
-            translation.tokens = self._final_tokens(translation)
-            return
-        translation.generated.append(token)
-        text = self._model_tokenizer.decode_after(translation.context, translation.generated).split(_PARTIAL)[0]
-        translation.tokens = self._encode(translation, self._target_tokenizer.stable_prefix(text))
-        max_new_tokens = translation.request.max_new_tokens
-        if len(translation.generated) >= _MODEL_TOKENS_PER_TOKEN * (max_new_tokens + 1):
-            translation.done = True
+    def _translated(self, request: DraftRequest, context: list[int]) -> Generator[DraftRequest, Guess, list[int]]:
+        """Return the target's tokens for what the model generates after `context`."""
+        generated: list[int] = []
+        tokens: list[int] = []
+        text = ""
+        limit = _MODEL_TOKENS_PER_TOKEN * (request.max_new_tokens + 1)
+        while context and len(tokens) < request.max_new_tokens and len(generated) < limit:
+            guess = yield _model_request(request, context, generated)
+            if not guess.tokens:
+                if guess.done:
+                    break
+                continue  # the model's prefill is not complete
+            if guess.tokens[0] in self._model.info.eos_token_ids:
+                return self._final_tokens(request, context, generated)
+            generated.append(guess.tokens[0])
+            text = self._model_tokenizer.decode_after(context, generated).split(_PARTIAL)[0]
+            tokens = self._encode(request, self._target_tokenizer.stable_prefix(text))
+        if len(generated) >= limit:
             # One long word, or a language without spaces: all tokens but the last are likely right.
-            translation.tokens = translation.tokens or self._encode(translation, text)[:-1]
-        translation.done |= len(translation.tokens) >= max_new_tokens
+            tokens = tokens or self._encode(request, text)[:-1]
+        return tokens
 
-    def _final_tokens(self, translation: _Translation) -> list[int]:
+    def _final_tokens(self, request: DraftRequest, context: list[int], generated: list[int]) -> list[int]:
         """Return the tokens of the complete text, with the target's end token: the last word cannot change any more."""
-        text = self._model_tokenizer.decode_after(translation.context, translation.generated)
-        tokens = self._encode(translation, text.split(_PARTIAL)[0])
-        complete = bool(tokens or not translation.generated) and _PARTIAL not in text
+        text = self._model_tokenizer.decode_after(context, generated)
+        tokens = self._encode(request, text.split(_PARTIAL)[0])
+        complete = bool(tokens or not generated) and _PARTIAL not in text
         eos_id = self._target_tokenizer.eos_id
         return [*tokens, eos_id] if complete and eos_id is not None else tokens
 
-    def _encode(self, translation: _Translation, text: str) -> list[int]:
-        tokens = self._target_tokenizer.encode_after(translation.request.tokens, text) if text else []
-        unknown = (i for i, token in enumerate(tokens) if token >= translation.request.vocab_size)
+    def _encode(self, request: DraftRequest, text: str) -> list[int]:
+        tokens = self._target_tokenizer.encode_after(request.tokens, text) if text else []
+        unknown = (i for i, token in enumerate(tokens) if token >= request.vocab_size)
         return tokens[: next(unknown, len(tokens))]
 
 
-def _result(translation: _Translation) -> DraftResult:
-    request = translation.request
-    tokens = tuple(translation.tokens[: request.max_new_tokens])
-    probs: tuple[Distribution, ...] = ()
-    if request.params.mode.needs_draft_probs:
-        probs = tuple(Distribution((token,), (WHOLE,)) for token in tokens)
-    return DraftResult(tokens, probs, done=len(tokens) < request.max_new_tokens)
+def _model_request(request: DraftRequest, context: list[int], generated: list[int]) -> DraftRequest:
+    return DraftRequest(
+        session=request.session,
+        tokens=context + generated,
+        committed=len(context) + len(generated),
+        prompt_length=len(context),
+        max_new_tokens=1,
+        params=_GREEDY,
+        vocab_size=2**31,
+        cache_salt=request.cache_salt,
+    )
 
 
 def load_target_tokenizer(name: str, progress: Callable[[str], None]) -> PreTrainedTokenizerBase:

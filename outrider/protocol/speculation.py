@@ -145,7 +145,10 @@ class TreeShape:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Return the distance of each node from ROOT, 1 for its children."""
-        return tuple(self.accumulate(self.parents, lambda depth, _: depth + 1, 0))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return tuple(depths)
 
     @property
     def depth(self) -> int:
@@ -162,6 +165,16 @@ class TreeShape:
         start: tuple[int, ...] = ()
         return self.accumulate(tokens, lambda path, token: (*path, token), start)
 
+    def below(self, top: int, nodes: Iterable[int]) -> list[int]:
+        """Return those of `nodes`, in ascending order, that descend from `top` through one another."""
+        inside = {top}
+        found: list[int] = []
+        for node in nodes:
+            if self.parents[node] in inside:
+                inside.add(node)
+                found.append(node)
+        return found
+
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
     """Return the nodes that lead from ROOT to `node`, without ROOT."""
@@ -174,7 +187,10 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Guess:
-    """Tokens for position, position+1, … in a chain, or in a tree with `parents`; see Guess in common.proto."""
+    """Tokens for position, position+1, … in a chain, or in a tree with `parents`; see Guess in common.proto.
+
+    `done` and `expected` are for the drafter's loop and are not sent.
+    """
 
     position: int
     first_id: int
@@ -184,6 +200,8 @@ class Guess:
     draft_us: int = 0
     source: int = 0
     parents: tuple[int, ...] = ()  # as in TreeShape; empty: a chain
+    done: bool = False  # its drafter has nothing to add before the next commit
+    expected: float = 0.0  # tokens that its drafter expects to be accepted
 
     @cached_property
     def shape(self) -> TreeShape:
@@ -193,6 +211,35 @@ class Guess:
     def paths(self) -> list[tuple[int, ...]]:
         """Return the guessed tokens that lead to each row of its logits; row 0 precedes token 0."""
         return [(), *self.shape.token_paths(self.tokens)]
+
+    @property
+    def tip(self) -> int:
+        """Return the end of the longest path, of the first and thus likeliest among equals; ROOT without tokens."""
+        depths = self.shape.depths
+        return max(range(len(depths)), key=depths.__getitem__, default=ROOT)
+
+    def walk(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Follow tokens from ROOT; return the last node that agrees, and its depth."""
+        children = {place: node for node, place in enumerate(zip(self.shape.parents, self.tokens, strict=True))}
+        node = ROOT
+        for depth, token in enumerate(tokens):
+            if (node, token) not in children:
+                return node, depth
+            node = children[node, token]
+        return node, len(tokens)
+
+    def part(self, top: int, nodes: Sequence[int], first_id: int = 0, parent: int = 0, draft_us: int = 0) -> Guess:
+        """Return a guess of these nodes alone; those whose parents are left out hang from node `top`."""
+        number = {node: i for i, node in enumerate(nodes)}
+        return Guess(
+            self.position + (self.shape.depths[top] if top >= 0 else 0),
+            first_id,
+            parent,
+            tuple(self.tokens[node] for node in nodes),
+            tuple(self.draft_probs[node] for node in nodes) if self.draft_probs else (),
+            draft_us,
+            parents=TreeShape(tuple(number.get(self.shape.parents[node], ROOT) for node in nodes)).stated,
+        )
 
 
 NO_GUESS = Guess(0, 0, 0, ())

@@ -16,12 +16,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from coordinator.api.service import CoordinatorService
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.service import DrafterService
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import HiddenStates
+from outrider.protocol.speculation import Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
@@ -206,11 +206,11 @@ class Listener:
         self.heard: dict[str, list[HiddenStates]] = {}
         self.ended = threading.Event()
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         time.sleep(self._pause_s)
         for one in requests:
             self.heard.setdefault(one.session, []).extend(one.hidden_states)
-        return [DraftResult((), done=True) for _ in requests]
+        return [request.chain(done=True) for request in requests]
 
     def forget(self, session: str) -> None:
         self.ended.set()
@@ -236,8 +236,8 @@ class Mute(Listener):
 class Babbler(Listener):
     """Guesses what there is not."""
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        return [DraftResult((1_000_000,), done=True) for _ in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        return [request.chain([1_000_000], done=True) for request in requests]
 
 
 @asynccontextmanager

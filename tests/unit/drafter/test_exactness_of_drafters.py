@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from drafter import draft_sampling
-from drafter.interface import Drafter, DraftRequest, DraftResult
-from drafter.methods import blend as blending
-from drafter.methods.blend import BlendDrafter
+from drafter.blend import blend as blending
+from drafter.blend.blend import BlendDrafter
+from drafter.interface import Drafter, DraftRequest
 from drafter.methods.model import ModelDrafter
 from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession
@@ -139,7 +139,7 @@ def play(setting: Setting, drafters: Sequence[Drafter], step: Step) -> Path:
 
 def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
     while (request := session.next_request()) is not None:
-        session.add_result(drafter.draft([request])[0], 0)
+        session.add_guess(drafter.draft([request])[0], 0)
     guesses = []
     while not session.outbox.empty():
         guess = session.outbox.get_nowait()
@@ -154,11 +154,11 @@ def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
 class Picky(BlendDrafter):
     """Lets the model draw, and sends the copy instead where the two differ."""
 
-    def _result(self, plan: blending._DraftPlan, drafted: DraftResult | None) -> DraftResult:
-        copied = plan.proposal.result
-        if drafted is not None and copied.tokens and drafted.tokens[:1] != copied.tokens[:1]:
-            return copied
-        return super()._result(plan, drafted)
+    def _result(self, session: blending._SessionState, drafted: Guess | None) -> Guess:
+        new = session.request.new_tokens
+        if drafted is not None and session.proposed and new(drafted)[:1] != session.proposed[:1]:
+            return session.proposal
+        return super()._result(session, drafted)
 
 
 class Choosy(GuessTree):
@@ -188,16 +188,16 @@ class Enumerated:
     needs_hidden_states: bool = False
     info: ModelInfo = field(default_factory=lambda: ModelInfo("enumerated", "enumerated", vocab_size=3))
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         self.clock.now += self.cost_s
         return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         """Nothing is kept."""
 
-    def _draft(self, request: DraftRequest) -> DraftResult:
+    def _draft(self, request: DraftRequest) -> Guess:
         drawn_from = self.pair.draft(tuple(request.tokens[request.prompt_length :]))
-        return DraftResult((self.branches.token(drawn_from),), (drawn_from,))
+        return request.chain([self.branches.token(drawn_from)], [drawn_from])
 
 
 class Luck:
@@ -267,9 +267,9 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     taken: Counter[str] = Counter()
     real = BlendDrafter._choose_source
 
-    def noting(self: BlendDrafter, session: blending._SessionState, plan: blending._DraftPlan) -> blending._DraftSource:
-        way = real(self, session, plan)
-        taken[way.name] += bool(plan.proposal.result.tokens)
+    def noting(self: BlendDrafter, session: blending._SessionState) -> blending._DraftSource:
+        way = real(self, session)
+        taken[way.name] += bool(session.proposed)
         return way
 
     monkeypatch.setattr(BlendDrafter, "_choose_source", noting)

@@ -19,8 +19,6 @@ import torch
 
 from drafter import draft_sampling
 from drafter.grammar import GrammarCursor
-from drafter.grammar_filter import filter_by_grammar
-from drafter.interface import DraftResult
 from drafter.session import DraftOpening as Drafted
 from drafter.session import DraftSession as Drafting
 from drafter.tree_builder import TreeBuilder
@@ -157,19 +155,15 @@ def drawn(both: Both, branches: Branches, *, cut: bool = False) -> None:
             request, rows("draft", [path]), [request.tokens[request.committed :]]
         )
         if not live:
-            drafter.add_result(DraftResult(done=True), 0)
+            drafter.add_guess(request.chain(done=True), 0)
             continue
         probs = sampling.candidates(ready, request.params).probs[0]
         drawn_from = sampling.quantise(probs, torch.arange(VOCAB), VOCAB)
-        draft = DraftResult((branches.token(drawn_from),), (drawn_from,))
-        drafter.add_result(
-            filter_by_grammar(
-                replace(request, grammar_cursor=GrammarCursor(GRAMMARS.compile(request.params), START)), draft
-            )
-            if cut
-            else draft,
-            0,
-        )
+        draft = request.chain([branches.token(drawn_from)], [drawn_from])
+        if cut:
+            cursor = GrammarCursor(GRAMMARS.compile(request.params), START)
+            draft = replace(request, grammar_cursor=cursor).allowed(draft)
+        drafter.add_guess(draft, 0)
 
 
 def texts(mode: Verification, *, blind: bool = False, cut: bool = False, **more: Any) -> dict[Path, float]:
@@ -237,7 +231,7 @@ def shared(both: Both) -> None:
         if request.branches == 1:
             path = tuple(request.tokens[START:])
             found = draft_sampling.next_token(request, rows("draft", [path]), request.tokens, 4)
-            drafter.add_result(DraftResult(done=True) if found is None else DraftResult((found[0],)), 0)
+            drafter.add_guess(request.chain(done=True) if found is None else request.chain([found[0]]), 0)
             continue
         builder = TreeBuilder(request)
         places = builder.expandable_nodes()
@@ -246,7 +240,7 @@ def shared(both: Both) -> None:
         for place, choices in zip(places, draft_sampling.token_choices(request, said, paths), strict=True):
             builder.add_choices(place, choices)
         added = [builder.add() for _ in range(builder.level_budget)]
-        drafter.add_result(builder.result(done=added[0] is None), 0)
+        drafter.add_guess(builder.guess(done=added[0] is None), 0)
 
 
 def text_of(seed: int, *, plain: bool = False, blind: bool = False, branches: int = 1, **more: Any) -> tuple[Path, int]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.ngram import NgramDrafter
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest
@@ -41,9 +41,23 @@ def sent(session: DraftSession) -> list[Guess]:
     return guesses
 
 
+def answer(
+    session: DraftSession, *tokens: int, done: bool = False, parents: tuple[int, ...] = (),
+    probs: tuple[Distribution, ...] | None = None,
+) -> Guess:  # fmt: skip
+    """A drafter's answer to the session's last request: a chain, or a tree with the parents of the new tokens."""
+    request = session._request
+    assert request is not None
+    if not parents:
+        return request.chain(tokens, probs, done=done)
+    known = request.open_guess
+    parents = (*known.shape.parents, *parents)
+    return Guess(request.committed, 0, 0, (*known.tokens, *tokens), parents=parents, done=done)
+
+
 def draft(session: DraftSession, *tokens: int, done: bool = False, parents: tuple[int, ...] = ()) -> list[Guess]:
     session.next_request()
-    session.add_result(DraftResult(tokens, done=done, parents=parents), 100)
+    session.add_guess(answer(session, *tokens, done=done, parents=parents), 100)
     return sent(session)
 
 
@@ -122,8 +136,8 @@ def test_an_eager_session_asks_for_little_at_a_time() -> None:
     for _ in range(20):
         request = session.next_request()
         assert request is not None
-        session.add_result(DraftResult((7,) * request.max_new_tokens), 2_000 * request.max_new_tokens)
-        session.commit(len(session._guesses.committed), (9,))
+        session.add_guess(request.chain((7,) * request.max_new_tokens), 2_000 * request.max_new_tokens)
+        session.commit(request.committed, (9,))
     assert request.max_new_tokens == 2
 
 
@@ -164,7 +178,7 @@ def test_what_was_drafted_while_a_bonus_came_follows_another_path_unless_it_was_
     draft(session, 7, 8)
     session.next_request()
     session.commit(3, (7, 8, 9))
-    session.add_result(DraftResult((token, 4), done=True), 10)
+    session.add_guess(answer(session, token, 4, done=True), 10)
     request = session.next_request()
     assert request is not None
     assert list(request.tokens[request.committed :]) == list(kept)
@@ -177,9 +191,9 @@ def test_a_tree_is_sent_as_one_guess_and_asked_for_as_a_whole() -> None:
     session.steer(DraftSteering(gamma=3))
     request = session.next_request()
     assert request is not None
-    assert (request.open_tokens, request.open_parents, request.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
+    assert (request.open_guess.tokens, request.open_guess.parents, request.budget) == ((7, 8, 9, 4), (-1, -1, 0, 0), 2)
     assert list(request.tokens) == [1, 2, 3, 7, 9]
-    session.add_result(DraftResult((5, 6), parents=(2, 3)), 0)
+    session.add_guess(answer(session, 5, 6, parents=(2, 3)), 0)
     assert [(g.parent, g.tokens) for g in sent(session)] == [(3, (5,)), (4, (6,))]
 
 
@@ -189,7 +203,7 @@ def test_a_commit_prunes_the_tree_to_the_branch_that_came_true() -> None:
     session.commit(3, (8,))
     request = session.next_request()
     assert request is not None
-    assert (request.open_tokens, request.open_parents, list(request.tokens)) == ((4,), (-1,), [1, 2, 3, 8, 4])
+    assert (request.open_guess.tokens, list(request.tokens)) == ((4,), [1, 2, 3, 8, 4])
     (guess,) = draft(session, 5, 6, parents=(0, -1))[:1]
     assert (guess.position, guess.parent, guess.tokens) == (5, 4, (5,))
 
@@ -198,7 +212,7 @@ def test_a_tree_drafted_while_commits_came_keeps_what_fits() -> None:
     session = opened(gamma=3, branches=2)
     session.next_request()
     session.commit(3, (7,))
-    session.add_result(DraftResult((7, 8, 9, 5, 6), done=True, parents=(-1, -1, 0, 1, 2)), 0)
+    session.add_guess(answer(session, 7, 8, 9, 5, 6, done=True, parents=(-1, -1, 0, 1, 2)), 0)
     assert sent(session) == [], "it was done for what was asked, not for what is asked now"
     guess, passed = draft(session, done=True)
     assert (guess.position, guess.tokens) == (4, (9, 6)), "8 and 5 are gone with what they hang from"
@@ -225,7 +239,8 @@ def test_a_drawn_token_has_no_sibling() -> None:
 
 def test_an_unsent_chain_that_was_committed_meanwhile_is_sent_without_its_head() -> None:
     session = opened(gamma=3)
-    session.add_result(DraftResult((7, 8)), 10)
+    session.next_request()
+    session.add_guess(answer(session, 7, 8), 10)
     session.commit(3, (7,))
     assert draft(session, 9, 4) == [Guess(4, 1, 0, (8, 9, 4), draft_us=110)]
 
@@ -253,7 +268,8 @@ def test_a_commit_that_cannot_be_is_refused(position: int, tokens: tuple[int, ..
 def test_distributions_travel_with_their_tokens() -> None:
     session = opened(gamma=2, verification=Verification.BLOCK)
     probs = (Distribution((7,), (WHOLE,)), Distribution((8, 9), (WHOLE - 1, 1)))
-    session.add_result(DraftResult((7, 8), probs), 0)
+    session.next_request()
+    session.add_guess(answer(session, 7, 8, probs=probs), 0)
     (guess,) = sent(session)
     assert guess.draft_probs == probs
 
@@ -309,10 +325,10 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
             tokens = tuple(
                 data.draw(st.lists(token, min_size=1, max_size=request.budget if branching else request.max_new_tokens))
             )
-            places = range(len(request.open_tokens), len(request.open_tokens) + len(tokens))
+            first = len(request.open_guess.tokens)
+            places = range(first, first + len(tokens))
             parents = tuple(data.draw(st.integers(-1, place - 1)) for place in places) if branching else ()
-            probs = tuple(Distribution((t,), (WHOLE,)) for t in tokens) if single else ()
-            session.add_result(DraftResult(tokens, probs, data.draw(st.booleans()), parents), 5)
+            session.add_guess(answer(session, *tokens, done=data.draw(st.booleans()), parents=parents), 5)
             underway += sent(session)
         elif action == "deliver" and underway:
             tree.add(underway.pop(0))
@@ -332,7 +348,8 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     for news in unsaid:
         session.commit(*news)
     # All is said: what the drafter holds open and has sent is what the verifier can check.
-    open_ = {tuple(session._guesses.path(node)) for node in session._guesses.nodes if node.node_id}
+    paths = session._open.guess.paths[1:]
+    open_ = {path for path, node_id in zip(paths, session._open._ids, strict=True) if node_id}
     block = tree.block(99, 99)
     held = {tuple(block.paths[row]) for row in range(1, len(block.tokens) + 1)}
     assert open_ <= held
@@ -347,7 +364,7 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
     tree = GuessTree(committed, single=False, max_nodes=64, max_ahead=64)
     for _ in range(10):
         while (request := session.next_request()) is not None:
-            session.add_result(DraftResult((request.tokens[-1] + 1,)), 0)
+            session.add_guess(request.chain([request.tokens[-1] + 1]), 0)
         for guess in sent(session):
             tree.add(guess)
         block = tree.block(9, 9)
@@ -363,10 +380,12 @@ def test_a_target_that_agrees_never_runs_out_of_guesses() -> None:
 
 def ask_for(tokens: list[int], max_new_tokens: int = 4, committed: int | None = None, **params) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
-    return DraftRequest("s", tokens, committed, 1, max_new_tokens, SamplingParams(**params), VOCAB)
+    known = Guess(committed, 0, 0, tuple(tokens[committed:]))
+    params = SamplingParams(**params)
+    return DraftRequest("s", tokens, committed, 1, max_new_tokens, params, VOCAB, open_guess=known)
 
 
-def looked_up(tokens: list[int], max_new_tokens: int = 4, shortest: int = 2, longest: int = 4) -> DraftResult:
+def looked_up(tokens: list[int], max_new_tokens: int = 4, shortest: int = 2, longest: int = 4) -> Guess:
     return NgramDrafter(shortest, longest).draft([ask_for(tokens, max_new_tokens)])[0]
 
 
@@ -389,7 +408,8 @@ def test_a_loop_is_continued_as_a_loop() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5], [1, 9, 2, 9]])
 def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
-    assert looked_up(tokens) == DraftResult(done=True)
+    guess = looked_up(tokens)
+    assert (guess.tokens, guess.done) == ((), True)
 
 
 def test_a_run_shorter_than_the_shortest_is_no_match() -> None:
@@ -447,4 +467,4 @@ def test_lookup_matches_a_search_from_scratch(tokens: list[int], max_new_tokens:
                 text.append(text[ends[-1] + i])
             expected = text[len(tokens) :]
             break
-    assert found == (DraftResult(tuple(expected)) if expected else DraftResult(done=True))
+    assert (found.tokens, found.done) == (tuple(expected or ()), expected is None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from drafter.interface import DraftRequest
 from drafter.tree_builder import TreeBuilder
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import ROOT
+from outrider.protocol.speculation import ROOT, Guess
 
 
 def ask_for(
@@ -30,8 +30,7 @@ def ask_for(
         depth,
         SamplingParams(temperature=0.0),
         50,
-        open_tokens=open_tokens,
-        open_parents=open_parents,
+        open_guess=Guess(1, 0, 0, open_tokens, parents=open_parents),
         branches=branches,
         budget=budget,
         depth=depth,
@@ -54,14 +53,14 @@ def grown(builder: TreeBuilder, shares: dict[int, tuple[float, ...]]) -> TreeBui
 def test_the_likeliest_path_grows_first() -> None:
     builder = grown(TreeBuilder(ask_for(budget=3)), {ROOT: (0.6, 0.4), 0: (0.5, 0.3), 1: (0.9, 0.1)})
     assert (builder.tokens, builder.parents) == ([0, 1, 0], [ROOT, ROOT, 1]), "0.6, 0.4, then 0.36 before 0.3"
-    assert builder.path(2) == [1, 0]
+    assert builder.path(2) == (1, 0)
     assert math.isclose(builder.score(2), math.log(0.36))
 
 
 def test_no_place_has_more_children_than_branches_and_none_twice() -> None:
     builder = grown(TreeBuilder(ask_for((0,), (ROOT,), depth=1)), {ROOT: (0.4, 0.3, 0.2)})
-    draft = builder.result()
-    assert (draft.tokens, draft.parents) == ((1,), (ROOT,)), "the open guess 0 is one of the two"
+    draft = builder.guess()
+    assert (draft.tokens, draft.parents) == ((0, 1), (ROOT, ROOT)), "the open guess 0 is one of the two"
 
 
 def test_an_open_guess_that_is_not_offered_counts_as_little_as_the_last_that_is() -> None:

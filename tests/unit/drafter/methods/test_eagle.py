@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.eagle import EagleDrafter, engine_for
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import HiddenStates
+from outrider.protocol.speculation import Guess, HiddenStates
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
@@ -85,6 +85,7 @@ def ask_for(
         max_new_tokens,
         params,
         VOCAB,
+        open_guess=Guess(len(tokens), 0, 0, tuple(guesses or ())),
         hidden_states=features,
         **more,
     )  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def test_more_of_an_open_chain(target: LlamaForCausalLM, eagle: Eagle, drafter: 
     features = sent(states, 0, len(PROMPT) - 1)
     first = drafter.draft([ask_for(PROMPT, 2, features)])[0].tokens
     then = drafter.draft([ask_for(PROMPT, 4, guesses=list(first))])[0].tokens
-    assert [*first, *then] == wanted
+    assert list(then) == wanted
 
 
 def test_commits_whose_states_are_still_on_their_way(
@@ -158,7 +159,7 @@ def test_a_gap_in_the_states_begins_anew(target: LlamaForCausalLM, eagle: Eagle,
 
 
 def test_nothing_without_states(drafter: EagleDrafter) -> None:
-    assert drafter.draft([ask_for(PROMPT, 3)]) == [DraftResult(done=True)]
+    assert drafter.draft([ask_for(PROMPT, 3)]) == [Guess(len(PROMPT), 0, 0, (), done=True)]
 
 
 def test_a_trees_nodes_are_the_likeliest_of_chains(
@@ -170,14 +171,14 @@ def test_a_trees_nodes_are_the_likeliest_of_chains(
     assert len(draft.tokens) == 6
     first = foretold(eagle, states, PROMPT, 1)[0]
     children: dict[int, list[int]] = {}
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+    for token, parent in zip(draft.tokens, draft.shape.parents, strict=True):
         children.setdefault(parent, []).append(token)
     assert children[-1][0] == first
     for parent, found in children.items():
         path, at = [], parent
         while at >= 0:
             path.append(draft.tokens[at])
-            at = draft.parents[at]
+            at = draft.shape.parents[at]
         replies = _follow(eagle, states, PROMPT, path[::-1])
         assert found[0] == replies, "the first child of a node is what a chain would go on with"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from drafter.calibration import Calibration
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.model import ModelDrafter, read_vocabulary
 from drafter.methods.registry import make
 from drafter.session import DraftOpening, DraftSession
@@ -19,7 +20,7 @@ from outrider.engine.loading.loader import LoadedModel, load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.errors import StartupError
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, DraftSteering
+from outrider.protocol.speculation import WHOLE, DraftSteering, Guess
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.exponential_race import shared_choices
 from outrider.speculation.sampling import History, adjust
@@ -61,27 +62,27 @@ def grown(drafter: ModelDrafter, session: DraftSession) -> int:
     steps = 0
     while (request := session.next_request()) is not None:
         (draft,) = drafter.draft([request])
-        session.add_result(draft, 0)
+        session.add_guess(draft, 0)
         steps += 1
         assert steps < 200
     return steps
 
 
 def paths(session: DraftSession) -> set[tuple[int, ...]]:
-    return {tuple(session._guesses.path(node)) for node in session._guesses.nodes}
+    return set(session._open.guess.paths[1:])
 
 
-def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> DraftResult:
+def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> Guess:
     """The next level, from the model's own answer to every path of the tree."""
     builder = TreeBuilder(request)
-    for place in range(-1, len(request.open_tokens)):
+    for place in range(-1, len(request.open_guess.tokens)):
         tokens = [*request.tokens[: request.committed], *builder.path(place)]
         with torch.inference_mode():
             logits = plain(torch.tensor([tokens])).logits[0, -1:]
         logits = adjust(logits, request.params, History(tokens, request.prompt_length, VOCAB, logits.device), [()])
         builder.add_choices(place, shared_choices(logits, request.params, [len(tokens)], request.branches)[0])
     added = [builder.add() for _ in range(builder.level_budget)]
-    return builder.result(done=added[0] is None)
+    return builder.guess(done=added[0] is None)
 
 
 @pytest.mark.parametrize("params", MODES, ids=str)
@@ -93,11 +94,11 @@ def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedMod
         while (request := session.next_request()) is not None:
             (draft,) = drafter.draft([request])
             assert draft == by_hand(plain, request)
-            session.add_result(draft, 0)
+            session.add_guess(draft, 0)
             steps += 1
         assert n or steps == 4, "a level a step"
         assert len(paths(session)) == 12
-        session.commit(len(session._guesses.committed), (*max(paths(session), key=len)[:n], 7))
+        session.commit(session._open.guess.position, (*max(paths(session), key=len)[:n], 7))
     drafter.forget(session.key)
 
 
@@ -123,7 +124,8 @@ def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches:
         committed += new
         fresh = session_of(committed, 4, branches, **params)
         # What stayed open of the last tree is not what a fresh one would hold.
-        fresh._guesses.nodes, fresh._exhausted = list(session._guesses.nodes), False
+        fresh._open.guess, fresh._open._ids = session._open.guess, list(session._open._ids)
+        fresh._exhausted = False
         session._calibration = fresh._calibration = Deaf()
         grown(drafter, session)
         other = drafter_of(loaded)
@@ -147,7 +149,7 @@ def test_trees_and_chains_share_a_step(loaded: LoadedModel) -> None:
     sessions = [session_of(PROMPT, 3, branches, temperature=0.0) for branches in (1, 2)]
     while asked := [(session, request) for session in sessions if (request := session.next_request()) is not None]:
         for (session, _), draft in zip(asked, drafter.draft([request for _, request in asked]), strict=True):
-            session.add_result(draft, 0)
+            session.add_guess(draft, 0)
     assert {1: paths(sessions[0]), 2: paths(sessions[1])} == alone
     for session in sessions:
         drafter.forget(session.key)
@@ -159,7 +161,7 @@ def test_a_long_prompt_comes_before_the_tree(loaded: LoadedModel) -> None:
     request = DraftRequest("long", tokens, len(tokens), 5, 2, params, VOCAB, branches=2, budget=4, depth=2)
     drafter = drafter_of(loaded)
     drafts = [drafter.draft([request])[0] for _ in range(3)]
-    assert drafts[:2] == [DraftResult(), DraftResult()]
+    assert drafts[:2] == [request.chain()] * 2
     assert len(drafts[2].tokens) == 2
     drafter.forget("long")
 
@@ -170,8 +172,8 @@ def test_a_place_that_is_full_ends_the_draft(loaded: LoadedModel) -> None:
     request = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, branches=3, budget=3, depth=1)
     draft = drafter.draft([request])[0]
     assert len(draft.tokens) == 1, "top-k leaves one candidate"
-    again = DraftRequest("s", PROMPT, len(PROMPT), 5, 1, params, VOCAB, "", draft.tokens, (-1,), 3, 2, 1)
-    assert drafter.draft([again])[0] == DraftResult(done=True)
+    again = replace(request, open_guess=draft, budget=2)
+    assert drafter.draft([again])[0] == again.chain(done=True)
     drafter.forget("s")
 
 

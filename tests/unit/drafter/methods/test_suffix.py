@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.suffix import SuffixDrafter, _SessionText
 from drafter.methods.suffix_automaton import LONGEST, ROOT, Automaton
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import WHOLE, Distribution, Guess
 
 VOCAB = 50
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
@@ -154,7 +154,8 @@ def test_a_guess_costs_a_constant_number_of_steps(kind: str) -> None:
 def ask_for(tokens: list[int], max_new_tokens: int = 4, committed: int | None = None, **more) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
     fields = {name: more.pop(name) for name in list(more) if name in DraftRequest.__dataclass_fields__}
-    fields = {"session": "s", "prompt_length": 1} | fields
+    known = Guess(committed, 0, 0, tuple(tokens[committed:]))
+    fields = {"session": "s", "prompt_length": 1, "open_guess": known} | fields
     return DraftRequest(
         tokens=tokens,
         committed=committed,
@@ -165,9 +166,7 @@ def ask_for(tokens: list[int], max_new_tokens: int = 4, committed: int | None = 
     )
 
 
-def drafted(
-    tokens: list[int], max_new_tokens: int = 4, factor: float = 4.0, certainty: float = 0.05, **more
-) -> DraftResult:
+def drafted(tokens: list[int], max_new_tokens: int = 4, factor: float = 4.0, certainty: float = 0.05, **more) -> Guess:
     return SuffixDrafter(0, factor, certainty).draft([ask_for(tokens, max_new_tokens, **more)])[0]
 
 
@@ -191,7 +190,8 @@ def test_a_loop_is_continued_as_a_loop() -> None:
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4, 5]])
 def test_without_a_match_the_drafter_is_done(tokens: list[int]) -> None:
-    assert drafted(tokens) == DraftResult(done=True)
+    guess = drafted(tokens)
+    assert (guess.tokens, guess.done) == ((), True)
 
 
 def test_a_longer_match_is_trusted_further() -> None:
@@ -219,7 +219,9 @@ def test_more_is_expected_of_what_has_always_held() -> None:
 def test_open_guesses_are_not_evidence() -> None:
     assert drafted([1, 2, 3, 4, 3, 4], committed=2).done
     assert drafted([1, 2, 9, 1, 2], committed=5, max_new_tokens=1).tokens == (9,)
-    assert drafted([1, 2, 3, 4, 1, 2, 3], committed=5, max_new_tokens=2).tokens == (4, 1), "a chain goes on behind them"
+    assert drafted([1, 2, 3, 4, 1, 2, 3], committed=5, max_new_tokens=2).tokens == (2, 3, 4, 1), (
+        "a chain goes on behind them"
+    )
 
 
 def test_under_block_and_rejection_a_guess_is_certain_of_itself() -> None:
@@ -282,7 +284,7 @@ def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
     tokens = [*range(40)] * 60
     request = ask_for(tokens, max_new_tokens=3)
     drafts = [drafter.draft([request])[0] for _ in range(3)]
-    assert drafts[:2] == [DraftResult(), DraftResult()], "it wants to be asked again"
+    assert drafts[:2] == [request.chain()] * 2, "it wants to be asked again"
     assert drafts[2].tokens == (0, 1, 2)
 
 
@@ -309,19 +311,15 @@ def test_a_tree_keeps_to_its_limits() -> None:
 
 def test_a_tree_grows_from_what_is_open() -> None:
     request = ask_for([*TORN, 3], committed=len(TORN), max_new_tokens=1, branches=2, budget=2, depth=2)
-    request = DraftRequest(
-        **{name: getattr(request, name) for name in DraftRequest.__dataclass_fields__}
-        | {"open_tokens": (3,), "open_parents": (-1,)}
-    )
     draft = SuffixDrafter(0, 4.0, 0.05).draft([request])[0]
-    assert dict(zip(draft.tokens, draft.parents, strict=True)) == {5: 0, 4: -1}
+    assert dict(zip(draft.tokens, draft.parents, strict=True)) == {3: -1, 5: 0, 4: -1}
 
 
-def path(draft: DraftResult, node: int) -> list[int]:
+def path(draft: Guess, node: int) -> list[int]:
     found: list[int] = []
     while node >= 0:
         found.append(draft.tokens[node])
-        node = draft.parents[node]
+        node = draft.shape.parents[node]
     return found[::-1]
 
 

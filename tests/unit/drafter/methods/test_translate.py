@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from drafter.interface import DraftRequest, DraftResult
+from drafter.interface import DraftRequest
 from drafter.methods.model import ModelDrafter
 from drafter.methods.registry import make
 from drafter.methods.translate import TranslatingDrafter
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution
+from outrider.protocol.speculation import WHOLE, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import EOS, byte_tokenizer, permuted_vocabulary
@@ -67,21 +67,21 @@ class Says:
             eos_token_ids=(tokenizer.eos_token_id,),
         )
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, request: DraftRequest) -> DraftResult:
+    def _draft(self, request: DraftRequest) -> Guess:
         self.requests.append(request)
         if self._slow:
             self._slow -= 1
-            return DraftResult()
+            return request.chain()
         read = self._tokenizer.decode(request.tokens)
         at = self._text.find(read.rstrip("\ufffd"))
         if at < 0 or len(request.tokens) >= self.info.context_length:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         # In tokens of the whole: a character may be under way.
         tokens = self._tokenizer.encode(self._text[at : at + len(read) + 50], add_special_tokens=False)
         if request.tokens != tokens[: len(request.tokens)]:
@@ -90,7 +90,7 @@ class Says:
                 *self._tokenizer.encode(self._text[at + len(read) :][:50], add_special_tokens=False),
             ]
         tokens.append(self._tokenizer.eos_token_id)
-        return DraftResult((tokens[len(request.tokens)],))
+        return request.chain([tokens[len(request.tokens)]])
 
 
 def ask_for(tokens: list[int], max_new_tokens: int = 4, **more) -> DraftRequest:
@@ -153,13 +153,14 @@ LETTER |= {
 
 def test_a_character_that_is_not_whole_is_not_guessed_at() -> None:
     tokens = BYTES.encode("counted 🙂")
-    assert drafter_for("long", "bytes").draft([ask_for(tokens[:-1])])[0] == DraftResult(done=True)
+    request = ask_for(tokens[:-1])
+    assert drafter_for("long", "bytes").draft([request])[0] == request.chain(done=True)
     text = "smile 🙂🙂🙂 twice"
     half = drafter_for("bytes", "bytes", text, slow=0)
     half._model._draft = lambda request: (
-        DraftResult((BYTES.encode("🙂")[len(request.tokens) - 6],))
+        request.chain([BYTES.encode("🙂")[len(request.tokens) - 6]])
         if len(request.tokens) < 9
-        else DraftResult(done=True)
+        else request.chain(done=True)
     )  # type: ignore[method-assign]
     assert half.draft([ask_for(BYTES.encode("smile "))])[0].tokens == ()
 
@@ -199,15 +200,16 @@ def test_the_end_is_told_with_the_targets_own_token() -> None:
 
 def test_open_guesses_are_read_too() -> None:
     tokens = LONG.encode("The lighthouse keeper counted")
-    request = DraftRequest("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000)
-    assert drafter_for("short", "long").draft([request])[0].tokens == tuple(LONG.encode(" ships"))
+    known = Guess(2, 0, 0, tuple(tokens[2:]))
+    request = DraftRequest("s", tokens, 2, 1, 1, SamplingParams(temperature=0.0), 10_000, open_guess=known)
+    assert drafter_for("short", "long").draft([request])[0].tokens == (*tokens[2:], *LONG.encode(" ships"))
 
 
 def test_under_block_and_rejection_a_guess_is_certain_of_itself() -> None:
     request = ask_for(LONG.encode("The lighthouse"), 1, temperature=1.0, verification=Verification.BLOCK)
     (token,) = LONG.encode(" keeper")
-    assert drafter_for("short", "long").draft([request])[0] == DraftResult(
-        (token,), (Distribution((token,), (WHOLE,)),)
+    assert drafter_for("short", "long").draft([request])[0] == request.chain(
+        [token], [Distribution((token,), (WHOLE,))]
     )
 
 

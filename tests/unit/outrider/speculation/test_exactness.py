@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from drafter.interface import DraftResult
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, TokenKind
@@ -295,7 +294,7 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
     def draft() -> None:
         while (ask := drafter.next_request()) is not None:
             drawn_from = pair.draft(tuple(ask.tokens[START:]))
-            drafter.add_result(DraftResult((branches.token(drawn_from),), (drawn_from,)), 0)
+            drafter.add_guess(ask.chain([branches.token(drawn_from)], [drawn_from]), 0)
         while not drafter.outbox.empty():
             tree.add(drafter.outbox.get_nowait())
 

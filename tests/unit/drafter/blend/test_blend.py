@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from drafter.accuracy import AccuracyTracker, Record
-from drafter.interface import DraftRequest, DraftResult
-from drafter.methods.blend import BlendDrafter
+from drafter.blend.accuracy import AccuracyTracker, Record
+from drafter.blend.blend import BlendDrafter
+from drafter.interface import DraftRequest
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.methods.suffix import SuffixDrafter
@@ -66,7 +66,7 @@ class Model:
             target_digest=self.target_digest,
         )
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         self.requests += requests
         self.clock.now += self.cost_s
         return [self._draft(request) for request in requests]
@@ -74,23 +74,24 @@ class Model:
     def forget(self, session: str) -> None:
         self.forgotten.append(session)
 
-    def _draft(self, request: DraftRequest) -> DraftResult:
+    def _draft(self, request: DraftRequest) -> Guess:
         position = len(request.tokens)
         if position >= self.limit:
-            return DraftResult(done=True)
+            return request.chain(done=True)
         token = (self.truth[position] + self.wrong(position)) % VOCAB
         if request.params.mode.needs_draft_probs:
             ids = sorted({token, (token + 1) % VOCAB})
-            return DraftResult((token,), (Distribution(tuple(ids), (WHOLE - 1, 1)),))
+            return request.chain([token], [Distribution(tuple(ids), (WHOLE - 1, 1))])
         if request.branches == 1:
-            return DraftResult((token,))
-        tip = max(range(-1, len(request.open_tokens)), key=lambda node: _depth(request.open_parents, node))
+            return request.chain([token])
         rest = (token, (token + 1) % VOCAB)[: request.budget]
-        return DraftResult(rest, parents=(tip,) * len(rest))
+        return grown(request, rest, (request.open_guess.tip,) * len(rest))
 
 
-def _depth(parents: Sequence[int], node: int) -> int:
-    return 0 if node < 0 else 1 + _depth(parents, parents[node])
+def grown(request: DraftRequest, tokens: Sequence[int], parents: Sequence[int]) -> Guess:
+    known = request.open_guess
+    parents = (*known.shape.parents, *parents)
+    return Guess(request.committed, 0, 0, (*known.tokens, *tokens), parents=parents)
 
 
 @dataclass
@@ -127,7 +128,7 @@ def run(
         for _ in range(200):
             if (request := session.next_request()) is None:
                 break
-            session.add_result(drafter.draft([request])[0], 1)
+            session.add_guess(drafter.draft([request])[0], 1)
         else:
             raise AssertionError("asked again and again")
         while not session.outbox.empty():
@@ -205,8 +206,8 @@ def test_a_chain_may_mix_members() -> None:
     first = drafter.draft([request])[0]
     assert (first.tokens, first.done) == ((6, 7, 8), False)
     assert not model.requests
-    again = DraftRequest("s", text, len(text) - 3, 1, 3, request.params, VOCAB)
-    assert drafter.draft([again])[0].tokens == (53,)
+    again = replace(request, tokens=text, max_new_tokens=3, open_guess=first)
+    assert drafter.draft([again])[0].tokens == (6, 7, 8, 53)
 
 
 def test_a_short_copy_is_sent_alone_where_the_model_is_slow() -> None:
@@ -226,7 +227,7 @@ def test_without_a_model_the_best_proposal_is_taken() -> None:
     draft = drafter.draft([DraftRequest("s", text, len(text), 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
     assert draft.tokens[:1] == (41,)
     nothing = drafter.draft([DraftRequest("t", [1, 2], 2, 1, 3, SamplingParams(temperature=0.0), VOCAB)])[0]
-    assert nothing == DraftResult(done=True)
+    assert (nothing.tokens, nothing.done) == ((), True)
     assert drafter.vocabulary is None
 
 
@@ -284,16 +285,15 @@ def test_a_proposal_joins_the_models_tree_as_a_branch() -> None:
         1,
         params,
         VOCAB,
-        open_tokens=draft.tokens,
-        open_parents=draft.parents,
+        open_guess=draft,
         branches=3,
         budget=4,
         depth=2,
     )
     last = drafter.draft([more])[0]
     assert last.done
-    assert last.parents == (0, 0, -1, 4), "the model's second level, then the copy from the root"
-    assert last.tokens[2:] == (3, 4)
+    assert last.parents[2:] == (0, 0, -1, 4), "the model's second level, then the copy from the root"
+    assert last.tokens[4:] == (3, 4)
 
 
 @pytest.mark.parametrize("truth", [LOOP, NOVEL], ids=["loop", "novel"])
@@ -316,9 +316,9 @@ def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int])
     drawn: dict[tuple[int, int], tuple[int, Distribution]] = {}
     draft_one = model._draft
 
-    def remembering(request: DraftRequest) -> DraftResult:
+    def remembering(request: DraftRequest) -> Guess:
         draft = draft_one(request)
-        drawn[request.committed, len(request.tokens)] = (draft.tokens[0], draft.draft_probs[0])
+        drawn[request.committed, len(request.tokens)] = (draft.tokens[-1], draft.draft_probs[-1])
         return draft
 
     model._draft = remembering
@@ -340,7 +340,12 @@ def test_every_drawn_token_is_sent_with_what_it_was_drawn_from(truth: list[int])
 
 def ask_at(tokens: Sequence[int], committed: int | None = None, **more) -> DraftRequest:
     committed = len(tokens) if committed is None else committed
+    more = {"open_guess": Guess(committed, 0, 0, tuple(tokens[committed:]))} | more
     return DraftRequest("s", list(tokens), committed, 1, 4, SamplingParams(temperature=0.0), VOCAB, **more)
+
+
+def promised(request: DraftRequest, tokens: Sequence[int], expected: float) -> Guess:
+    return replace(request.chain(tokens), expected=expected)
 
 
 def heard(judge: AccuracyTracker, tokens: Sequence[int]) -> Record:
@@ -351,7 +356,7 @@ def heard(judge: AccuracyTracker, tokens: Sequence[int]) -> Record:
 
 def test_a_promise_is_judged_when_its_fate_is_known() -> None:
     judge = AccuracyTracker(2)
-    judge.record_chain("m", ask_at([1, 2]), (3, 4, 5), 2.5)
+    judge.record_chain("m", ask_at([1, 2]), promised(ask_at([1, 2]), (3, 4, 5), 2.5))
     assert heard(judge, [1, 2, 3, 4]).accepted_share[2].weight == 0, "5 may still come"
     record = heard(judge, [1, 2, 3, 4, 9])
     assert (record.accepted_share[2].total, record.accepted_share[2].weight) == (2.0, 2.5)
@@ -360,14 +365,14 @@ def test_a_promise_is_judged_when_its_fate_is_known() -> None:
 
 def test_a_promise_behind_guesses_that_failed_is_dropped() -> None:
     judge = AccuracyTracker(2)
-    judge.record_chain("m", ask_at([1, 2, 7], 2), (3,), 0.5)
+    judge.record_chain("m", ask_at([1, 2, 7], 2), promised(ask_at([1, 2, 7], 2), (3,), 0.5))
     assert heard(judge, [1, 2, 8, 3]).accepted_share[0].weight == 0
     assert not judge._chains
 
 
 def test_tokens_are_hits_if_those_before_them_came_true() -> None:
     judge = AccuracyTracker(2)
-    judge.record_tokens("m", ask_at([1, 2]), DraftResult((3, 4, 5)))
+    judge.record_tokens("m", ask_at([1, 2]), ask_at([1, 2]).chain((3, 4, 5)))
     assert heard(judge, [1, 2, 3]).hits.total == 1
     record = heard(judge, [1, 2, 3, 8, 5])
     assert (record.hits.total, record.hits.weight) == (0, 1), "5 was guessed behind 4"
@@ -376,19 +381,20 @@ def test_tokens_are_hits_if_those_before_them_came_true() -> None:
 
 def test_any_sibling_is_a_hit() -> None:
     judge = AccuracyTracker(2)
-    request = ask_at([1, 2, 7], 2, open_tokens=(7,), open_parents=(-1,), branches=2)
-    judge.record_tokens("m", request, DraftResult((8, 9, 6), parents=(-1, 0, 1)))
+    request = ask_at([1, 2, 7], 2, branches=2)
+    judge.record_tokens("m", request, grown(request, (8, 9, 6), (-1, 0, 1)))
     record = heard(judge, [1, 2, 8, 6])
     assert record.hits.total == pytest.approx(2, abs=0.2)
     judge = AccuracyTracker(2)
-    judge.record_tokens("m", request, DraftResult((8, 9), parents=(-1, 0)))
+    judge.record_tokens("m", request, grown(request, (8, 9), (-1, 0)))
     assert heard(judge, [1, 2, 7, 6]).hits.total < heard(AccuracyTracker(2), [1, 2]).hits.total + 0.1
 
 
 def test_pending_promises_are_bounded() -> None:
     judge = AccuracyTracker(1)
     for n in range(1, 1000):
-        judge.record_chain("m", ask_at([0] * n, 1), (1,), 1.0)
+        request = ask_at([0] * n, 1)
+        judge.record_chain("m", request, promised(request, (1,), 1.0))
     assert len(judge._chains) <= 128
 
 
@@ -468,7 +474,7 @@ def test_the_target_that_a_member_was_made_for_is_told() -> None:
     blended = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "trained": trained, "model": Model([], clock)}, clock)
     assert (blended.info.target_digest, blended.info.vocabulary_digest) == ("target", "d")
     assert blended.vocabulary == SPOKEN
-    assert blended._proposers == ["suffix"]
+    assert list(blended._proposers) == ["suffix"]
     with pytest.raises(StartupError, match="targets"):
         BlendDrafter({"a": trained, "b": Model([], clock, vocabulary=None, target_digest="another")}, clock)
 

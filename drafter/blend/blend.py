@@ -14,22 +14,20 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from drafter.accuracy import AccuracyTracker, Rate, Record, token_positions
-from drafter.interface import Drafter, DraftRequest, DraftResult
-from drafter.proposal import Proposal, Proposer
-from drafter.proposal_branch import ProposalBranch
-from drafter.round_estimate import RoundEstimate, full_acceptance_probability
+from drafter.blend.accuracy import AccuracyTracker, Rate, Record
+from drafter.blend.branch import join, proposed_branch
+from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
+from drafter.interface import Drafter, DraftRequest, Proposer
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import HiddenStates
+from outrider.protocol.speculation import Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 
 _MAX_PENDING_POSITIONS = 4096  # hidden states kept for a member that does not draft
 _HIT_RATE_PRIOR = 0.8  # of a model: optimistic, so that it is tried
 _SMOOTHING = 0.2
-_NO_PROPOSAL = Proposal(DraftResult(done=True), 0.0)
 
 
 class _DraftSource(enum.Enum):
@@ -38,22 +36,6 @@ class _DraftSource(enum.Enum):
     PROPOSAL = enum.auto()
     PROPOSAL_THEN_MODEL = enum.auto()  # the proposal now, a model after it with the next request
     MODEL = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftPlan:
-    request: DraftRequest
-    proposer: str
-    proposal: Proposal
-    models: tuple[str, ...]  # best first
-    source: _DraftSource = _DraftSource.PROPOSAL
-
-    @property
-    def model(self) -> str:
-        return self.models[0] if self.models else ""
-
-    def branch(self) -> ProposalBranch:
-        return ProposalBranch(self.request, self.proposal.result.tokens if self.request.branches > 1 else ())
 
 
 class _PendingHiddenStates:
@@ -78,15 +60,42 @@ class _PendingHiddenStates:
 
 
 class _SessionState:
-    """Measurements of one session, and the hidden states for its members."""
+    """Measurements of one session, the hidden states for its members, and the decision for its present request."""
 
     def __init__(self, request: DraftRequest, members: Sequence[str], state_members: Sequence[str], now: float) -> None:
+        self.request = request
+        self.proposer = ""  # of `proposal`
+        self.proposal = request.chain(done=True)
+        self.models: tuple[str, ...] = ()  # best first
+        self.source = _DraftSource.PROPOSAL
         self.accuracy = AccuracyTracker(request.committed)
         self.records = {name: Record() for name in members}
         self.pending_states = {name: _PendingHiddenStates() for name in state_members}
         self.rest_s: float | None = None  # time between two commits without drafting
         self.draft_s = 0.0  # drafting since the last commit
         self._committed_at = now
+
+    @property
+    def proposed(self) -> tuple[int, ...]:
+        return self.proposal_request.new_tokens(self.proposal)
+
+    @property
+    def proposal_request(self) -> DraftRequest:
+        """Return the request for a chain. It may become a branch of a tree, and then begins at the committed tokens."""
+        request = self.request
+        if request.branches == 1:
+            return request
+        return replace(
+            request,
+            tokens=request.tokens[: request.committed],
+            max_new_tokens=request.depth,
+            open_guess=Guess(request.committed, 0, 0, ()),
+            branches=1,
+        )
+
+    def branch(self) -> tuple[tuple[int, ...], int]:
+        """Return the part of the proposal that joins a model's tree, and how many of its tokens are not open yet."""
+        return proposed_branch(self.request, self.proposed) if self.request.branches > 1 else ((), 0)
 
     def committed(self, now: float) -> None:
         """Update the time between two commits."""
@@ -101,7 +110,7 @@ class BlendDrafter:
     def __init__(self, members: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter) -> None:
         self._members = dict(members)
         self._clock = clock
-        self._proposers = [name for name, member in members.items() if isinstance(member, Proposer)]
+        self._proposers = {name: member for name, member in members.items() if isinstance(member, Proposer)}
         self._models = [name for name in members if name not in self._proposers]
         self._state_members = [name for name, member in members.items() if member.needs_hidden_states]
         _check_same_target(self._members)
@@ -131,10 +140,10 @@ class BlendDrafter:
     def needs_hidden_states(self) -> bool:
         return bool(self._state_members)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftResult]:
-        plans = [self._plan(request) for request in requests]
-        drafted = self._run_models(plans)
-        return [self._result(plan, drafted.get(plan.request.session)) for plan in plans]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        sessions = [self._decide(request) for request in requests]
+        drafted = self._run_models(sessions)
+        return [self._result(session, drafted.get(session.request.session)) for session in sessions]
 
     def forget(self, session: str) -> None:
         self._sessions.pop(session, None)
@@ -143,72 +152,70 @@ class BlendDrafter:
 
     # Selection of the source.
 
-    def _plan(self, request: DraftRequest) -> _DraftPlan:
+    def _decide(self, request: DraftRequest) -> _SessionState:
+        """Return the session with the decision for its request."""
         session = self._sessions.get(request.session)
         if session is None:
             session = _SessionState(request, list(self._members), self._state_members, self._clock())
             self._sessions[request.session] = session
+        session.request = request
         if session.accuracy.update(request, (session.records, self._records)):
             session.committed(self._clock())
             self._rest_s = session.rest_s
         for pending in session.pending_states.values():
             pending.add(request.hidden_states)
-        proposer, proposal = self._best_proposal(session, request)
-        plan = _DraftPlan(request, proposer, proposal, self._rank_models(session, request))
-        return replace(plan, source=self._choose_source(session, plan))
+        session.proposer, session.proposal = self._best_proposal(session)
+        session.models = self._rank_models(session)
+        session.source = self._choose_source(session)
+        return session
 
-    def _best_proposal(self, session: _SessionState, request: DraftRequest) -> tuple[str, Proposal]:
+    def _best_proposal(self, session: _SessionState) -> tuple[str, Guess]:
         """Return the best proposer and its chain, with the expected accepted tokens corrected by its record."""
-        chain_request = request if request.branches == 1 else _from_committed(request)
-        best = ("", _NO_PROPOSAL)
-        for name in self._proposers:
-            proposal = self._propose(name, chain_request)
-            tokens = proposal.result.tokens
-            session.accuracy.record_chain(name, chain_request, tokens, proposal.expected)
+        request = session.proposal_request
+        best = ("", request.chain(done=True))
+        for name, proposer in self._proposers.items():
+            proposal = proposer.propose(request)
+            length = len(request.new_tokens(proposal))
+            session.accuracy.record_chain(name, request, proposal)
             expected = session.records[name].expected_accepted(proposal.expected, self._records[name])
-            if tokens and expected > best[1].expected:
-                best = name, Proposal(proposal.result, min(expected, float(len(tokens))))
-            elif not best[0] and not proposal.result.done:
-                best = "", Proposal(proposal.result, 0.0)  # its indexing is not complete: it must be called again
+            if length and expected > best[1].expected:
+                best = name, replace(proposal, expected=min(expected, float(length)))
+            elif not best[0] and not proposal.done:
+                best = "", replace(proposal, expected=0.0)  # its indexing is not complete: it must be called again
         return best
 
-    def _propose(self, name: str, request: DraftRequest) -> Proposal:
-        member = self._members[name]
-        if isinstance(member, Proposer):
-            return member.propose(request)
-        result = member.draft([request])[0]
-        return Proposal(result, float(len(result.tokens)))
-
-    def _choose_source(self, session: _SessionState, plan: _DraftPlan) -> _DraftSource:
-        request, model, proposal = plan.request, plan.model, plan.proposal
-        tokens = len(proposal.result.tokens)
-        if not model or not tokens:
-            return _DraftSource.MODEL if model else _DraftSource.PROPOSAL
-        estimate = self._estimate(session, request, model)
+    def _choose_source(self, session: _SessionState) -> _DraftSource:
+        request, expected, tokens = session.request, session.proposal.expected, len(session.proposed)
+        if not session.models or not tokens:
+            return _DraftSource.MODEL if session.models else _DraftSource.PROPOSAL
+        estimate = self._estimate(session, session.models[0])
         levels = request.max_new_tokens
         model_speed = estimate.tokens_per_s(estimate.with_model(levels), levels)
         if request.branches > 1 and estimate.depth:
             # The open tree already has levels, and the proposal is another branch of it: continue, or stop here.
-            stop_speed = estimate.tokens_per_s(max(estimate.open_accepted, proposal.expected), 0)
+            stop_speed = estimate.tokens_per_s(max(estimate.open_accepted, expected), 0)
             return _DraftSource.MODEL if model_speed > stop_speed else _DraftSource.PROPOSAL
         left = max(0, levels - tokens)
-        continued = full_acceptance_probability(proposal.expected, tokens) * estimate.chain(left)
-        mixed_speed = estimate.tokens_per_s(estimate.with_proposal(proposal.expected + continued), left)
+        continued = full_acceptance_probability(expected, tokens) * estimate.chain(left)
+        mixed_speed = estimate.tokens_per_s(estimate.with_proposal(expected + continued), left)
         speeds = {
-            _DraftSource.PROPOSAL: estimate.tokens_per_s(estimate.with_proposal(proposal.expected), 0),
+            _DraftSource.PROPOSAL: estimate.tokens_per_s(estimate.with_proposal(expected), 0),
             _DraftSource.PROPOSAL_THEN_MODEL: mixed_speed if left else 0.0,
             _DraftSource.MODEL: model_speed,
         }
         return max(speeds, key=lambda source: speeds[source])
 
-    def _rank_models(self, session: _SessionState, request: DraftRequest) -> tuple[str, ...]:
+    def _rank_models(self, session: _SessionState) -> tuple[str, ...]:
+        levels = session.request.max_new_tokens
+
         def speed(name: str) -> float:
-            estimate = self._estimate(session, request, name)
-            return estimate.tokens_per_s(estimate.with_model(request.max_new_tokens), request.max_new_tokens)
+            estimate = self._estimate(session, name)
+            return estimate.tokens_per_s(estimate.with_model(levels), levels)
 
         return tuple(sorted(self._models, key=speed, reverse=True))
 
-    def _estimate(self, session: _SessionState, request: DraftRequest, model: str) -> RoundEstimate:
+    def _estimate(self, session: _SessionState, model: str) -> RoundEstimate:
+        request = session.request
         seconds, depth = self._seconds[model], len(request.tokens) - request.committed
         level_s = seconds.total / seconds.weight if seconds.weight else 0.0
         rest_s = self._rest_s if session.rest_s is None else session.rest_s
@@ -222,39 +229,38 @@ class BlendDrafter:
 
     # Drafting.
 
-    def _run_models(self, plans: Sequence[_DraftPlan]) -> dict[str, DraftResult]:
-        """Return the models' results by session; a model without a result gives way to the next best."""
-        results: dict[str, DraftResult] = {}
+    def _run_models(self, sessions: Sequence[_SessionState]) -> dict[str, Guess]:
+        """Return the models' drafts by session; a model without a draft gives way to the next best."""
+        drafts: dict[str, Guess] = {}
         started = self._clock()
-        open_plans = [plan for plan in plans if plan.source is _DraftSource.MODEL]
+        waiting = [session for session in sessions if session.source is _DraftSource.MODEL]
         for rank in range(len(self._models)):
             for model in self._models:
-                requests = [self._model_request(plan, model) for plan in open_plans if plan.models[rank] == model]
+                requests = [self._model_request(session, model) for session in waiting if session.models[rank] == model]
                 if requests:
-                    results |= self._run_model(model, requests)
-            open_plans = [plan for plan in open_plans if not _usable(results[plan.request.session])]
+                    drafts |= self._run_model(model, requests)
+            waiting = [session for session in waiting if not _usable(session, drafts[session.request.session])]
         spent = self._clock() - started
-        for plan in plans:
-            self._sessions[plan.request.session].draft_s += spent
-        return results
+        for session in sessions:
+            session.draft_s += spent
+        return drafts
 
-    def _run_model(self, model: str, requests: Sequence[DraftRequest]) -> dict[str, DraftResult]:
+    def _run_model(self, model: str, requests: Sequence[DraftRequest]) -> dict[str, Guess]:
         started = self._clock()
-        results = self._members[model].draft(requests)
+        drafts = self._members[model].draft(requests)
         spent = self._clock() - started
         levels = 0
-        for request, result in zip(requests, results, strict=True):
-            self._sessions[request.session].accuracy.record_tokens(model, request, result)
-            levels = max(levels, len({position for position, _, _ in token_positions(request, result)}))
+        for request, draft in zip(requests, drafts, strict=True):
+            self._sessions[request.session].accuracy.record_tokens(model, request, draft)
+            levels = max(levels, len(set(draft.shape.depths[len(request.open_guess.tokens) :])))
         if levels:
             self._seconds[model].add(spent, levels)
-        return {request.session: result for request, result in zip(requests, results, strict=True)}
+        return {request.session: draft for request, draft in zip(requests, drafts, strict=True)}
 
-    def _model_request(self, plan: _DraftPlan, model: str) -> DraftRequest:
-        request = plan.request
-        pending = self._sessions[request.session].pending_states.get(model)
-        request = replace(request, hidden_states=pending.take() if pending is not None else ())
-        missing = plan.branch().missing
+    def _model_request(self, session: _SessionState, model: str) -> DraftRequest:
+        pending = session.pending_states.get(model)
+        request = replace(session.request, hidden_states=pending.take() if pending is not None else ())
+        _, missing = session.branch()
         if not missing:
             return request
         # Keep budget and a branch for the proposal, which joins the finished tree.
@@ -262,18 +268,21 @@ class BlendDrafter:
         levels = min(request.max_new_tokens, budget)
         return replace(request, budget=budget, branches=request.branches - 1, max_new_tokens=levels)
 
-    def _result(self, plan: _DraftPlan, drafted: DraftResult | None) -> DraftResult:
-        if drafted is not None and _usable(drafted):
-            branch = plan.branch()
-            return branch.join(drafted) if branch.missing else drafted
-        if plan.request.branches > 1 and plan.proposer:
-            # A proposal is a chain; the proposer may draft a tree, or a chain after the longest open one.
-            result = self._members[plan.proposer].draft([plan.request])[0]
+    def _result(self, session: _SessionState, drafted: Guess | None) -> Guess:
+        request = session.request
+        if drafted is not None and _usable(session, drafted):
+            branch, missing = session.branch()
+            return join(request, drafted, branch, missing) if missing else drafted
+        if request.branches > 1:
+            # A proposal is a chain from the committed tokens; its proposer may draft a tree instead.
+            proposer = self._proposers.get(session.proposer)
+            guess = proposer.propose(request) if proposer is not None else request.chain(done=session.proposal.done)
         else:
-            result = plan.proposal.result
-        if not result.tokens and not result.done:
-            return result
-        return replace(result, done=plan.source is not _DraftSource.PROPOSAL_THEN_MODEL or not result.tokens)
+            guess = session.proposal
+        tokens = request.new_tokens(guess)
+        if not tokens and not guess.done:
+            return guess
+        return replace(guess, done=session.source is not _DraftSource.PROPOSAL_THEN_MODEL or not tokens)
 
 
 def _check_same_target(members: Mapping[str, Drafter]) -> None:
@@ -291,22 +300,10 @@ def _check_same_target(members: Mapping[str, Drafter]) -> None:
             )
 
 
-def _usable(result: DraftResult) -> bool:
-    """Return whether a result has tokens or asks for another call."""
-    return bool(result.tokens) or not result.done
+def _usable(session: _SessionState, draft: Guess) -> bool:
+    """Return whether a draft has new tokens or asks for another call."""
+    return bool(session.request.new_tokens(draft)) or not draft.done
 
 
 def _num_positions(hidden_states: HiddenStates) -> int:
     return len(hidden_states.rows) // (2 * hidden_states.width)
-
-
-def _from_committed(request: DraftRequest) -> DraftRequest:
-    """Return the request without its open guesses, for a chain that may become a branch."""
-    return replace(
-        request,
-        tokens=request.tokens[: request.committed],
-        max_new_tokens=request.depth,
-        open_tokens=(),
-        open_parents=(),
-        branches=1,
-    )

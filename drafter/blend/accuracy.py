@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from drafter.interface import DraftRequest, DraftResult
-from outrider.protocol.speculation import MAX_GAMMA, TreeShape
+from drafter.interface import DraftRequest
+from outrider.protocol.speculation import MAX_GAMMA, Guess
 
 _DECAY = 0.95  # per outcome: about the last twenty count
 _PRIOR_WEIGHT = 4.0  # the prior weighs as much as this many outcomes
@@ -49,17 +49,6 @@ class Record:
         return self.hits.value(shared.hits.value(prior))
 
 
-@dataclass(frozen=True, slots=True)
-class _ProposedChain:
-    """Chain that was proposed after a token, whether or not it was used."""
-
-    name: str
-    start: int
-    previous: int
-    tokens: tuple[int, ...]
-    expected: float
-
-
 class AccuracyTracker:
     """Guesses of one session's drafters at positions that are not committed yet.
 
@@ -69,20 +58,24 @@ class AccuracyTracker:
 
     def __init__(self, committed: int) -> None:
         self._committed = committed
-        self._chains: dict[tuple[str, int], _ProposedChain] = {}
+        # By drafter and position: the token before a chain, used or not, its tokens, and how many should be accepted.
+        self._chains: dict[tuple[str, int], tuple[int, tuple[int, ...], float]] = {}
         # By drafter and position: guessed tokens by the token before them.
         self._tokens_by_position: dict[tuple[str, int], dict[int, set[int]]] = {}
 
-    def record_chain(self, name: str, request: DraftRequest, tokens: tuple[int, ...], expected: float) -> None:
-        """Record a chain proposed after `request.tokens` with its expected number of accepted tokens."""
-        start = len(request.tokens)
+    def record_chain(self, name: str, request: DraftRequest, guess: Guess) -> None:
+        """Record a chain proposed after `request.tokens`."""
+        tokens = request.new_tokens(guess)
         if tokens and len(self._chains) < _MAX_PENDING:
-            self._chains[name, start] = _ProposedChain(name, start, request.tokens[-1], tokens, expected)
+            self._chains[name, len(request.tokens)] = request.tokens[-1], tokens, guess.expected
 
-    def record_tokens(self, name: str, request: DraftRequest, result: DraftResult) -> None:
-        """Record the tokens of a chain or a tree, to be compared one by one."""
-        for position, previous, token in token_positions(request, result):
-            self._tokens_by_position.setdefault((name, position), {}).setdefault(previous, set()).add(token)
+    def record_tokens(self, name: str, request: DraftRequest, guess: Guess) -> None:
+        """Record the new tokens of a chain or a tree, to be compared one by one."""
+        parents, depths = guess.shape.parents, guess.shape.depths
+        for node in range(len(request.open_guess.tokens), len(guess.tokens)):
+            previous = guess.tokens[parents[node]] if parents[node] >= 0 else request.tokens[request.committed - 1]
+            guessed = self._tokens_by_position.setdefault((name, request.committed + depths[node] - 1), {})
+            guessed.setdefault(previous, set()).add(guess.tokens[node])
 
     def update(self, request: DraftRequest, records: Sequence[dict[str, Record]]) -> int:
         """Add the outcomes of newly committed tokens to all `records`; return the number of these tokens."""
@@ -93,9 +86,9 @@ class AccuracyTracker:
         for name, hit in self._hits(request.tokens, new):
             for record in records:
                 record[name].hits.add(hit)
-        for chain, accepted in self._chain_outcomes(request):
+        for name, expected, accepted in self._chain_outcomes(request):
             for record in records:
-                record[chain.name].record_outcome(chain.expected, accepted)
+                record[name].record_outcome(expected, accepted)
         return len(new)
 
     def _hits(self, tokens: Sequence[int], new: range) -> Iterator[tuple[str, bool]]:
@@ -104,31 +97,18 @@ class AccuracyTracker:
             if position >= new.start and tokens[position - 1] in guessed:
                 yield name, tokens[position] in guessed[tokens[position - 1]]
 
-    def _chain_outcomes(self, request: DraftRequest) -> Iterator[tuple[_ProposedChain, int]]:
-        """Yield the chains whose outcome is known; drop those whose previous token was not committed."""
-        for key, chain in list(self._chains.items()):
-            if chain.start >= request.committed:
+    def _chain_outcomes(self, request: DraftRequest) -> Iterator[tuple[str, float, int]]:
+        """Yield the chains whose outcome is known: drafter, expected and accepted tokens.
+
+        Chains whose previous token was not committed are dropped.
+        """
+        for (name, start), (previous, tokens, expected) in list(self._chains.items()):
+            if start >= request.committed:
                 continue
-            known = request.tokens[chain.start : min(request.committed, chain.start + len(chain.tokens))]
-            agreed = next((i for i, token in enumerate(known) if token != chain.tokens[i]), len(known))
-            if request.tokens[chain.start - 1] != chain.previous:
-                del self._chains[key]
-            elif agreed < len(known) or agreed == len(chain.tokens):
-                del self._chains[key]
-                yield chain, agreed
-
-
-def token_positions(request: DraftRequest, result: DraftResult) -> Iterator[tuple[int, int, int]]:
-    """Yield the position, the token before it, and the token of each drafted token."""
-    if not result.parents:
-        previous = request.tokens[-1]
-        for position, token in enumerate(result.tokens, start=len(request.tokens)):
-            yield position, previous, token
-            previous = token
-        return
-    tokens = (*request.open_tokens, *result.tokens)
-    shape = TreeShape((*request.open_parents, *result.parents))
-    for node in range(len(request.open_tokens), len(tokens)):
-        parent = shape.parents[node]
-        previous = tokens[parent] if parent >= 0 else request.tokens[request.committed - 1]
-        yield request.committed + shape.depths[node] - 1, previous, tokens[node]
+            known = request.tokens[start : min(request.committed, start + len(tokens))]
+            agreed = next((i for i, token in enumerate(known) if token != tokens[i]), len(known))
+            if request.tokens[start - 1] != previous:
+                del self._chains[name, start]
+            elif agreed < len(known) or agreed == len(tokens):
+                del self._chains[name, start]
+                yield name, expected, agreed

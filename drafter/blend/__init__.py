@@ -1,0 +1,1 @@
+"""Several drafting methods as one: `blend` selects per session and request, by measured accuracy and speed."""

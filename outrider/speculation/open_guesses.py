@@ -1,0 +1,62 @@
+"""The open guesses of one drafter: those after the committed tokens, with what of them was sent to the verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from outrider.protocol.speculation import MAX_GAMMA, Guess
+
+
+class OpenGuesses:
+    """One tree at the committed position. Commits prune it; a drafter extends it, also from an earlier position."""
+
+    def __init__(self, position: int) -> None:
+        self.guess = Guess(position, 0, 0, ())
+        self._ids: list[int] = []  # by node; 0: not sent yet
+        self._next_id = 1
+
+    @property
+    def next_tokens(self) -> list[int]:
+        """Return the guesses for the next position, the likeliest first."""
+        shape = self.guess.shape
+        return [token for token, depth in zip(self.guess.tokens, shape.depths, strict=True) if depth == 1]
+
+    def extend(self, guess: Guess, committed: Sequence[int]) -> None:
+        """Replace the tree by one that extends it as it was at the guess's position; `committed` came since."""
+        self.guess, _ = _after(guess, committed)
+        self._ids += [0] * (len(self.guess.tokens) - len(self._ids))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Keep the part of the tree that agrees with committed tokens."""
+        self.guess, kept = _after(self.guess, tokens)
+        self._ids = [self._ids[node] for node in kept]
+
+    def take_unsent(self, draft_us: int) -> Iterator[Guess]:
+        """Yield what was not sent yet, one guess per subtree, so that a verifier's step sees all of it or nothing.
+
+        The first one reports the time spent on drafting.
+        """
+        shape = self.guess.shape
+        unsent = [node for node, node_id in enumerate(self._ids) if not node_id]
+        while unsent:
+            top = shape.parents[unsent[0]]
+            nodes = shape.below(top, unsent)[:MAX_GAMMA]
+            parent = self._ids[top] if top >= 0 else 0
+            yield self.guess.part(top, nodes, self._next_id, parent, draft_us)
+            draft_us = 0
+            for node in nodes:
+                self._ids[node] = self._next_id
+                self._next_id += 1
+            unsent = [node for node in unsent if not self._ids[node]]
+
+
+def _after(guess: Guess, tokens: Sequence[int]) -> tuple[Guess, Sequence[int]]:
+    """Return the part of a guess that follows these tokens, and its nodes."""
+    every = range(len(guess.tokens))
+    if not tokens:
+        return guess, every
+    top, known = guess.walk(tokens)
+    if known < len(tokens):
+        return Guess(guess.position + len(tokens), 0, 0, ()), ()
+    nodes = guess.shape.below(top, every)
+    return guess.part(top, nodes), nodes
