@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 import grpc
 
@@ -101,7 +101,7 @@ class AsyncClient:
     async def _stream(self, progress: StreamProgress) -> AsyncGenerator[Reply, None]:
         while True:
             endpoint = self._endpoint_rotation.present
-            call = self._call(progress)
+            call = progress.call(self._stub(), self._timeout_s)
             try:
                 with outrider_errors():
                     async for reply in call:
@@ -118,10 +118,3 @@ class AsyncClient:
             finally:
                 call.cancel()
             await asyncio.sleep(RETRY_S)
-
-    def _call(self, progress: StreamProgress) -> Any:
-        """Start the first stream, or one that resumes."""
-        request = progress.request()
-        if isinstance(request, pb.ResumeRequest):
-            return self._stub().Resume(request, timeout=self._timeout_s)
-        return self._stub().Generate(request, timeout=self._timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 
@@ -39,6 +40,12 @@ class StreamProgress:
         if not self._session_id:
             return self._request
         return pb.ResumeRequest(session_id=self._session_id, from_position=self._position, tail=self._tail)
+
+    def call(self, stub: Any, timeout_s: float | None) -> Any:
+        """Start the next stream, with the synchronous or the asynchronous stub."""
+        request = self.request()
+        method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
+        return method(request, timeout=timeout_s)
 
     def take(self, reply: pb.GenerateReply) -> Reply | None:
         """Record a reply; return it unless it is a repeated Started, with which every stream begins."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from outrider.client.events import Finished, Generation, Options, Reply, Started, Tokens, collect, make_request
 from outrider.client.resume import RETRY_S, EndpointRotation, StreamProgress, outrider_errors
@@ -96,7 +96,7 @@ class Client:
     def _stream(self, progress: StreamProgress) -> Iterator[Reply]:
         while True:
             endpoint = self._endpoint_rotation.present
-            call = self._call(progress)
+            call = progress.call(self._stub(), self._timeout_s)
             try:
                 with outrider_errors():
                     for reply in call:
@@ -113,10 +113,3 @@ class Client:
             finally:
                 call.cancel()
             time.sleep(RETRY_S)
-
-    def _call(self, progress: StreamProgress) -> Any:
-        """Start the first stream, or one that resumes."""
-        request = progress.request()
-        if isinstance(request, pb.ResumeRequest):
-            return self._stub().Resume(request, timeout=self._timeout_s)
-        return self._stub().Generate(request, timeout=self._timeout_s)

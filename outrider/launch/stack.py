@@ -22,6 +22,7 @@ from outrider.launch.authority import make_certificate
 from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, make_services
 from outrider.launch.state import StateFolder, state_folder
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
+from outrider.protocol.fleet import WorkerInfo
 from outrider.runtime.embedded_redis import embedded_redis
 from outrider.security.api_keys import ApiKeys
 from outrider.security.channels import Channels
@@ -83,7 +84,6 @@ class Child:
     state: str = "starting"
     address: str = ""
     http_address: str = ""
-    restarts: int = 0
     ready: threading.Event = field(default_factory=threading.Event)
     process: subprocess.Popen[str] | None = None
 
@@ -122,30 +122,36 @@ class Stack:
         for service in workers(self.plan, self.endpoints):
             self._start(service)
 
-    def wait_ready(self, children: Sequence[Child], tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until all of them serve. Raise StartupError with the last log lines of one that died."""
-        while not all(child.ready.is_set() for child in children):
-            self._raise_for_dead(children)
-            tick()
-            time.sleep(0.05)
+    def start(self, tick: Callable[[Stack], None] = lambda _: None) -> None:
+        """Start everything. Raise StartupError with the last log lines of a process that died."""
+        for start in (self.start_coordinators, self.start_workers):
+            start()
+            while not all(child.ready.is_set() for child in self.children):
+                self._raise_for_dead()
+                tick(self)
+                time.sleep(0.05)
+        self.wait_registered(tick)
 
-    def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
+    def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Wait until every worker is registered."""
-        wanted = self.plan.verifiers + len(self.plan.drafters)
-        with Client(self.endpoints[:1], api_key=self.access.key, tls=self.access.tls) as client:
+        self.wait_workers(self.endpoints[0], self.plan.verifiers + len(self.plan.drafters), tick)
+
+    def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
+        """Wait until this number of workers is registered with a coordinator, and return them."""
+        with Client([address], api_key=self.access.key, tls=self.access.tls) as client:
             while True:
-                self._raise_for_dead(self.children)
+                self._raise_for_dead()
                 with contextlib.suppress(PeerLost, Unavailable):  # it is starting
-                    if len(client.server().workers) >= wanted:
-                        return
-                tick()
+                    workers = client.server().workers
+                    if len(workers) >= wanted:
+                        return workers
+                tick(self)
                 time.sleep(0.1)
 
     def restart_dead(self) -> list[Child]:
         """Restart dead processes and return them."""
         dead = [child for child in self.children if child.process is not None and child.process.poll() is not None]
         for child in dead:
-            child.restarts += 1
             child.state = f"died with status {child.process.returncode if child.process else '?'}, restarting"
             self._launch(child)
         return dead
@@ -169,8 +175,8 @@ class Stack:
             for process in running:
                 process.wait()
 
-    def _raise_for_dead(self, children: Sequence[Child]) -> None:
-        for child in children:
+    def _raise_for_dead(self) -> None:
+        for child in self.children:
             if child.process is not None and child.process.poll() is not None:
                 raise StartupError(
                     f"{child.name} ended with status {child.process.returncode}:\n{child.last_log_lines()}"
@@ -235,11 +241,7 @@ def stack(plan: LaunchPlan, tick: Callable[[Stack], None] = lambda _: None) -> I
         )
         running = Stack(plan, redis, folder, state)
         exits.callback(running.stop)
-        running.start_coordinators()
-        running.wait_ready(running.children, lambda: tick(running))
-        running.start_workers()
-        running.wait_ready(running.children, lambda: tick(running))
-        running.wait_registered(lambda: tick(running))
+        running.start(tick)
         tick(running)
         yield running
 

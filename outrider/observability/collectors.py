@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -45,34 +46,24 @@ class CallbackCounter(CallbackGauge):
     _kind = CounterMetricFamily
 
 
-class PerPosition:
+class PerPosition(CallbackCounter):
     """Counter per position of a path, from 0, computed from path lengths: one addition per path."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._family = (PREFIX + name, text, ("model_name", "position"))
         self._lengths: dict[str, Tally[int]] = {}
-        registry.register(self)
+        super().__init__(name, text, ("model_name", "position"), registry)
+        self.source = self._counts
 
     def lengths(self, model: str) -> Tally[int]:
         """Return the counts of a model's paths by length."""
         return self._lengths.setdefault(model, Tally({1: 0}))
 
-    def describe(self) -> Iterable[Metric]:
-        name, text, labels = self._family
-        return [CounterMetricFamily(name, text, labels=labels)]
-
-    def collect(self) -> Iterable[Metric]:
-        name, text, labels = self._family
-        family = CounterMetricFamily(name, text, labels=labels)
+    def _counts(self) -> Iterator[tuple[Sequence[str], float]]:
         for model, lengths in self._lengths.items():
-            reached = 0
-            counts = {}
-            for length in range(min(MAX_GAMMA, max(lengths)), 0, -1):
-                reached += lengths.get(length, 0)
-                counts[length - 1] = reached
-            for position in sorted(counts):
-                family.add_metric((model, str(position)), counts[position])
-        return [family]
+            longest = min(MAX_GAMMA, max(lengths))
+            reached = list(accumulate(lengths.get(length, 0) for length in range(longest, 0, -1)))
+            for position, count in enumerate(reversed(reached)):
+                yield (model, str(position)), count
 
 
 class UnderVllmNames:

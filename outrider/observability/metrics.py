@@ -9,7 +9,6 @@ beforehand, so the token path only adds.
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,8 +49,9 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Metrics:
     """Metrics of every service."""
 
-    def __init__(self, service: str, refused: str) -> None:
-        """Make the set; `refused` is the noun in the metric `{refused}_refused`."""
+    def __init__(self, service: str, refused: str, *labels: str) -> None:
+        """Make the set; `refused` is the noun in the metric `{refused}_refused`, `labels` those of a worker."""
+        self._labels = labels
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         build = Info(f"{PREFIX}build", "Service and version.", registry=self.registry)
@@ -72,6 +72,10 @@ class Metrics:
         except OutriderError as error:
             self._refused.labels(error.code).inc()
             raise
+
+    def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
+        """Let a gauge of this service's own labels show what `source` returns when it is read."""
+        gauge.source = lambda: [(self._labels, source())]
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -191,7 +195,7 @@ class CoordinatorMetrics(Metrics):
     def of(self, model: str) -> TargetMetrics:
         """Return the metrics of requests to this target."""
         if model not in self._targets:
-            self._targets[model] = TargetMetrics.bound(self, model, self._plans)
+            self._targets[model] = TargetMetrics(self, model, self._plans)
         return self._targets[model]
 
 
@@ -204,29 +208,27 @@ class DrafterKind:
     accepted_guesses: Counter
 
 
-@dataclass(frozen=True, slots=True)
 class TargetMetrics:
     """Coordinator metrics bound to one target."""
 
-    metrics: CoordinatorMetrics
-    model: str
-    prompt_tokens: Counter
-    generation_tokens: Counter
-    first_token: Histogram
-    between: Histogram
-    drafts: Counter
-    draft_tokens: Counter
-    accepted_tokens: Counter
-    accepted_lengths: Tally[int]
-    offered_lengths: Tally[int]
-    gamma: Histogram
-    plan_steps: dict[str, Counter]
-    failovers: Counter
-    drafter_losses: Counter
-    drafters: dict[str, DrafterKind]
-
-    @classmethod
-    def bound(cls, metrics: CoordinatorMetrics, model: str, plans: Iterable[str]) -> TargetMetrics:
+    def __init__(self, metrics: CoordinatorMetrics, model: str, plans: Iterable[str]) -> None:
+        """Bind them; all labels that are known now are exported from the start."""
+        self._metrics = metrics
+        self._model = model
+        self._drafters: dict[str, DrafterKind] = {}
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.first_token = metrics.first_token.labels(model)
+        self.between = metrics.between.labels(model)
+        self.failovers = metrics.failovers.labels(model)
+        self.drafter_losses = metrics.drafter_losses.labels(model)
+        self._generation_tokens = metrics.generation_tokens.labels(model)
+        self._drafts = metrics.drafts.labels(model)
+        self._draft_tokens = metrics.draft_tokens.labels(model)
+        self._accepted_tokens = metrics.accepted_tokens.labels(model)
+        self._accepted_lengths = metrics.accepted_at.lengths(model)
+        self._offered_lengths = metrics.offered_at.lengths(model)
+        self._gamma = metrics.gamma.labels(model)
+        self._plan_steps = {plan: metrics.plan_steps.labels(model, plan) for plan in plans}
         for reason in (*(reason.name.lower() for reason in FinishReason if reason), ABANDONED):
             metrics.success.labels(model, reason)
         for code in KINDS:
@@ -234,74 +236,55 @@ class TargetMetrics:
         for histogram in (metrics.per_token, metrics.whole, metrics.prompt, metrics.output, metrics.bytes_per_accepted):
             histogram.labels(model)
         metrics.hidden_bytes.labels(model)
-        return cls(
-            metrics=metrics,
-            model=model,
-            prompt_tokens=metrics.prompt_tokens.labels(model),
-            generation_tokens=metrics.generation_tokens.labels(model),
-            first_token=metrics.first_token.labels(model),
-            between=metrics.between.labels(model),
-            drafts=metrics.drafts.labels(model),
-            draft_tokens=metrics.draft_tokens.labels(model),
-            accepted_tokens=metrics.accepted_tokens.labels(model),
-            accepted_lengths=metrics.accepted_at.lengths(model),
-            offered_lengths=metrics.offered_at.lengths(model),
-            gamma=metrics.gamma.labels(model),
-            plan_steps={plan: metrics.plan_steps.labels(model, plan) for plan in plans},
-            failovers=metrics.failovers.labels(model),
-            drafter_losses=metrics.drafter_losses.labels(model),
-            drafters={},
-        )
 
     def drafter(self, kind: str) -> DrafterKind:
-        if kind not in self.drafters:
-            self.drafters[kind] = DrafterKind(
-                self.metrics.guessed_tokens.labels(self.model, kind),
-                self.metrics.guess_bytes.labels(self.model, kind),
-                self.metrics.accepted_guesses.labels(self.model, kind),
+        if kind not in self._drafters:
+            self._drafters[kind] = DrafterKind(
+                self._metrics.guessed_tokens.labels(self._model, kind),
+                self._metrics.guess_bytes.labels(self._model, kind),
+                self._metrics.accepted_guesses.labels(self._model, kind),
             )
-        return self.drafters[kind]
+        return self._drafters[kind]
 
     def record_verdict(self, verdict: Verdict, gamma: int, plan: str) -> None:
         """Record a verdict. This is on the token path and takes microseconds."""
-        self.generation_tokens.inc(len(verdict.tokens))
-        self.gamma.observe(gamma)
-        self.plan_steps[plan].inc()
+        self._generation_tokens.inc(len(verdict.tokens))
+        self._gamma.observe(gamma)
+        self._plan_steps[plan].inc()
         if verdict.proposed:
-            self.drafts.inc()
-            self.draft_tokens.inc(verdict.proposed)
-            self.accepted_tokens.inc(verdict.accepted)
-            self.offered_lengths[verdict.proposed] += 1
-            self.accepted_lengths[verdict.accepted] += 1
+            self._drafts.inc()
+            self._draft_tokens.inc(verdict.proposed)
+            self._accepted_tokens.inc(verdict.accepted)
+            self._offered_lengths[verdict.proposed] += 1
+            self._accepted_lengths[verdict.accepted] += 1
 
     def record_finished(
         self, *, seconds: float, per_token_s: float | None, prompt: int, output: int, reason: str
     ) -> None:
-        self.metrics.success.labels(self.model, reason).inc()
-        self.metrics.whole.labels(self.model).observe(seconds)
-        self.metrics.prompt.labels(self.model).observe(prompt)
-        self.metrics.output.labels(self.model).observe(output)
+        self._metrics.success.labels(self._model, reason).inc()
+        self._metrics.whole.labels(self._model).observe(seconds)
+        self._metrics.prompt.labels(self._model).observe(prompt)
+        self._metrics.output.labels(self._model).observe(output)
         if per_token_s is not None:
-            self.metrics.per_token.labels(self.model).observe(per_token_s)
+            self._metrics.per_token.labels(self._model).observe(per_token_s)
 
     def record_unfinished(self, code: str = "") -> None:
         """Record a request that ended unfinished: by an error, or abandoned by its clients."""
         if code:
-            self.metrics.failed.labels(self.model, code).inc()
+            self._metrics.failed.labels(self._model, code).inc()
         else:
-            self.metrics.success.labels(self.model, ABANDONED).inc()
+            self._metrics.success.labels(self._model, ABANDONED).inc()
 
     def record_bytes(self, *, bytes_per_accepted: float | None, hidden_bytes: int) -> None:
         """Record the bytes that one request took on the network."""
         if bytes_per_accepted is not None:
-            self.metrics.bytes_per_accepted.labels(self.model).observe(bytes_per_accepted)
-        self.metrics.hidden_bytes.labels(self.model).inc(hidden_bytes)
+            self._metrics.bytes_per_accepted.labels(self._model).observe(bytes_per_accepted)
+        self._metrics.hidden_bytes.labels(self._model).inc(hidden_bytes)
 
 
 class VerifierMetrics(Metrics):
     def __init__(self, model: str) -> None:
-        super().__init__("verifier", "verifier_sessions")
-        self._model = model
+        super().__init__("verifier", "verifier_sessions", model)
         name = "model_name"
         self.sessions = self._gauge("verifier_sessions", "Sessions with space in the KV cache.", name)
         self.waiting = self._gauge("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.", name)
@@ -339,9 +322,6 @@ class VerifierMetrics(Metrics):
             "verifier_guesses_refused", "Guesses and steering messages rejected.", name
         ).labels(model)
 
-    def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
-        gauge.source = lambda: [((self._model,), source())]
-
     def record_prefix_lookup(self, *, tokens: int, num_cached_tokens: int) -> None:
         self.prefix_queries.inc(tokens)
         self.prefix_hits.inc(num_cached_tokens)
@@ -355,8 +335,7 @@ class VerifierMetrics(Metrics):
 
 class DrafterMetrics(Metrics):
     def __init__(self, model: str, kind: str) -> None:
-        super().__init__("drafter", "drafter_sessions")
-        self._labels = (model, kind)
+        super().__init__("drafter", "drafter_sessions", model, kind)
         names = ("model_name", "kind")
         self.sessions = self._gauge("drafter_sessions", "Open sessions.", *names)
         self.step_s = self._histogram(
@@ -368,9 +347,6 @@ class DrafterMetrics(Metrics):
         self.guessed = self._counter("drafter_guessed_tokens", "Tokens guessed, sent or not.", *names).labels(
             model, kind
         )
-
-    def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
-        gauge.source = lambda: [(self._labels, source())]
 
     def record_step(self, *, sessions: int, tokens: int, seconds: float) -> None:
         self.step_s.observe(seconds)

@@ -8,7 +8,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,9 +124,7 @@ class RemoteSetup:
 
 
 @contextlib.contextmanager
-def remote_setup(
-    pair: ToyPair, times: ThrottledTimes, tick: Callable[[Stack], None] = lambda _: None
-) -> Iterator[RemoteSetup]:
+def remote_setup(pair: ToyPair, times: ThrottledTimes) -> Iterator[RemoteSetup]:
     """Start all processes, yield when they are ready, then stop them."""
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
@@ -137,11 +135,7 @@ def remote_setup(
         exits.callback(network.close)
         running.link_port = network.link.port
         exits.callback(running.stop)
-        running.start_coordinators()
-        running.wait_ready(running.children, lambda: tick(running))
-        running.start_workers()
-        running.wait_ready(running.children, lambda: tick(running))
-        running.wait_registered(lambda: tick(running))
+        running.start()
         client = exits.enter_context(Client(running.endpoints, timeout_s=_TIMEOUT_S))
         yield RemoteSetup(client, network, tuple(running.endpoints))
 

@@ -12,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import grpc
 
 from outrider.base.rpc_status import error_from_rpc
+from outrider.bench.common.timed_output import timed
 from outrider.bench.drafters.comparison import PLAIN, BenchRequest, TimedAnswer
-from outrider.client.sync import Client, Finished, Tokens
+from outrider.client.sync import Client
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.protocol import convert
-from outrider.protocol.errors import InvalidRequest, PeerLost, Unavailable
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.runtime.embedded_redis import embedded_redis
@@ -30,7 +32,6 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
 
 _TIMEOUT_S = 600.0
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,19 @@ def check_kinds(setups: Sequence[DrafterSetup], known: Sequence[str]) -> None:
 class SetupStack(Stack):
     """Stack with a coordinator for each setup."""
 
-    def __init__(self, plan: LaunchPlan, setups: Sequence[DrafterSetup], redis: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        setups: Sequence[DrafterSetup],
+        redis: Sequence[str],
+        folder: Path,
+        exits: contextlib.ExitStack,
+    ) -> None:
+        """Prepare the processes; `exits` ends the verifier's further registrations."""
         # start_workers starts the drafters of each setup.
         super().__init__(replace(plan, drafters=()), "", folder)
         self.setups = setups
+        self._exits = exits
         self._redis_of = redis
 
     def start_coordinators(self) -> None:
@@ -87,30 +97,17 @@ class SetupStack(Stack):
             common = {"device": self.plan.drafter_device, "dtype": self.plan.dtype, "threads": self.plan.threads}
             self._spawn(f"drafter-{i + 1}", "drafter", coordinators=address, kind=kind, model=model, **common)
 
-    def wait_verifier(self) -> WorkerInfo:
-        """Wait until the verifier is registered with the first coordinator."""
-        with Client(self.endpoints[:1]) as client:
-            return self._wait_workers(client, 1)[0]
-
-    def wait_registered(self, tick: Callable[[], None] = lambda: None) -> None:
+    def wait_registered(self, tick: Callable[[Stack], None]) -> None:
+        """Register the verifier with the other coordinators too, and wait for every drafter."""
+        first, *others = self.endpoints
+        verifier = self.wait_workers(first, 1, tick)[0]
+        for address in others:
+            self._exits.enter_context(registered(verifier, address, self.fleet_access))
         for address, setup in self.addressed():
-            with Client([address]) as client:
-                self._wait_workers(client, 1 + len(setup.drafters), tick)
+            self.wait_workers(address, 1 + len(setup.drafters), tick)
 
     def addressed(self) -> Iterator[tuple[str, DrafterSetup]]:
         return zip(self.endpoints, self.setups, strict=True)
-
-    def _wait_workers(
-        self, client: Client, wanted: int, tick: Callable[[], None] = lambda: None
-    ) -> Sequence[WorkerInfo]:
-        while True:
-            self._raise_for_dead(self.children)
-            with contextlib.suppress(PeerLost, Unavailable):  # the coordinator is starting
-                workers = client.server().workers
-                if len(workers) >= wanted:
-                    return workers
-            tick()
-            time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
@@ -147,16 +144,9 @@ def start_setups(
     with contextlib.ExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         redis = [exits.enter_context(embedded_redis()) for _ in setups]
-        running = SetupStack(plan, setups, redis, folder)
+        running = SetupStack(plan, setups, redis, folder, exits)
         exits.callback(running.stop)
-        running.start_coordinators()
-        running.wait_ready(running.children, lambda: tick(running))
-        running.start_workers()
-        running.wait_ready(running.children, lambda: tick(running))
-        verifier = running.wait_verifier()
-        for address in running.endpoints[1:]:
-            exits.enter_context(registered(verifier, address, running.fleet_access))
-        running.wait_registered(lambda: tick(running))
+        running.start(tick)
         yield {
             setup.name: exits.enter_context(Client([address], timeout_s=_TIMEOUT_S))
             for address, setup in running.addressed()
@@ -165,18 +155,13 @@ def start_setups(
 
 def measure(client: Client, request: BenchRequest, gamma: int | None) -> TimedAnswer:
     """Generate one answer with the arrival times of its tokens."""
-    tokens: list[int] = []
-    times: list[tuple[int, float]] = []
     began = time.perf_counter()
     # A fresh salt: no setup may find a prompt or an answer of another one in a cache.
     salt = secrets.token_hex()
-    for reply in client.generate(tokens=request.prompt, params=sampling(request), gamma=gamma, cache_salt=salt):
-        if isinstance(reply, Tokens):
-            tokens += reply.token_ids
-            times.append((len(tokens), time.perf_counter() - began))
-        elif isinstance(reply, Finished):
-            return TimedAnswer(tuple(tokens), tuple(times), reply.stats)
-    raise AssertionError("a stream ends with Finished or raises")
+    output = timed(client.generate(tokens=request.prompt, params=sampling(request), gamma=gamma, cache_salt=salt))
+    counts = accumulate(count for _, count in output.arrivals)
+    times = tuple((count, at - began) for count, (at, _) in zip(counts, output.arrivals, strict=True))
+    return TimedAnswer(output.tokens, times, output.finished.stats)
 
 
 def sampling(request: BenchRequest) -> SamplingParams:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.bench.common.remote_pair import RemoteSetup, ThrottledTimes, ToyPair
+from outrider.bench.common.timed_output import timed
 from outrider.bench.network.cases import ADAPTIVE, PLAIN, WARM_TOKENS, LinkCase, NetworkMode
 from outrider.bench.network.figures import NetworkResults, NetworkRun, NetworkRuns
 from outrider.bench.network.prediction import verifier_cost
-from outrider.client.sync import Finished, Tokens
 from outrider.protocol.sampling_params import SamplingParams
 
 PROMPT = tuple(range(40, 72))
@@ -105,17 +105,9 @@ class NetworkMeasurement:
         self, mode: NetworkMode, *, seed: int, tokens: int, on_tokens: Callable[[int], None] = lambda _: None
     ) -> NetworkRun:
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=tokens, ignore_eos=True)
-        received: list[int] = []
+        replies = self._setup.client.generate(tokens=PROMPT, params=params, **mode.request_options)
+        output = timed(replies, on_tokens)
         gaps: list[float] = []
-        last = 0.0
-        for reply in self._setup.client.generate(tokens=PROMPT, params=params, **mode.request_options):
-            now = time.perf_counter()
-            if isinstance(reply, Tokens):
-                if last:
-                    gaps += [1000 * (now - last), *[0.0] * (len(reply.token_ids) - 1)]
-                last = now
-                received += reply.token_ids
-                on_tokens(len(received))
-            elif isinstance(reply, Finished):
-                return NetworkRun(tuple(received), tuple(gaps), reply.stats)
-        raise AssertionError("a stream ends with Finished or raises")
+        for gap_ms, (_, count) in zip(output.gaps_ms, output.arrivals[1:], strict=True):
+            gaps += [gap_ms, *[0.0] * (count - 1)]
+        return NetworkRun(output.tokens, tuple(gaps), output.finished.stats)

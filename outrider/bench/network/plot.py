@@ -139,11 +139,10 @@ def _ticks(axes: Axes) -> None:
     axes.set_yticks(range(len(_ACCEPTANCES)), [f"{acceptance:g}" for acceptance in _ACCEPTANCES])
 
 
-def _label(axes: Axes, title: str, x: str, y: str, *, legend: bool = True) -> None:
+def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if legend:
-        axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,8 @@ from rich.table import Table
 
 from outrider.base.config import option
 from outrider.bench.common.report import Row, Times, write_json
-from outrider.client.sync import Client, Finished, Tokens
+from outrider.bench.common.timed_output import TimedOutput, timed
+from outrider.client.sync import Client
 from outrider.launch.stack import LaunchPlan, stack
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -30,26 +30,26 @@ def overhead(
     plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1)
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
-        speculative, stats = _rounds(client, rounds, gamma)
-        plain, plain_stats = _rounds(client, rounds, 0)
+        speculative = _rounds(client, rounds, gamma)
+        plain = _rounds(client, rounds, 0)
         trips = {worker.kind: worker.round_trip_ms for worker in client.server().workers}
-    wait, step, draft = stats.stats.mean_wait_ms, stats.stats.mean_step_ms, stats.stats.mean_draft_ms
+    stats = speculative.finished.stats
     rows = [
         _row(f"round, γ = {gamma}", speculative),
         _row("plain step, γ = 0", plain),
     ]
     parts = {
-        "verifier_step_ms": step,
-        "drafter_ms": draft,
-        "streams_and_coordinator_ms": wait - draft,
-        "plain_verifier_step_ms": plain_stats.stats.mean_step_ms,
+        "verifier_step_ms": stats.mean_step_ms,
+        "drafter_ms": stats.mean_draft_ms,
+        "streams_and_coordinator_ms": stats.mean_wait_ms - stats.mean_draft_ms,
+        "plain_verifier_step_ms": plain.finished.stats.mean_step_ms,
         "probe_round_trip_ms": trips,
     }
     summary = {
         "rounds_per_s": rows[0]["per_s"],
         "round_p50_ms": rows[0]["p50_ms"],
         "round_p99_ms": rows[0]["p99_ms"],
-        "tokens_per_round": speculative[1] / max(1, len(speculative[0])),
+        "tokens_per_round": len(speculative.tokens) / rows[0]["rounds"],
         "parts": parts,
     }
     _show(rows, summary)
@@ -57,26 +57,14 @@ def overhead(
         write_json(json_file, rows, summary)
 
 
-def _rounds(client: Client, rounds: int, gamma: int) -> tuple[tuple[list[float], int], Finished]:
-    """Return the milliseconds between chunks, and the number of tokens. A chunk is the commit of one round."""
+def _rounds(client: Client, rounds: int, gamma: int) -> TimedOutput:
+    """Generate for this number of rounds. A chunk is the commit of one round."""
     params = SamplingParams(temperature=0.0, max_tokens=rounds * (gamma + 1), ignore_eos=True)
-    gaps: list[float] = []
-    tokens = 0
-    last = 0.0
-    for reply in client.generate(tokens=[1, 2, 3], params=params, gamma=gamma):
-        now = time.perf_counter()
-        if isinstance(reply, Tokens):
-            tokens += len(reply.token_ids)
-            if last:
-                gaps.append(1000 * (now - last))
-            last = now
-        elif isinstance(reply, Finished):
-            return (gaps, tokens), reply
-    raise AssertionError("a stream ends with Finished or raises")
+    return timed(client.generate(tokens=[1, 2, 3], params=params, gamma=gamma))
 
 
-def _row(name: str, measured: tuple[list[float], int]) -> Row:
-    gaps = Times(measured[0])
+def _row(name: str, output: TimedOutput) -> Row:
+    gaps = Times(output.gaps_ms)
     return {
         "name": name,
         "rounds": len(gaps.ms),
