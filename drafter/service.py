@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,78 +12,37 @@ from drafter.grammar import GrammarCursor, TargetGrammars
 from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
-from outrider.base.aio import background, critical_task, first_message
+from outrider.base.aio import background, first_message
 from outrider.observability.metrics import DrafterMetrics
-from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
-from outrider.runtime.registration_client import RegistrationClient
-from outrider.runtime.worker import WorkerIdentity
-from outrider.security.auth_interceptor import AuthInterceptor
-from outrider.security.channels import Channels
-from outrider.security.credentials import Credentials
+from outrider.runtime.worker_service import WorkerService
 from outrider.settings.drafter import DrafterSettings
-from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
 
 log = structlog.get_logger(__name__)
 
 
-class DrafterService(rpc.DrafterServicer):
-    names: tuple[str, ...] = ("outrider.v1.Drafter",)
-    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+class DrafterService(WorkerService, rpc.DrafterServicer):
+    names = ("outrider.v1.Drafter",)
+    work = "drafting"
 
     def __init__(self, drafter: Drafter, settings: DrafterSettings, tracing: Tracing = OFF) -> None:
         self._drafter = drafter
         self._settings = settings
-        self._tracing = tracing
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
-        self.credentials = Credentials(settings)
-        self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
-        self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = TargetGrammars(settings)
-        self._identity = WorkerIdentity(settings)
-        self._registration = RegistrationClient(
-            self._identity.coordinators, self._describe, drafter.vocabulary, lambda: Channels.of(self.credentials)
-        )
-        self._tasks: list[asyncio.Task[None]] = []
-        self._draining = False
+        about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, features=drafter.needs_hidden_states)
+        super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-
-    async def start(self, port: int) -> None:
-        self._identity.listen_on(port)
-        self._metrics_server.open()
-        self._tasks = [
-            critical_task(self._loop.run(), "drafting"),
-            critical_task(self._registration.run(), "registration"),
-        ]
-
-    def drain(self) -> None:
-        self._draining = True
-        self._registration.send_update()
-        self._loop.drain()
-
-    def busy(self) -> bool:
-        return self._loop.busy
-
-    def ready(self) -> bool:
-        return True  # the model is loaded and warm before this service is created
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._loop.stop()
-        self._metrics_server.close()
-        await self._tracing.close()
 
     async def Draft(
         self, requests: AsyncIterator[pb.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -107,11 +65,6 @@ class DrafterService(rpc.DrafterServicer):
         finally:
             self._loop.close(session)
 
-    async def Probe(
-        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ProbeReply:
-        return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
-
     async def _grammar_cursor(self, opening: DraftOpening) -> GrammarCursor | None:
         """Return the grammar cursor at the end of the session's output."""
         if opening.params.grammar is None:
@@ -133,20 +86,6 @@ class DrafterService(rpc.DrafterServicer):
         except OutriderError as error:
             failed.append(error)
         self._loop.close(session)
-
-    def _describe(self) -> WorkerInfo:
-        return WorkerInfo(
-            worker_id=self._identity.worker_id,
-            role=Role.DRAFTER,
-            address=self._identity.address,
-            model=self._drafter.info,
-            kind=self._settings.kind,
-            capacity=self._settings.max_sessions,
-            load=self._loop.load(),
-            draining=self._draining,
-            features=self._drafter.needs_hidden_states,
-            machine=self._identity.machine,
-        )
 
 
 def _opening(request: pb.DraftRequest) -> DraftOpening:

@@ -10,9 +10,8 @@ from typing import Any
 import grpc
 import structlog
 
-from outrider.base.aio import background, critical_task, first_message
+from outrider.base.aio import background, first_message
 from outrider.observability.metrics import VerifierMetrics
-from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
@@ -21,14 +20,9 @@ from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.vocabulary import Vocabulary
-from outrider.runtime.registration_client import RegistrationClient
-from outrider.runtime.worker import WorkerIdentity
-from outrider.security.auth_interceptor import AuthInterceptor
-from outrider.security.channels import Channels
-from outrider.security.credentials import Credentials
+from outrider.runtime.worker_service import WorkerService
 from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
-from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
 from verifier.limits import SchedulerLimits
@@ -42,9 +36,9 @@ PEER_CLOSE_TIMEOUT_S = 30.0  # a busy peer may be seconds late in reading its re
 _FILE_CHUNK = 1024 * 1024
 
 
-class VerifierService(rpc.VerifierServicer):
-    names: tuple[str, ...] = ("outrider.v1.Verifier",)
-    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+class VerifierService(WorkerService, rpc.VerifierServicer):
+    names = ("outrider.v1.Verifier",)
+    work = "verification"
 
     def __init__(
         self,
@@ -58,10 +52,7 @@ class VerifierService(rpc.VerifierServicer):
         self._target = target
         self._settings = settings
         self._tokenizer_files = tokenizer_files
-        self._tracing = tracing
         self._metrics = VerifierMetrics(target.info.name)
-        self.credentials = Credentials(settings)
-        self._metrics_server = MetricsServer(self._metrics, settings, self.credentials)
         self._loop = VerificationLoop(
             target,
             SchedulerLimits(
@@ -76,44 +67,12 @@ class VerifierService(rpc.VerifierServicer):
             self._metrics,
             cost,
         )
-        self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
-        self._identity = WorkerIdentity(settings)
-        self._registration = RegistrationClient(
-            self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
-        )
-        self._tasks: list[asyncio.Task[None]] = []
-        self._draining = False
+        about = WorkerInfo("", Role.VERIFIER, "", target.info, "target")
+        super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
-
-    async def start(self, port: int) -> None:
-        self._identity.listen_on(port)
-        self._metrics_server.open()
-        self._tasks = [
-            critical_task(self._loop.run(), "verification"),
-            critical_task(self._registration.run(), "registration"),
-        ]
-
-    def drain(self) -> None:
-        self._draining = True
-        self._loop.drain()
-        self._registration.send_update()
-
-    def busy(self) -> bool:
-        return self._loop.busy
-
-    def ready(self) -> bool:
-        return True  # the model is loaded and warm before this service is created
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._loop.stop()
-        self._metrics_server.close()
-        await self._tracing.close()
 
     async def Verify(
         self, requests: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -156,11 +115,6 @@ class VerifierService(rpc.VerifierServicer):
             for start in range(0, len(data), _FILE_CHUNK):
                 yield pb.FileChunk(name=name, data=data[start : start + _FILE_CHUNK])
 
-    async def Probe(
-        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common.ProbeReply:
-        return common.ProbeReply(load=convert.load_to_proto(self._loop.load()), draining=self._draining)
-
     async def _guide(self, opening: VerifyOpening) -> GrammarMatcher | None:
         """Return the grammar state at the end of the session's output."""
         if opening.params.grammar is None:
@@ -190,19 +144,6 @@ class VerifierService(rpc.VerifierServicer):
         if path is None:
             raise OSError("no tokenizer.json")
         return path.read_text(encoding="utf-8")
-
-    def _describe(self) -> WorkerInfo:
-        return WorkerInfo(
-            worker_id=self._identity.worker_id,
-            role=Role.VERIFIER,
-            address=self._identity.address,
-            model=self._target.info,
-            kind="target",
-            capacity=self._settings.max_sessions,
-            load=self._loop.load(),
-            draining=self._draining,
-            machine=self._identity.machine,
-        )
 
 
 def _opening(request: pb.VerifyRequest) -> VerifyOpening:

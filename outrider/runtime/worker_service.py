@@ -1,0 +1,149 @@
+"""Service of a worker: what drafters and verifiers share, such as registration, metrics, probes and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from outrider.base.aio import critical_task
+from outrider.base.config import WorkerSettings
+from outrider.observability.metrics import Metrics
+from outrider.observability.metrics_server import MetricsServer
+from outrider.observability.tracing import Tracing
+from outrider.protocol import convert
+from outrider.protocol.errors import StartupError
+from outrider.protocol.fleet import WorkerInfo, WorkerLoad
+from outrider.protocol.vocabulary import Vocabulary
+from outrider.runtime.registration_client import RegistrationClient
+from outrider.security.auth_interceptor import AuthInterceptor
+from outrider.security.channels import Channels
+from outrider.security.credentials import Credentials
+from outrider.v1 import common_pb2 as common
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class WorkLoop(Protocol):
+    """Loop that computes for all sessions of a worker."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    async def run(self) -> None: ...
+
+    def load(self) -> WorkerLoad: ...
+
+    def drain(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class WorkerService:
+    """Base of both workers' services."""
+
+    names: tuple[str, ...]
+    work: str  # of its loop, for the log
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        about: WorkerInfo,
+        vocabulary: Vocabulary | None,
+        loop: WorkLoop,
+        metrics: Metrics,
+        tracing: Tracing,
+    ) -> None:
+        """Prepare the service; `about` has what the worker is, without id, address and state."""
+        self.credentials = Credentials(settings)
+        self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
+        self._metrics_server = MetricsServer(metrics, settings, self.credentials)
+        self._identity = WorkerIdentity(settings)
+        self._about = replace(
+            about,
+            worker_id=self._identity.worker_id,
+            machine=self._identity.machine,
+            capacity=settings.max_sessions,
+        )
+        self._registration = RegistrationClient(
+            self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
+        )
+        self._worker_loop = loop
+        self._tracing = tracing
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+
+    async def start(self, port: int) -> None:
+        self._identity.listen_on(port)
+        self._metrics_server.open()
+        self._tasks = [
+            critical_task(self._worker_loop.run(), self.work),
+            critical_task(self._registration.run(), "registration"),
+        ]
+
+    def drain(self) -> None:
+        self._draining = True
+        self._worker_loop.drain()
+        self._registration.send_update()
+
+    def busy(self) -> bool:
+        return self._worker_loop.busy
+
+    def ready(self) -> bool:
+        return True  # the model is loaded and warm before this service is created
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._worker_loop.stop()
+        self._metrics_server.close()
+        await self._tracing.close()
+
+    async def Probe(
+        self, request: common.ProbeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common.ProbeReply:
+        return common.ProbeReply(load=convert.load_to_proto(self._worker_loop.load()), draining=self._draining)
+
+    def _describe(self) -> WorkerInfo:
+        return replace(
+            self._about, address=self._identity.address, load=self._worker_loop.load(), draining=self._draining
+        )
+
+
+class WorkerIdentity:
+    """Random id of a worker, and the address that it registers."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self.coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
+        self.address = check_address("advertise", settings.advertise) if settings.advertise else ""
+        self.machine = _machine()
+        self._host = settings.host
+
+    def listen_on(self, port: int) -> None:
+        if not self.address:
+            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
+            self.address = f"{host}:{port}"
+
+
+def _machine() -> str:
+    """Return an id of the machine's boot, equal in all its containers; empty if the system has none."""
+    try:
+        return hashlib.sha256(_BOOT.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def check_address(field: str, text: str) -> str:
+    host, colon, port = text.strip().rpartition(":")
+    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        raise StartupError(f"{field} is {text!r}, must be host:port", field=field, value=text, limit="host:port")
+    return text.strip()
