@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from outrider.base.config import main
 from outrider.base.openmp import use_threads
-from outrider.models.hub import AUTO, MODEL_FREE, choose_drafter
+from outrider.models.drafter_choice import AUTO, MODEL_FREE, choose_drafter
 from outrider.observability.tracing import make_tracing
 from outrider.protocol.errors import StartupError
 from outrider.runtime.serving import Service

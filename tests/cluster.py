@@ -32,7 +32,7 @@ from outrider.base.aio import background
 from outrider.base.config import Settings
 from outrider.base.grpc_options import channel_options, server_options
 from outrider.base.rpc_status import error_from_rpc
-from outrider.models.hub import MODEL_FREE
+from outrider.models.drafter_choice import MODEL_FREE
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason, TokenKind

@@ -32,7 +32,8 @@ from outrider.launch.options import (
 )
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
-from outrider.models.hub import AUTO, DEFAULT, DEFAULT_NAME, choose_drafter
+from outrider.models.drafter_choice import AUTO, choose_drafter
+from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import OutriderError, StartupError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.security.tls import SYSTEM

@@ -1,4 +1,4 @@
-"""Locations of models: local paths, GGUF files (converted once), hub ids, and the default pair.
+"""Locations of models: local paths, GGUF files (converted once), hub ids, and the default target.
 
 Imports no torch: the command line and the coordinator use it too.
 """
@@ -10,14 +10,11 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
-import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from pathlib import Path
 
 from outrider.base.config import home
@@ -30,46 +27,7 @@ _DEFAULT_VERSION = "0.1.2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
-MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
-AUTO = "auto"
-CARD = "card.json"  # in the folder of a trained drafter
-_SERVED_AS = {"distill": "model"}
-
 Progress = Callable[[str], None]
-
-
-def drafter_kinds() -> frozenset[str]:
-    """Return the kinds of drafters: the modules of `drafter.methods` that register one.
-
-    The modules are read, not imported: some of them load torch.
-    """
-    spec = importlib.util.find_spec("drafter.methods")
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    modules = (path for folder in folders for path in Path(folder).glob("*.py"))
-    return frozenset(path.stem.replace("_", "-") for path in modules if _REGISTERS.search(path.read_text("utf-8")))
-
-
-def best_drafter(target: str) -> str:
-    """Return the best drafter kind for a target among those that come with Outrider."""
-    bundled = Path(str(files("outrider.bundled")))
-    if target in (DEFAULT, DEFAULT_NAME) and (bundled / DEFAULT_NAME / CARD).is_file():
-        return f"suffix+{json.loads((bundled / DEFAULT_NAME / CARD).read_text())['method']}"
-    return "suffix"
-
-
-def choose_drafter(text: str, target: str) -> tuple[str, str]:
-    """Return a drafter's kind and model, from KIND, KIND:MODEL, A+B or just a model."""
-    if text == AUTO:
-        return best_drafter(target), ""
-    kind, _, model = text.partition(":")
-    if set(kind.split("+")) <= drafter_kinds():
-        return kind, model
-    try:
-        method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "model", text  # loading it fails with the reason
-    return _SERVED_AS.get(method, method), text
 
 
 def locate(name: str, progress: Progress) -> Path | str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.engine.loading.loader import LoadedModel
-from outrider.models.hub import choose_drafter
+from outrider.models.drafter_choice import choose_drafter
 from outrider.protocol.errors import StartupError
 from outrider.train import data, loop, run
 from outrider.train.artifacts import card as cards

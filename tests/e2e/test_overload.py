@@ -19,7 +19,8 @@ import grpc
 import pytest
 
 from outrider.launch.stack import LaunchPlan, stack
-from outrider.models.hub import DEFAULT, choose_drafter
+from outrider.models.drafter_choice import choose_drafter
+from outrider.models.hub import DEFAULT
 from outrider.security.channels import Channels
 from outrider.v1 import coordinator_pb2_grpc as rpc
 from tests.cluster import Cluster, Output, ask, follow

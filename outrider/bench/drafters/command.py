@@ -21,7 +21,8 @@ from outrider.bench.drafters.schedule import DraftersExtent, Schedule, TurnProgr
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.launch.options import Dtype, Target, Threads
 from outrider.launch.stack import LaunchPlan, Stack
-from outrider.models.hub import DEFAULT, best_drafter, drafter_kinds, locate
+from outrider.models.drafter_choice import best_drafter, drafter_kinds
+from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 

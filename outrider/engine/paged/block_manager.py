@@ -33,11 +33,6 @@ class BlockTable:
     branches_from: int | None = None  # from here on its tokens are a tree, until `compact`
 
     @property
-    def path_length(self) -> int:
-        """Return the number of tokens before the tree."""
-        return len(self.tokens) if self.branches_from is None else self.branches_from
-
-    @property
     def last_entry(self) -> int | str:
         """Return the first part of the next block's key."""
         return self.indexed[-1] if self.indexed else self.salt
@@ -78,8 +73,9 @@ class BlockManager:
         length = len(table.tokens)
         needed = blocks_for(length + more) - len(table.blocks)
         index, offset = divmod(length, BLOCK_TOKENS)
-        must_copy = offset > 0 and self.pool.is_indexed(table.blocks[index])
-        self._check_capacity(needed + must_copy)
+        must_copy = offset > 0 and table.blocks[index] in self.pool.key_of
+        if self.pool.num_used + needed + must_copy > self.pool.num_blocks:
+            raise self._full()
         copy = None
         if must_copy:
             copy = table.blocks[index], self.pool.take()
@@ -128,16 +124,16 @@ class BlockManager:
 
     def _add_to_index(self, table: BlockTable) -> None:
         """Enter a session's full blocks into the prefix index."""
-        for index in range(len(table.indexed), table.path_length // BLOCK_TOKENS):
+        path_length = len(table.tokens) if table.branches_from is None else table.branches_from
+        for index in range(len(table.indexed), path_length // BLOCK_TOKENS):
             part = tuple(table.tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
             table.indexed.append(self.pool.enter((table.last_entry, part), table.blocks[index]))
 
-    def _check_capacity(self, needed: int) -> None:
-        limit = self.pool.num_blocks
-        if self.pool.num_used + needed > limit:
-            raise Overloaded(
-                f"the cache of {limit * BLOCK_TOKENS} tokens is full",
-                field="kv_tokens",
-                value=self.pool.num_used * BLOCK_TOKENS,
-                limit=limit * BLOCK_TOKENS,
-            )
+    def _full(self) -> Overloaded:
+        limit = self.pool.num_blocks * BLOCK_TOKENS
+        return Overloaded(
+            f"the cache of {limit} tokens is full",
+            field="kv_tokens",
+            value=self.pool.num_used * BLOCK_TOKENS,
+            limit=limit,
+        )

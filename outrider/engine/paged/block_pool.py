@@ -18,18 +18,14 @@ class BlockPool:
     def __init__(self, num_blocks: int, max_evictable: int | None = None) -> None:
         self.num_blocks = num_blocks
         self._max_evictable = num_blocks if max_evictable is None else max_evictable
+        self.num_used = 0
+        self.key_of: dict[int, PrefixKey] = {}  # of the indexed blocks, which must not be written again
         self._users = [0] * num_blocks
         self._fresh = 0  # blocks from here on were never used; used ones are taken first, so memory is touched late
         self._free: list[int] = []
         self._evictable: OrderedDict[int, None] = OrderedDict()  # indexed blocks without users, oldest first
         self._index: dict[PrefixKey, tuple[int, int]] = {}  # → block, number of the entry
-        self._key_of: dict[int, PrefixKey] = {}
         self._next_entry = 0
-
-    @property
-    def num_used(self) -> int:
-        """Return the number of blocks that sessions use."""
-        return self._fresh - len(self._free) - len(self._evictable)
 
     @property
     def num_evictable(self) -> int:
@@ -47,6 +43,7 @@ class BlockPool:
             block = self._fresh
             self._fresh += 1
         self._users[block] = 1
+        self.num_used += 1
         return block
 
     def release(self, block: int) -> None:
@@ -54,7 +51,8 @@ class BlockPool:
         self._users[block] -= 1
         if self._users[block]:
             return
-        if block in self._key_of:
+        self.num_used -= 1
+        if block in self.key_of:
             self._evictable[block] = None
             if len(self._evictable) > self._max_evictable:
                 self._evict_oldest()
@@ -65,21 +63,19 @@ class BlockPool:
         """Add a user to the block of a prefix. Return the block and the number of its entry; None: not cached."""
         found = self._index.get(key)
         if found is not None:
-            self._users[found[0]] += 1
-            self._evictable.pop(found[0], None)
+            block, _ = found
+            self.num_used += not self._users[block]
+            self._users[block] += 1
+            self._evictable.pop(block, None)
         return found
 
     def enter(self, key: PrefixKey, block: int) -> int:
         """Enter a full block into the prefix index, unless another holds the same. Return the number of the entry."""
         if key not in self._index:
             self._index[key] = (block, self._next_entry)
-            self._key_of[block] = key
+            self.key_of[block] = key
             self._next_entry += 1
         return self._index[key][1]
-
-    def is_indexed(self, block: int) -> bool:
-        """Return whether others may read the block: it must not be written again."""
-        return block in self._key_of
 
     def evict_all(self) -> None:
         """Evict every cached block without users."""
@@ -88,5 +84,5 @@ class BlockPool:
 
     def _evict_oldest(self) -> None:
         block, _ = self._evictable.popitem(last=False)
-        del self._index[self._key_of.pop(block)]
+        del self._index[self.key_of.pop(block)]
         self._free.append(block)

@@ -62,11 +62,11 @@ class PagedEngine(ABC):
         segments: list[Segment] = []
         start = 0
         for new in batch:
-            base = self.length(new.session)
             if copy := self.blocks.allocate(new.session, len(new.tokens)):
                 source, target = (list(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)) for block in copy)
                 self._copy(source, target)
-            segments.append(Segment.of(start, new, base, self.blocks.tables[new.session].blocks))
+            table = self.blocks.tables[new.session]
+            segments.append(Segment.of(start, new, len(table.tokens), table.blocks))
             start += len(new.tokens)
         return ForwardStep.of(segments, [new.input_embeddings for new in batch if new.input_embeddings is not None])
 

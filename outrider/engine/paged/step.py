@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ class Segment:
 
     start: int  # index of its first token in the step
     tokens: Sequence[int]
+    count: int  # number of new tokens
     base: int  # number of tokens cached before
     blocks: Sequence[int]
     positions: Sequence[int]  # of each new token in its text
@@ -31,24 +32,25 @@ class Segment:
         positions: Sequence[int] = range(base, base + len(new.tokens))
         mask = None
         if new.parents:
-            shape = TreeShape(tuple(new.parents))
-            positions = [base + depth - 1 for depth in shape.depths]
-            mask = _tree_mask(shape.paths)
-        return cls(start, new.tokens, base, blocks, positions, mask, new.logits_from, new.hidden_from)
-
-    @property
-    def count(self) -> int:
-        """Return the number of new tokens."""
-        return len(self.tokens)
+            paths = TreeShape(tuple(new.parents)).paths
+            positions = [base + len(path) - 1 for path in paths]
+            mask = _tree_mask(paths)
+        return cls(
+            start=start,
+            tokens=new.tokens,
+            count=len(new.tokens),
+            base=base,
+            blocks=blocks,
+            positions=positions,
+            mask=mask,
+            logits_from=new.logits_from,
+            hidden_from=new.hidden_from,
+        )
 
     @property
     def end(self) -> int:
         """Return the index after its last token in the step."""
         return self.start + self.count
-
-    @property
-    def num_logits(self) -> int:
-        return self.count - self.logits_from
 
 
 def _tree_mask(paths: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -66,48 +68,41 @@ class ForwardStep:
     ids: list[int]
     positions: list[int]
     outputs: list[int]  # indices of the tokens with an output, see `output_indices`
-    input_embeddings: torch.Tensor | None  # [tokens, width], in place of embeddings
+    counts: list[int]  # number of logits of each segment
+    num_logits: int  # how many of `outputs`, from the first, need logits; the others need hidden states only
+    input_embeddings: torch.Tensor | None = None  # [tokens, width], in place of embeddings
 
     @classmethod
     def of(cls, segments: Sequence[Segment], input_embeddings: Sequence[torch.Tensor]) -> ForwardStep:
         """Join the inputs of all segments."""
+        counts = [segment.count - segment.logits_from for segment in segments]
         return cls(
             segments,
-            [token for part in segments for token in part.tokens],
-            [position for part in segments for position in part.positions],
-            output_indices(segments, {part.start: part.start for part in segments}),
-            torch.cat(list(input_embeddings)) if input_embeddings else None,
+            ids=[token for segment in segments for token in segment.tokens],
+            positions=[position for segment in segments for position in segment.positions],
+            outputs=output_indices(segments, {segment.start: segment.start for segment in segments}),
+            counts=counts,
+            num_logits=sum(counts),
+            input_embeddings=torch.cat(list(input_embeddings)) if input_embeddings else None,
         )
 
-    @property
-    def counts(self) -> list[int]:
-        """Return the number of logits of each segment."""
-        return [part.num_logits for part in self.segments]
-
-    @property
-    def num_logits(self) -> int:
-        """Return how many of `outputs`, from the first, need logits; the others need hidden states only."""
-        return sum(self.counts)
-
     def result(self, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
-        """Split the logits and hidden states of `outputs` by session."""
-        counts = self.counts
-        logits = logits[: sum(counts)]
-        return StepResult(logits, list(torch.split(logits, counts)), list(self._hidden_states(hidden)))
-
-    def _hidden_states(self, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the requested hidden states of each segment, in the order of its tokens."""
+        """Split the logits and hidden states of `outputs` by session, in the order of their tokens."""
+        logits = logits[: self.num_logits]
+        hidden_states: list[torch.Tensor] = []
         with_logits, only = 0, self.num_logits
         for segment, count in zip(self.segments, self.counts, strict=True):
-            first = segment.hidden_from
-            if first is None:
-                yield hidden[:0]
-            else:
-                before = max(0, segment.logits_from - first)
-                after = hidden[with_logits + max(0, first - segment.logits_from) : with_logits + count]
-                yield torch.cat([hidden[only : only + before], after]) if before else after
-                only += before
+            own = hidden[:0]
+            if segment.hidden_from is not None:
+                before = max(0, segment.logits_from - segment.hidden_from)
+                skipped = max(0, segment.hidden_from - segment.logits_from)
+                own = hidden[with_logits + skipped : with_logits + count]
+                if before:
+                    own = torch.cat([hidden[only : only + before], own])
+                    only += before
+            hidden_states.append(own)
             with_logits += count
+        return StepResult(logits, list(torch.split(logits, self.counts)), hidden_states)
 
 
 def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> list[int]:

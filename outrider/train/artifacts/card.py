@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.base.atomic_files import atomic_write
-from outrider.models.hub import CARD
+from outrider.models.drafter_choice import CARD
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 

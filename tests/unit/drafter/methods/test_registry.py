@@ -10,7 +10,7 @@ import pytest
 
 from drafter import methods
 from drafter.methods import registry
-from outrider.models.hub import choose_drafter, drafter_kinds
+from outrider.models.drafter_choice import choose_drafter, drafter_kinds
 from outrider.settings.drafter import DrafterSettings
 
 METHOD = """

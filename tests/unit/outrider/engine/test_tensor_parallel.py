@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
 
 from outrider.base.config import WorkerSettings
 from outrider.engine import SessionTokens
-from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, _apply, join_ranks
+from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine, join_ranks
+from outrider.engine.tensor_parallel.engine import _apply
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import Overloaded, StartupError

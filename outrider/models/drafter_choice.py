@@ -1,0 +1,53 @@
+"""The choice of a drafter: its kind and model from what an operator names, and the best one for a target.
+
+Imports no torch: the command line uses it too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from outrider.models.hub import DEFAULT, DEFAULT_NAME
+
+_REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
+MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
+AUTO = "auto"
+CARD = "card.json"  # in the folder of a trained drafter
+_SERVED_AS = {"distill": "model"}
+
+
+def drafter_kinds() -> frozenset[str]:
+    """Return the kinds of drafters: the modules of `drafter.methods` that register one.
+
+    The modules are read, not imported: some of them load torch.
+    """
+    spec = importlib.util.find_spec("drafter.methods")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    modules = (path for folder in folders for path in Path(folder).glob("*.py"))
+    return frozenset(path.stem.replace("_", "-") for path in modules if _REGISTERS.search(path.read_text("utf-8")))
+
+
+def best_drafter(target: str) -> str:
+    """Return the best drafter kind for a target among those that come with Outrider."""
+    bundled = Path(str(files("outrider.bundled")))
+    if target in (DEFAULT, DEFAULT_NAME) and (bundled / DEFAULT_NAME / CARD).is_file():
+        return f"suffix+{json.loads((bundled / DEFAULT_NAME / CARD).read_text())['method']}"
+    return "suffix"
+
+
+def choose_drafter(text: str, target: str) -> tuple[str, str]:
+    """Return a drafter's kind and model, from KIND, KIND:MODEL, A+B or just a model."""
+    if text == AUTO:
+        return best_drafter(target), ""
+    kind, _, model = text.partition(":")
+    if set(kind.split("+")) <= drafter_kinds():
+        return kind, model
+    try:
+        method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "model", text  # loading it fails with the reason
+    return _SERVED_AS.get(method, method), text
