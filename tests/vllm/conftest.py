@@ -49,7 +49,9 @@ VOCAB = 257
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A toy Llama with heads wide enough for vLLM."""
-    return make_model(tmp_path_factory.mktemp("models") / "target", seed=1, hidden=128, context=1024)
+    return make_model(
+        tmp_path_factory.mktemp("models") / "target", seed=7, hidden=128, context=1024, sharpness=4.0, focus=0.1
+    )
 
 
 def options(**more: object) -> CoreOptions:
