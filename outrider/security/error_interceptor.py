@@ -37,58 +37,61 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        decode = _reader(handler.request_deserializer)
+        read = _reader(handler.request_deserializer)
         if inspect.isasyncgenfunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
                 _checked_stream_handler(handler.stream_stream, self._write_timeout_s, streams_in=True),
-                decode,
+                read,
                 handler.response_serializer,
             )
         if inspect.isasyncgenfunction(handler.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
                 _checked_stream_handler(handler.unary_stream, self._write_timeout_s, streams_in=False),
-                decode,
+                _late(read),
                 handler.response_serializer,
             )
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _checked_unary_handler(handler.unary_unary), decode, handler.response_serializer
+                _checked_unary_handler(handler.unary_unary), _late(read), handler.response_serializer
             )
         return handler  # library services that write to their context themselves
 
 
 def _reader(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Return a deserializer. It returns an error for invalid bytes, since gRPC would drop one that is raised."""
+    """Return a deserializer that raises InvalidRequest for bytes that are no valid request."""
 
     def read(data: bytes) -> Any:
         try:
             request = decode(data)
-            check_fields(request)
         except DecodeError as error:
-            return InvalidRequest(
+            raise InvalidRequest(
                 f"the request is no valid message: {error}; text must be UTF-8",
                 field="request",
                 value=str(error),
                 limit="a protobuf message with UTF-8 text",
-            )
-        except InvalidRequest as error:
-            return error
+            ) from error
+        check_fields(request)
         return request
 
     return read
+
+
+def _late(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return a deserializer that returns the error: gRPC reads a single request before it calls the handler."""
+
+    def read_late(data: bytes) -> Any:
+        try:
+            return read(data)
+        except InvalidRequest as error:
+            return error
+
+    return read_late
 
 
 def _valid(request: Any) -> Any:
     if isinstance(request, InvalidRequest):
         raise request
     return request
-
-
-async def _valid_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, InvalidRequest):
-            raise request
-        yield request
 
 
 def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -108,7 +111,7 @@ def _checked_stream_handler(
 ) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            given = _valid_stream(request) if streams_in else _valid(request)
+            given = request if streams_in else _valid(request)
             async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     try:
