@@ -38,7 +38,7 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
         self._grammars = TargetGrammars(settings)
-        about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, features=drafter.needs_hidden_states)
+        about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
         super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -55,7 +55,7 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
         failed: list[OutriderError] = []
         try:
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
-                yield pb.DraftReply(opened=pb.DraftOpened(features=self._drafter.needs_hidden_states))
+                yield pb.DraftReply(opened=pb.DraftOpened(hidden_states=self._drafter.needs_hidden_states))
                 async with background(self._receive(session, requests, failed)):
                     while (guess := await session.outbox.get()) is not None:
                         span.add(len(guess.tokens), guess.draft_us)
@@ -112,7 +112,8 @@ def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
     kind = request.WhichOneof("message")
     if kind == "committed":
         committed = request.committed
-        hidden_states = convert.hidden_states_from_proto(committed.features) if committed.HasField("features") else None
+        given = committed.HasField("hidden_states")
+        hidden_states = convert.hidden_states_from_proto(committed.hidden_states) if given else None
         session.commit(committed.position, tuple(committed.tokens), hidden_states)
     elif kind == "steer":
         session.steer(convert.draft_steering_from_proto(request.steer))

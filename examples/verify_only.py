@@ -29,7 +29,7 @@ def decode(address: str, prompt: list[int], max_tokens: int) -> list[int]:
                 tokens=prompt,
                 prompt_length=len(prompt),
                 params=common.SamplingParams(temperature=0, seed=0, max_tokens=max_tokens),
-                steer=pb.VerifySteering(gamma=GAMMA, patience_us=20_000),
+                steer=pb.VerifySteering(gamma=GAMMA, draft_wait_us=20_000),
             )
         )
     )

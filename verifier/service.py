@@ -158,7 +158,7 @@ def _opening(request: pb.VerifyRequest) -> VerifyOpening:
         prompt_length=given.prompt_length,
         params=convert.params_from_proto(given.params),
         steering=convert.verify_steering_from_proto(given.steer),
-        features=given.features,
+        hidden_states=given.hidden_states,
         cache_salt=given.cache_salt,
         tenant=given.tenant,
     )

@@ -44,7 +44,7 @@ class VerifyOpening:
     prompt_length: int
     params: SamplingParams
     steering: VerifySteering = field(default_factory=VerifySteering)
-    features: bool = False
+    hidden_states: bool = False
     cache_salt: str = ""
     tenant: str = ""
 
@@ -102,7 +102,7 @@ class VerifySession:
         self.epoch = opening.epoch
         self.params = opening.params
         self.prompt_length = opening.prompt_length
-        self.hidden_states = HiddenStateBuffer(opening.features)
+        self.hidden_states = HiddenStateBuffer(opening.hidden_states)
         self.committed = list(opening.tokens)
         self.outbox: asyncio.Queue[Verdict | Rejection | Ended] = asyncio.Queue()
         self.tree = GuessTree(

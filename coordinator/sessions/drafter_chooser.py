@@ -67,4 +67,4 @@ class DrafterChooser:
         )
 
     def _uses_hidden_states(self, connection: WorkerConnection) -> bool:
-        return connection.info.features and self._fits(connection)
+        return connection.info.hidden_states and self._fits(connection)

@@ -147,7 +147,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         message = draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens))
         num_bytes = 0
         if hidden_states is not None and self.joined and self.wants_hidden_states:
-            message.committed.features.CopyFrom(convert.hidden_states_to_proto(hidden_states))
+            message.committed.hidden_states.CopyFrom(convert.hidden_states_to_proto(hidden_states))
             num_bytes = len(hidden_states.rows)
         self.send(message)
         return num_bytes

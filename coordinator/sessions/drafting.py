@@ -158,7 +158,7 @@ class Drafting:
             self._attached[source] = drafter
             try:
                 opened = await drafter.opened()
-                self._join(drafter, opened.opened.features, history)
+                self._join(drafter, opened.opened.hidden_states, history)
                 async for guess in drafter.guesses():
                     self._relay(verifier, drafter, guess)
                 if not connection.info.draining:

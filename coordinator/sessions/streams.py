@@ -151,7 +151,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(verifier_params(record)),
             steer=verify.VerifySteering(gamma=0),
-            features=hidden_states,
+            hidden_states=hidden_states,
             cache_salt=request.cache_salt,
             tenant=record.tenant,
         )

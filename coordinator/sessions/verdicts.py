@@ -115,19 +115,19 @@ class VerdictReader:
             if counts != (wanted, wanted):
                 raise _violation("verdict.logprobs.top_ids", counts, f"{wanted} each")
         _at_most("verdict.sources", len(proto.sources), self._sent.sources, " entries")
-        if proto.HasField("features"):
+        if proto.HasField("hidden_states"):
             if not self._sent.hidden_states:
-                raise _violation("verdict.features", "given", "absent: none were asked for")
+                raise _violation("verdict.hidden_states", "given", "absent: none were asked for")
             try:
-                message_limits.check_hidden_states("verdict.features", proto.features)
+                message_limits.check_hidden_states("verdict.hidden_states", proto.hidden_states)
             except InvalidRequest as error:
                 raise ProtocolViolation(error.message) from error
-        _at_most("verdict", proto.ByteSize() - len(proto.features.rows), MAX_REPLY_BYTES, " bytes")
+        _at_most("verdict", proto.ByteSize() - len(proto.hidden_states.rows), MAX_REPLY_BYTES, " bytes")
 
     def _bound_timings(self, timings: verify.VerifyTimings, now: float) -> None:
         """Reduce the reported times: together they are no longer than the time since the last verdict."""
-        _at_most("verdict.timings.rows", timings.rows, _MAX_STEP_TOKENS)
-        _at_most("verdict.timings.session_rows", timings.session_rows, timings.rows)
+        _at_most("verdict.timings.batch_tokens", timings.batch_tokens, _MAX_STEP_TOKENS)
+        _at_most("verdict.timings.session_tokens", timings.session_tokens, timings.batch_tokens)
         _at_most("verdict.timings.sessions", timings.sessions, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.step_tokens", timings.step_tokens, _MAX_STEP_TOKENS)
         _at_most("verdict.timings.cached_tokens", timings.cached_tokens, self._record.position)
@@ -151,16 +151,16 @@ class VerdictReader:
         if tokens - accepted > 1:
             raise _violation("verdict.accepted", accepted, f"at least {tokens - 1} of {tokens} tokens")
         ahead = max(0, self._sent.guessed_to - verdict.position)
-        _at_most("verdict.offered", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
+        _at_most("verdict.proposed", verdict.proposed, min(MAX_GAMMA, ahead, verdict.nodes))
         _at_most("verdict.nodes", verdict.nodes, MAX_NODES if verdict.proposed else 0)
-        _at_most("verdict.left", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
-        _at_most("verdict.beside", verdict.accepted_from_branch, accepted)
+        _at_most("verdict.remaining_depth", verdict.remaining_depth, min(MAX_GAMMA, max(0, ahead - tokens)))
+        _at_most("verdict.accepted_from_branch", verdict.accepted_from_branch, accepted)
         seen = {tally.source for tally in verdict.sources}
         if len(seen) < len(verdict.sources) or 0 in seen:
             raise _violation("verdict.sources", [tally.source for tally in verdict.sources], "each once, from 1 on")
         for tally in verdict.sources:
             _at_most("verdict.sources.source", tally.source, self._sent.sources)
-            _at_most("verdict.sources.offered", tally.proposed, verdict.proposed)
+            _at_most("verdict.sources.proposed", tally.proposed, verdict.proposed)
             _at_most("verdict.sources.accepted", tally.accepted, accepted)
         allowed: tuple[TokenKind, ...]
         if tokens > accepted:
@@ -197,7 +197,7 @@ class VerdictReader:
         end = states.position + len(states.rows) // (2 * states.width)
         wanted = verdict.position + len(verdict.tokens) - 1
         if end != wanted:
-            raise _violation("verdict.features", f"up to {end}", f"up to {wanted}")
+            raise _violation("verdict.hidden_states", f"up to {end}", f"up to {wanted}")
 
 
 def _at_most(name: str, value: int, high: int, unit: str = "") -> None:

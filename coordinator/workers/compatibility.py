@@ -63,7 +63,7 @@ class Compatibility:
             raise ModelMismatch(
                 f"drafter {name} was trained for another target than {target.name}: its guesses would fail. Train one "
                 "for this target with `outrider train`",
-                field="model.made_for",
+                field="model.target_digest",
                 value=info.model.target_digest,
                 limit=target.weights_digest,
             )

@@ -1,38 +1,43 @@
-"""Conversion of messages between protobuf and dataclasses. Nothing else converts them."""
+"""Conversion of messages between protobuf and dataclasses. Nothing else converts them.
+
+A field has the same name in both, so most messages are converted field by
+field. The functions here name the pairs and hold the exceptions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, MutableSequence
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
 
 from outrider.protocol import message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import KINDS, InvalidRequest, OutriderError
-from outrider.protocol.fieldwise import by_key, from_plain
+from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, SamplingParams
 from outrider.protocol.speculation import (
     Distribution,
     DraftSteering,
-    FinishReason,
     Guess,
     HiddenStates,
-    SourceTally,
-    TokenKind,
     TokenLogprobs,
     Verdict,
     VerifySteering,
-    VerifyTimings,
 )
 from outrider.protocol.statistics import GenerationStats, ServerInfo
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as coordinator
 from outrider.v1 import drafter_pb2 as drafter
 from outrider.v1 import verifier_pb2 as verifier
+
+T = TypeVar("T")
 
 ERROR_KEY = "outrider-error-bin"
 # HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
@@ -68,19 +73,19 @@ def _present(value: Any) -> Any:
 
 
 def draft_steering_to_proto(steering: DraftSteering) -> drafter.DraftSteering:
-    return drafter.DraftSteering(**by_key(steering))
+    return drafter.DraftSteering(**_outgoing(steering))
 
 
 def draft_steering_from_proto(proto: drafter.DraftSteering) -> DraftSteering:
-    return from_plain(DraftSteering, present_fields(proto))
+    return _incoming(DraftSteering, proto)
 
 
 def verify_steering_to_proto(steering: VerifySteering) -> verifier.VerifySteering:
-    return verifier.VerifySteering(**by_key(steering))
+    return verifier.VerifySteering(**_outgoing(steering))
 
 
 def verify_steering_from_proto(proto: verifier.VerifySteering) -> VerifySteering:
-    return from_plain(VerifySteering, present_fields(proto))
+    return _incoming(VerifySteering, proto)
 
 
 def distribution_to_proto(distribution: Distribution) -> common.Distribution:
@@ -94,30 +99,14 @@ def distribution_from_proto(proto: common.Distribution) -> Distribution:
 
 
 def guess_to_proto(guess: Guess) -> common.Guess:
-    return common.Guess(
-        position=guess.position,
-        first_id=guess.first_id,
-        parent=guess.parent,
-        tokens=guess.tokens,
-        draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
-        draft_us=guess.draft_us,
-        source=guess.source,
-        parents=[parent + 1 for parent in guess.parents],  # unsigned on the wire: 0 is the root
-    )
+    parents = [parent + 1 for parent in guess.parents]  # unsigned on the wire: 0 is the root
+    return common.Guess(**_outgoing(guess) | {"parents": parents})
 
 
 def guess_from_proto(proto: common.Guess) -> Guess:
     message_limits.check_guess(proto)
-    return Guess(
-        position=proto.position,
-        first_id=proto.first_id,
-        parent=proto.parent,
-        tokens=tuple(proto.tokens),
-        draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
-        draft_us=proto.draft_us,
-        source=proto.source,
-        parents=tuple(parent - 1 for parent in proto.parents),
-    )
+    guess = _incoming(Guess, proto)
+    return replace(guess, parents=tuple(parent - 1 for parent in proto.parents)) if proto.parents else guess
 
 
 def guess_bytes(proto: common.Guess) -> tuple[int, int]:
@@ -132,143 +121,45 @@ def varint_bytes(value: int) -> int:
 
 
 def verdict_to_proto(verdict: Verdict) -> verifier.Verdict:
-    timings = verdict.timings
-    proto = verifier.Verdict(
-        position=verdict.position,
-        tokens=verdict.tokens,
-        accepted=verdict.accepted,
-        last=verifier.TokenKind.ValueType(verdict.last),
-        offered=verdict.proposed,
-        finish_reason=verifier.FinishReason.ValueType(verdict.finish_reason),
-        timings=verifier.VerifyTimings(
-            wait_us=timings.wait_us,
-            step_us=timings.step_us,
-            sessions=timings.sessions,
-            rows=timings.batch_tokens,
-            session_rows=timings.session_tokens,
-            cached_tokens=timings.cached_tokens,
-            step_tokens=timings.step_tokens,
-        ),
-        logprobs=[logprobs_to_proto(entry) for entry in verdict.logprobs],
-        sources=[tally_to_proto(tally) for tally in verdict.sources],
-        nodes=verdict.nodes,
-        left=verdict.remaining_depth,
-        beside=verdict.accepted_from_branch,
-    )
-    if verdict.hidden_states is not None:
-        proto.features.CopyFrom(hidden_states_to_proto(verdict.hidden_states))
-    return proto
+    return verifier.Verdict(**_outgoing(verdict))
 
 
 def verdict_from_proto(proto: verifier.Verdict) -> Verdict:
-    timings = proto.timings
-    return Verdict(
-        position=proto.position,
-        tokens=tuple(proto.tokens),
-        accepted=proto.accepted,
-        last=TokenKind(proto.last),
-        proposed=proto.offered,
-        finish_reason=FinishReason(proto.finish_reason),
-        timings=VerifyTimings(
-            wait_us=timings.wait_us,
-            step_us=timings.step_us,
-            sessions=timings.sessions,
-            batch_tokens=timings.rows,
-            session_tokens=timings.session_rows,
-            cached_tokens=timings.cached_tokens,
-            step_tokens=timings.step_tokens,
-        ),
-        logprobs=tuple(logprobs_from_proto(entry) for entry in proto.logprobs),
-        hidden_states=hidden_states_from_proto(proto.features) if proto.HasField("features") else None,
-        sources=tuple(tally_from_proto(tally) for tally in proto.sources),
-        nodes=proto.nodes,
-        remaining_depth=proto.left,
-        accepted_from_branch=proto.beside,
-    )
-
-
-def tally_to_proto(tally: SourceTally) -> verifier.SourceTally:
-    return verifier.SourceTally(source=tally.source, offered=tally.proposed, accepted=tally.accepted)
-
-
-def tally_from_proto(proto: verifier.SourceTally) -> SourceTally:
-    return SourceTally(proto.source, proto.offered, proto.accepted)
+    """Return the verdict; raise ValueError for an unknown enum value."""
+    return _incoming(Verdict, proto)
 
 
 def logprobs_to_proto(entry: TokenLogprobs) -> verifier.TokenLogprobs:
-    return verifier.TokenLogprobs(logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+    return verifier.TokenLogprobs(**_outgoing(entry))
 
 
 def logprobs_from_proto(proto: verifier.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(proto.logprob, tuple(proto.top_ids), tuple(proto.top_logprobs))
+    return _incoming(TokenLogprobs, proto)
 
 
-def hidden_states_to_proto(states: HiddenStates) -> common.Features:
-    return common.Features(position=states.position, width=states.width, rows=states.rows)
+def hidden_states_to_proto(states: HiddenStates) -> common.HiddenStates:
+    return common.HiddenStates(**_outgoing(states))
 
 
-def hidden_states_from_proto(proto: common.Features) -> HiddenStates:
-    return HiddenStates(proto.position, proto.width, proto.rows)
+def hidden_states_from_proto(proto: common.HiddenStates) -> HiddenStates:
+    return _incoming(HiddenStates, proto)
 
 
 def model_to_proto(info: ModelInfo) -> common.ModelInfo:
-    return common.ModelInfo(
-        name=info.name,
-        fingerprint=info.fingerprint,
-        architecture=info.architecture,
-        vocab_size=info.vocab_size,
-        vocabulary_digest=info.vocabulary_digest,
-        context_length=info.context_length,
-        eos_token_ids=info.eos_token_ids,
-        dtype=info.dtype,
-        device=info.device,
-        parameters=info.parameters,
-        lineage=info.weights_digest,
-        made_for=info.target_digest,
-        text=info.text_digest,
-    )
+    return common.ModelInfo(**_outgoing(info))
 
 
 def model_from_proto(proto: common.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=proto.name,
-        fingerprint=proto.fingerprint,
-        architecture=proto.architecture,
-        vocab_size=proto.vocab_size,
-        vocabulary_digest=proto.vocabulary_digest,
-        context_length=proto.context_length,
-        eos_token_ids=tuple(proto.eos_token_ids),
-        dtype=proto.dtype,
-        device=proto.device,
-        parameters=proto.parameters,
-        weights_digest=proto.lineage,
-        target_digest=proto.made_for,
-        text_digest=proto.text,
-    )
+    return _incoming(ModelInfo, proto)
 
 
 def load_to_proto(load: WorkerLoad) -> common.WorkerLoad:
-    return common.WorkerLoad(
-        sessions=load.sessions,
-        waiting=load.waiting,
-        kv_tokens_used=load.kv_tokens_used,
-        kv_tokens_total=load.kv_tokens_total,
-        step_ms=load.step_ms,
-        cost=common.CostCurve(rows=load.cost.rows, ms=load.cost.ms),
-        kv_tokens_idle=load.kv_tokens_idle,
-    )
+    return common.WorkerLoad(**_outgoing(load))
 
 
 def load_from_proto(proto: common.WorkerLoad) -> WorkerLoad:
-    return WorkerLoad(
-        sessions=proto.sessions,
-        waiting=proto.waiting,
-        kv_tokens_used=proto.kv_tokens_used,
-        kv_tokens_total=proto.kv_tokens_total,
-        step_ms=proto.step_ms if 0.0 <= proto.step_ms <= _MAX_STEP_MS else 0.0,
-        cost=_cost_from_proto(proto.cost),
-        kv_tokens_idle=proto.kv_tokens_idle,
-    )
+    load = _incoming(WorkerLoad, proto)
+    return load if 0.0 <= load.step_ms <= _MAX_STEP_MS else replace(load, step_ms=0.0)
 
 
 def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
@@ -284,50 +175,25 @@ def _cost_from_proto(proto: common.CostCurve) -> CostCurve:
 
 
 def worker_to_proto(worker: WorkerInfo) -> coordinator.Worker:
-    return coordinator.Worker(
-        worker_id=worker.worker_id,
-        role=coordinator.Role.ValueType(worker.role),
-        address=worker.address,
-        kind=worker.kind,
-        capacity=worker.capacity,
-        model=model_to_proto(worker.model),
-        load=load_to_proto(worker.load),
-        draining=worker.draining,
-        round_trip_ms=worker.round_trip_ms,
-        features=worker.features,
-        machine=worker.machine,
-    )
+    return coordinator.Worker(**_outgoing(worker))
 
 
 def worker_from_proto(proto: coordinator.Worker) -> WorkerInfo:
     if int(proto.role) not in set(Role):
         raise InvalidRequest.of("worker.role", proto.role, "ROLE_VERIFIER or ROLE_DRAFTER")
-    return WorkerInfo(
-        worker_id=proto.worker_id,
-        role=Role(proto.role),
-        address=proto.address,
-        model=model_from_proto(proto.model),
-        kind=proto.kind,
-        capacity=proto.capacity,
-        load=load_from_proto(proto.load),
-        draining=proto.draining,
-        round_trip_ms=proto.round_trip_ms,
-        features=proto.features,
-        machine=proto.machine,
-    )
+    return _incoming(WorkerInfo, proto)
 
 
 def stats_to_proto(stats: GenerationStats) -> coordinator.Stats:
-    return coordinator.Stats(**asdict(stats))
+    return coordinator.Stats(**_outgoing(stats))
 
 
 def stats_from_proto(proto: coordinator.Stats) -> GenerationStats:
-    return from_plain(GenerationStats, present_fields(proto))
+    return _incoming(GenerationStats, proto)
 
 
 def server_info_from_proto(proto: coordinator.ServerInfo) -> ServerInfo:
-    workers = tuple(worker_from_proto(worker) for worker in proto.workers)
-    return ServerInfo(proto.version, proto.coordinator_id, proto.sessions, proto.durable, workers)
+    return _incoming(ServerInfo, proto)
 
 
 def error_to_proto(error: OutriderError) -> common.Error:
@@ -349,3 +215,67 @@ def error_from_proto(proto: common.Error) -> OutriderError:
         limit=proto.limit,
         retry_after_ms=proto.retry_after_ms if proto.HasField("retry_after_ms") else None,
     )
+
+
+def _outgoing(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as arguments of its message."""
+    given: dict[str, Any] = {}
+    kind: Any = type(value)
+    for field in _fields(kind):
+        given[field.name] = content = getattr(value, field.name)
+        if field.write is not None and content is not None:
+            given[field.name] = [field.write(one) for one in content] if field.repeated else field.write(content)
+    return given
+
+
+def _incoming(kind: type[T], message: Any) -> T:
+    """Return a message as a dataclass. A field that may be absent is None then."""
+    given: dict[str, Any] = {}
+    known: Any = kind
+    for field in _fields(known):
+        if field.optional and not message.HasField(field.name):
+            given[field.name] = None
+            continue
+        content = getattr(message, field.name)
+        if field.repeated:
+            content = tuple(content) if field.read is None else tuple(map(field.read, content))
+        elif field.read is not None:
+            content = field.read(content)
+        given[field.name] = content
+    return kind(**given)
+
+
+class _Field(NamedTuple):
+    name: str
+    optional: bool
+    repeated: bool
+    read: Callable[[Any], Any] | None  # None: the value is the same in both
+    write: Callable[[Any], Any] | None
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    CostCurve: _cost_from_proto,
+    Distribution: distribution_from_proto,
+    WorkerInfo: worker_from_proto,
+    WorkerLoad: load_from_proto,
+}
+_WRITERS: dict[Any, Callable[[Any], Any]] = {Distribution: distribution_to_proto}
+
+
+@cache
+def _fields(kind: Any) -> tuple[_Field, ...]:
+    return tuple(_field(name, hint) for name, hint in get_type_hints(kind).items())
+
+
+def _field(name: str, hint: Any) -> _Field:
+    """Return how a field of this type is converted."""
+    optional = NoneType in get_args(hint)
+    if optional:
+        hint = get_args(hint)[0]
+    repeated = get_origin(hint) is tuple
+    kind: Any = get_args(hint)[0] if repeated else hint
+    if is_dataclass(kind):
+        inside: Any = kind
+        read = _READERS.get(inside) or partial(_incoming, inside)
+        return _Field(name, optional, repeated, read, _WRITERS.get(inside, _outgoing))
+    return _Field(name, optional, repeated, kind if issubclass(kind, Enum) else None, None)

@@ -24,12 +24,6 @@ def to_plain(value: Any) -> Any:
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
-def by_key(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by key, their values as they are."""
-    kind: Any = type(value)
-    return {key: getattr(value, name) for key, name, _ in _keyed_fields(kind)}
-
-
 def from_plain(kind: type[T], given: Mapping[str, Any]) -> T:
     """Return a dataclass with the given fields. Absent ones take their defaults, unknown names are ignored."""
     known: Any = kind

@@ -59,5 +59,5 @@ class WorkerInfo:
     load: WorkerLoad = WorkerLoad()
     draining: bool = False
     round_trip_ms: float = 0.0
-    features: bool = False  # a drafter that needs hidden states
+    hidden_states: bool = False  # a drafter that needs hidden states
     machine: str = ""  # equal on one machine

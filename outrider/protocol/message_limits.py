@@ -60,15 +60,13 @@ def _check_parents(guess: common.Guess) -> None:
             raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
 
 
-def check_hidden_states(name: str, features: common.Features) -> None:
+def check_hidden_states(name: str, states: common.HiddenStates) -> None:
     """Raise InvalidRequest unless the hidden states are whole float16 rows within the limit."""
-    if not 1 <= features.width <= MAX_HIDDEN_WIDTH:
-        raise InvalidRequest.of(f"{name}.width", features.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
-    rows, rest = divmod(len(features.rows), 2 * features.width)
+    if not 1 <= states.width <= MAX_HIDDEN_WIDTH:
+        raise InvalidRequest.of(f"{name}.width", states.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
+    rows, rest = divmod(len(states.rows), 2 * states.width)
     if rest:
-        raise InvalidRequest.of(
-            f"{name}.rows", f"{len(features.rows)} bytes", f"whole rows of {2 * features.width} bytes"
-        )
+        raise InvalidRequest.of(f"{name}.rows", f"{len(states.rows)} bytes", f"whole rows of {2 * states.width} bytes")
     check_count(f"{name}.rows", rows, "rows", MAX_HIDDEN_POSITIONS)
 
 
@@ -81,6 +79,6 @@ def check_draft_request(request: draft.DraftRequest) -> None:
     """Raise InvalidRequest for an oversized later message of a drafter stream."""
     committed = request.committed
     check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
-    if committed.HasField("features"):
-        check_hidden_states("committed.features", committed.features)
-    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.features.rows))
+    if committed.HasField("hidden_states"):
+        check_hidden_states("committed.hidden_states", committed.hidden_states)
+    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.hidden_states.rows))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.fieldwise import KEY
 from outrider.protocol.sampling_params import SamplingParams
 
 MAX_GAMMA = 64
@@ -73,13 +72,16 @@ class VerifySteering:
     """New settings of a session's verifier; None leaves a setting unchanged."""
 
     gamma: int | None = None  # length of the guessed path that a step waits for
-    draft_wait_us: int | None = field(default=None, metadata={KEY: "patience_us"})
+    draft_wait_us: int | None = None
     nodes: int | None = None  # guesses checked per step; 0: no limit for this session
-    hidden_states: bool | None = field(default=None, metadata={KEY: "features"})  # send them with verdicts
+    hidden_states: bool | None = None  # send them with verdicts
 
     def check(self) -> None:
-        wait = (self.draft_wait_us, MAX_DRAFT_WAIT_US)
-        _check_settings(gamma=(self.gamma, MAX_GAMMA), patience_us=wait, nodes=(self.nodes, MAX_NODES))
+        _check_settings(
+            gamma=(self.gamma, MAX_GAMMA),
+            draft_wait_us=(self.draft_wait_us, MAX_DRAFT_WAIT_US),
+            nodes=(self.nodes, MAX_NODES),
+        )
 
 
 def _check_settings(**settings: tuple[int | None, int]) -> None:

@@ -227,9 +227,9 @@ class ModelInfo(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     PARAMETERS_FIELD_NUMBER: builtins.int
-    LINEAGE_FIELD_NUMBER: builtins.int
-    TEXT_FIELD_NUMBER: builtins.int
-    MADE_FOR_FIELD_NUMBER: builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: builtins.int
+    TEXT_DIGEST_FIELD_NUMBER: builtins.int
+    TARGET_DIGEST_FIELD_NUMBER: builtins.int
     name: builtins.str
     """display name"""
     fingerprint: builtins.str
@@ -248,12 +248,12 @@ class ModelInfo(google.protobuf.message.Message):
     """cpu, cuda:0, ..."""
     parameters: builtins.int
     """number of weights"""
-    lineage: builtins.str
-    """weights digest: hex digest of configuration and weights, without the number format"""
-    text: builtins.str
+    weights_digest: builtins.str
+    """hex digest of configuration and weights, without the number format"""
+    text_digest: builtins.str
     """verifiers: fingerprint of the engine whose text this one promises; empty: its own"""
-    made_for: builtins.str
-    """drafters: lineage of the target that it was trained for; empty: any"""
+    target_digest: builtins.str
+    """drafters: weights_digest of the target that it was trained for; empty: any"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -269,11 +269,11 @@ class ModelInfo(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         device: builtins.str = ...,
         parameters: builtins.int = ...,
-        lineage: builtins.str = ...,
-        text: builtins.str = ...,
-        made_for: builtins.str = ...,
+        weights_digest: builtins.str = ...,
+        text_digest: builtins.str = ...,
+        target_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "lineage", b"lineage", "made_for", b"made_for", "name", b"name", "parameters", b"parameters", "text", b"text", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "name", b"name", "parameters", b"parameters", "target_digest", b"target_digest", "text_digest", b"text_digest", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "weights_digest", b"weights_digest"]) -> None: ...
 
 global___ModelInfo = ModelInfo
 
@@ -513,7 +513,7 @@ class Guess(google.protobuf.message.Message):
 global___Guess = Guess
 
 @typing.final
-class Features(google.protobuf.message.Message):
+class HiddenStates(google.protobuf.message.Message):
     """Hidden states of committed positions, for drafters that need the target's."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -536,4 +536,4 @@ class Features(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["position", b"position", "rows", b"rows", "width", b"width"]) -> None: ...
 
-global___Features = Features
+global___HiddenStates = HiddenStates

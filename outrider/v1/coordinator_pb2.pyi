@@ -599,7 +599,7 @@ class Worker(google.protobuf.message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     ROUND_TRIP_MS_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
     MACHINE_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: global___Role.ValueType
@@ -612,7 +612,7 @@ class Worker(google.protobuf.message.Message):
     draining: builtins.bool
     round_trip_ms: builtins.float
     """measured by the coordinator that replies"""
-    features: builtins.bool
+    hidden_states: builtins.bool
     """drafters: needs hidden states with Committed"""
     machine: builtins.str
     """equal for all processes and containers of one machine; empty: unknown"""
@@ -632,11 +632,11 @@ class Worker(google.protobuf.message.Message):
         load: outrider.v1.common_pb2.WorkerLoad | None = ...,
         draining: builtins.bool = ...,
         round_trip_ms: builtins.float = ...,
-        features: builtins.bool = ...,
+        hidden_states: builtins.bool = ...,
         machine: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "features", b"features", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "hidden_states", b"hidden_states", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
 
 global___Worker = Worker
 

@@ -141,22 +141,22 @@ class Committed(google.protobuf.message.Message):
 
     POSITION_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute position of the first token"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def features(self) -> outrider.v1.common_pb2.Features: ...
+    def hidden_states(self) -> outrider.v1.common_pb2.HiddenStates: ...
     def __init__(
         self,
         *,
         position: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        features: outrider.v1.common_pb2.Features | None = ...,
+        hidden_states: outrider.v1.common_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["features", b"features"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["features", b"features", "position", b"position", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hidden_states", b"hidden_states"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["hidden_states", b"hidden_states", "position", b"position", "tokens", b"tokens"]) -> None: ...
 
 global___Committed = Committed
 
@@ -186,14 +186,14 @@ global___DraftReply = DraftReply
 class DraftOpened(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FEATURES_FIELD_NUMBER: builtins.int
-    features: builtins.bool
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
+    hidden_states: builtins.bool
     """needs hidden states with Committed"""
     def __init__(
         self,
         *,
-        features: builtins.bool = ...,
+        hidden_states: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["features", b"features"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hidden_states", b"hidden_states"]) -> None: ...
 
 global___DraftOpened = DraftOpened

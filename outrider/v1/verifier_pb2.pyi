@@ -113,7 +113,7 @@ class OpenVerify(google.protobuf.message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     STEER_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
@@ -121,7 +121,7 @@ class OpenVerify(google.protobuf.message.Message):
     """a lower epoch than the last one is refused; an equal or higher one takes over"""
     prompt_length: builtins.int
     """number of prompt tokens"""
-    features: builtins.bool
+    hidden_states: builtins.bool
     """send hidden states with every verdict"""
     cache_salt: builtins.str
     """cached prefixes are shared only among sessions with the same salt"""
@@ -146,12 +146,12 @@ class OpenVerify(google.protobuf.message.Message):
         prompt_length: builtins.int = ...,
         params: outrider.v1.common_pb2.SamplingParams | None = ...,
         steer: global___VerifySteering | None = ...,
-        features: builtins.bool = ...,
+        hidden_states: builtins.bool = ...,
         cache_salt: builtins.str = ...,
         tenant: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "features", b"features", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "hidden_states", b"hidden_states", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
 
 global___OpenVerify = OpenVerify
 
@@ -162,14 +162,14 @@ class VerifySteering(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GAMMA_FIELD_NUMBER: builtins.int
-    PATIENCE_US_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
+    DRAFT_WAIT_US_FIELD_NUMBER: builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
-    patience_us: builtins.int
+    draft_wait_us: builtins.int
     """draft wait timeout, microseconds"""
-    features: builtins.bool
+    hidden_states: builtins.bool
     """send hidden states with the next verdicts"""
     nodes: builtins.int
     """guesses verified per step, all branches together; 0: as many as the verifier allows"""
@@ -177,20 +177,20 @@ class VerifySteering(google.protobuf.message.Message):
         self,
         *,
         gamma: builtins.int | None = ...,
-        patience_us: builtins.int | None = ...,
-        features: builtins.bool | None = ...,
+        draft_wait_us: builtins.int | None = ...,
+        hidden_states: builtins.bool | None = ...,
         nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_features", b"_features", "_gamma", b"_gamma", "_nodes", b"_nodes", "_patience_us", b"_patience_us", "features", b"features", "gamma", b"gamma", "nodes", b"nodes", "patience_us", b"patience_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes"]) -> None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_features", b"_features"]) -> typing.Literal["features"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_gamma", b"_gamma"]) -> typing.Literal["gamma"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_hidden_states", b"_hidden_states"]) -> typing.Literal["hidden_states"] | None: ...
     @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_patience_us", b"_patience_us"]) -> typing.Literal["patience_us"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
 
 global___VerifySteering = VerifySteering
 
@@ -255,29 +255,29 @@ class Verdict(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
-    OFFERED_FIELD_NUMBER: builtins.int
+    PROPOSED_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TIMINGS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
-    FEATURES_FIELD_NUMBER: builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
-    BESIDE_FIELD_NUMBER: builtins.int
-    LEFT_FIELD_NUMBER: builtins.int
+    ACCEPTED_FROM_BRANCH_FIELD_NUMBER: builtins.int
+    REMAINING_DEPTH_FIELD_NUMBER: builtins.int
     position: builtins.int
     """absolute position of the first token"""
     accepted: builtins.int
     """number of accepted guesses among them, from the first"""
     last: global___TokenKind.ValueType
     """kind of the token after the accepted ones; unspecified: none"""
-    offered: builtins.int
+    proposed: builtins.int
     """length of the longest guessed path that was verified"""
     finish_reason: global___FinishReason.ValueType
     nodes: builtins.int
     """guesses that were verified, all branches together"""
-    beside: builtins.int
-    """guesses accepted from a branch: not the first guess for their position"""
-    left: builtins.int
+    accepted_from_branch: builtins.int
+    """accepted guesses that were not the first for their position"""
+    remaining_depth: builtins.int
     """length of the longest guessed path that remains for the next step"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -290,7 +290,7 @@ class Verdict(google.protobuf.message.Message):
         """one per token if requested"""
 
     @property
-    def features(self) -> outrider.v1.common_pb2.Features:
+    def hidden_states(self) -> outrider.v1.common_pb2.HiddenStates:
         """of the positions computed since the last verdict"""
 
     @property
@@ -304,18 +304,18 @@ class Verdict(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
         accepted: builtins.int = ...,
         last: global___TokenKind.ValueType = ...,
-        offered: builtins.int = ...,
+        proposed: builtins.int = ...,
         finish_reason: global___FinishReason.ValueType = ...,
         timings: global___VerifyTimings | None = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
-        features: outrider.v1.common_pb2.Features | None = ...,
+        hidden_states: outrider.v1.common_pb2.HiddenStates | None = ...,
         sources: collections.abc.Iterable[global___SourceTally] | None = ...,
         nodes: builtins.int = ...,
-        beside: builtins.int = ...,
-        left: builtins.int = ...,
+        accepted_from_branch: builtins.int = ...,
+        remaining_depth: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["features", b"features", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "beside", b"beside", "features", b"features", "finish_reason", b"finish_reason", "last", b"last", "left", b"left", "logprobs", b"logprobs", "nodes", b"nodes", "offered", b"offered", "position", b"position", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hidden_states", b"hidden_states", "timings", b"timings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_from_branch", b"accepted_from_branch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "last", b"last", "logprobs", b"logprobs", "nodes", b"nodes", "position", b"position", "proposed", b"proposed", "remaining_depth", b"remaining_depth", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
 
@@ -326,11 +326,11 @@ class SourceTally(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: builtins.int
-    OFFERED_FIELD_NUMBER: builtins.int
+    PROPOSED_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
     source: builtins.int
     """as in Guess"""
-    offered: builtins.int
+    proposed: builtins.int
     """length of its longest verified path"""
     accepted: builtins.int
     """accepted tokens that it guessed"""
@@ -338,10 +338,10 @@ class SourceTally(google.protobuf.message.Message):
         self,
         *,
         source: builtins.int = ...,
-        offered: builtins.int = ...,
+        proposed: builtins.int = ...,
         accepted: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "offered", b"offered", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "proposed", b"proposed", "source", b"source"]) -> None: ...
 
 global___SourceTally = SourceTally
 
@@ -352,8 +352,8 @@ class VerifyTimings(google.protobuf.message.Message):
     WAIT_US_FIELD_NUMBER: builtins.int
     STEP_US_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
-    ROWS_FIELD_NUMBER: builtins.int
-    SESSION_ROWS_FIELD_NUMBER: builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: builtins.int
+    SESSION_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_TOKENS_FIELD_NUMBER: builtins.int
     wait_us: builtins.int
@@ -362,9 +362,9 @@ class VerifyTimings(google.protobuf.message.Message):
     """forward pass, sampling and acceptance, shared by all sessions of the step"""
     sessions: builtins.int
     """sessions in the step"""
-    rows: builtins.int
+    batch_tokens: builtins.int
     """tokens of the batch"""
-    session_rows: builtins.int
+    session_tokens: builtins.int
     """this session's tokens of the batch"""
     cached_tokens: builtins.int
     """first verdict of a stream: tokens found in the prefix index"""
@@ -376,12 +376,12 @@ class VerifyTimings(google.protobuf.message.Message):
         wait_us: builtins.int = ...,
         step_us: builtins.int = ...,
         sessions: builtins.int = ...,
-        rows: builtins.int = ...,
-        session_rows: builtins.int = ...,
+        batch_tokens: builtins.int = ...,
+        session_tokens: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         step_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "rows", b"rows", "session_rows", b"session_rows", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_tokens", b"batch_tokens", "cached_tokens", b"cached_tokens", "session_tokens", b"session_tokens", "sessions", b"sessions", "step_tokens", b"step_tokens", "step_us", b"step_us", "wait_us", b"wait_us"]) -> None: ...
 
 global___VerifyTimings = VerifyTimings
 

@@ -156,8 +156,8 @@ class Verify:
         return tokens
 
 
-_OPEN = ("session_id", "epoch", "prompt_length", "features", "cache_salt")
-_STEER = ("gamma", "patience_us")
+_OPEN = ("session_id", "epoch", "prompt_length", "hidden_states", "cache_salt")
+_STEER = ("gamma", "draft_wait_us")
 
 
 def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:

@@ -42,7 +42,9 @@ def truth(greedy: Greedy) -> list[int]:
 async def bystander(address: str, truth: list[int]) -> AsyncIterator[None]:
     """A good stream that is under way while the block runs, and must end as if alone."""
     async with verifying(address) as stream:
-        await stream.open(PROMPT, session_id="bystander", max_tokens=GOOD_TOKENS, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(
+            PROMPT, session_id="bystander", max_tokens=GOOD_TOKENS, gamma=4, draft_wait_us=LONG_PATIENCE_US
+        )
         await stream.verdict()
         yield
         await stream.steer(gamma=0)
@@ -163,7 +165,7 @@ async def test_bytes_that_are_no_message_on_a_stream(verifier: str, truth: list[
 
 async def test_bytes_that_are_no_message_in_the_middle_of_a_stream(verifier: str, truth: list[int]) -> None:
     """They end the stream that sent them and no other."""
-    opened = verify.VerifyRequest(open=opening(PROMPT, session_id="garbler", gamma=4, patience_us=LONG_PATIENCE_US))
+    opened = verify.VerifyRequest(open=opening(PROMPT, session_id="garbler", gamma=4, draft_wait_us=LONG_PATIENCE_US))
     async with (
         bystander(verifier, truth),
         grpc.aio.insecure_channel(verifier, options=channel_options()) as channel,
@@ -197,7 +199,7 @@ _OPENINGS = {
     "nothing left": (opening(PROMPT, prompt_length=30, max_tokens=10), "open.tokens", "10 output", "fewer than"),
     "temperature": (opening(PROMPT, temperature=-1.0), "params.temperature", "-1.0", "[0, 10]"),
     "gamma": (opening(PROMPT, gamma=65), "steer.gamma", "65", "[0, 64]"),
-    "patience": (opening(PROMPT, patience_us=2**31), "steer.patience_us", "2147483648", "[0,"),
+    "patience": (opening(PROMPT, draft_wait_us=2**31), "steer.draft_wait_us", "2147483648", "[0,"),
 }
 
 
@@ -254,7 +256,7 @@ _GREEDY_GUESSES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 async def test_bad_guess_is_refused_and_the_session_goes_on(verifier: str, truth: list[int], name: str) -> None:
     guess, field, value, limit = _GREEDY_GUESSES[name]
     async with bystander(verifier, truth), verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=12, gamma=4, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(**guess)
         refused = await stream.refused()
@@ -266,7 +268,7 @@ async def test_bad_guess_is_refused_and_the_session_goes_on(verifier: str, truth
 
 async def test_guess_with_a_wrong_position_for_its_parent(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=500_000)
+        await stream.open(PROMPT, max_tokens=12, gamma=4, draft_wait_us=500_000)
         await stream.verdict()
         await stream.guess(AT, truth[1:3])
         assert (await stream.verdict()).accepted == 2
@@ -299,7 +301,7 @@ async def test_bad_distribution_is_refused_and_the_session_goes_on(
     draft_probs, field, value = _DISTRIBUTIONS[name]
     async with bystander(verifier, truth), verifying(verifier) as stream:
         await stream.open(
-            PROMPT, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US, temperature=0.8, verification=mode
+            PROMPT, max_tokens=12, gamma=4, draft_wait_us=LONG_PATIENCE_US, temperature=0.8, verification=mode
         )
         await stream.verdict()
         await stream.guess(AT, [5], draft_probs=draft_probs)
@@ -314,7 +316,7 @@ async def test_bad_distribution_is_refused_and_the_session_goes_on(
 
 async def test_open_twice_is_refused_and_the_session_goes_on(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=12, gamma=4, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.send_open(PROMPT)
         assert (await stream.refused()).field == "message"
@@ -323,7 +325,7 @@ async def test_open_twice_is_refused_and_the_session_goes_on(verifier: str, trut
 
 async def test_bad_steer_is_refused_and_the_session_goes_on(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=12, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=12, gamma=4, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.steer(gamma=4_000_000_000)
         assert (await stream.refused()).field == "steer.gamma"
@@ -333,7 +335,7 @@ async def test_bad_steer_is_refused_and_the_session_goes_on(verifier: str, truth
 async def test_flood_of_guesses_is_bounded(verifier: str, truth: list[int]) -> None:
     """Thousands of branches cost a bounded amount and no correctness."""
     async with bystander(verifier, truth), verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=GOOD_TOKENS, gamma=4, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=GOOD_TOKENS, gamma=4, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
 
         async def flood() -> None:
@@ -343,7 +345,7 @@ async def test_flood_of_guesses_is_bounded(verifier: str, truth: list[int]) -> N
 
         await asyncio.gather(flood(), stream.rest())
         assert stream.tokens == truth
-        assert max(verdict.timings.session_rows for verdict in stream.verdicts) <= len(PROMPT) + 32
+        assert max(verdict.timings.session_tokens for verdict in stream.verdicts) <= len(PROMPT) + 32
 
 
 async def goes_on(stream: Verify, truth: list[int]) -> None:

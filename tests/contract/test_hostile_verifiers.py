@@ -37,7 +37,7 @@ def verdict(position: int, **fields: Any) -> bytes:
 
 MANNERS: dict[str, Reply] = {
     "accepts without end": lambda at: verdict(at, accepted=2**31),
-    "checks without end": lambda at: verdict(at, offered=2**31, nodes=2**31),
+    "checks without end": lambda at: verdict(at, proposed=2**31, nodes=2**31),
     "a million tokens": lambda at: verdict(at, tokens=[7] * 1_000_000),
     "ids that there are not": lambda at: verdict(at, tokens=[2**31]),
     "elsewhere": lambda at: verdict(at + 1),
@@ -46,7 +46,7 @@ MANNERS: dict[str, Reply] = {
     "over at once": lambda at: verdict(at, finish_reason=FinishReason.LENGTH),
     "a stop that is none": lambda at: verdict(at, finish_reason=FinishReason.STOP),
     "tallies of nobody": lambda at: verdict(at, sources=[verify.SourceTally(source=9, accepted=2**31)]),
-    "hidden states": lambda at: verdict(at, features=common.Features(position=at, width=0, rows=b"x" * 4096)),
+    "hidden states": lambda at: verdict(at, hidden_states=common.HiddenStates(position=at, width=0, rows=b"x" * 4096)),
     "logprobs": lambda at: verdict(at, logprobs=[verify.TokenLogprobs(logprob=float("nan"))]),
     "refuses what nobody sent": lambda _: verify.VerifyReply(
         refused=common.Error(code="internal"), source=3

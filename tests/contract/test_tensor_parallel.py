@@ -131,7 +131,7 @@ async def guessed(address: str, truth: list[int], **fields: object) -> tuple[lis
     """What a verifier says when it is sent guesses: a wrong branch first, so that what is kept has to move."""
     at = len(PROMPT)
     async with verifying(address) as stream:
-        await stream.send_open(PROMPT, max_tokens=24, gamma=4, patience_us=PATIENCE_US, **fields)
+        await stream.send_open(PROMPT, max_tokens=24, gamma=4, draft_wait_us=PATIENCE_US, **fields)
         await stream.guess(at, [wrong(truth[0]), 7, 8])
         await stream.guess(at, [truth[0], wrong(truth[1])], first_id=4)
         await stream.guess(at + 1, truth[1:4], first_id=6, parent=4)
@@ -183,7 +183,7 @@ async def test_a_killed_rank_is_the_end_of_the_verifier(launched: Launched) -> N
     doomed = launched.doomed.wait_ready()
     (other,) = children(pid_of(doomed))
     async with verifying(doomed.address) as stream:
-        await stream.open(PROMPT, max_tokens=1000, gamma=4, patience_us=IDLE_US)
+        await stream.open(PROMPT, max_tokens=1000, gamma=4, draft_wait_us=IDLE_US)
         await stream.verdict()
         os.kill(other, signal.SIGKILL)
         assert doomed.wait(IDLE_US / 2e6) == 1

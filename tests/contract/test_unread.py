@@ -53,7 +53,7 @@ async def test_a_peer_that_sends_nonsense_and_reads_nothing_is_left(loaded: Load
     flood = message(guess.SerializeToString()) * 500
 
     def send(peer: Http2) -> None:
-        opened = opening(PROMPT, max_tokens=1500, gamma=1, patience_us=10_000_000)
+        opened = opening(PROMPT, max_tokens=1500, gamma=1, draft_wait_us=10_000_000)
         peer.call(1, "/outrider.v1.Verifier/Verify")
         peer.data(1, message(verify.VerifyRequest(open=opened).SerializeToString()))
         for _ in range(20):

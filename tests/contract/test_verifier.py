@@ -65,24 +65,24 @@ async def test_resumed_in_the_middle(verifier: str, truth: list[int]) -> None:
 
 async def test_guesses_that_hold_and_the_bonus(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         first = await stream.verdict()
-        assert (list(first.tokens), first.last, first.offered) == (truth[:1], TokenKind.PLAIN, 0)
+        assert (list(first.tokens), first.last, first.proposed) == (truth[:1], TokenKind.PLAIN, 0)
         await stream.guess(len(PROMPT) + 1, truth[1:4])
         second = await stream.verdict()
     assert list(second.tokens) == truth[1:5]
-    assert (second.accepted, second.offered) == (3, 3)
+    assert (second.accepted, second.proposed) == (3, 3)
     assert second.last == TokenKind.BONUS
 
 
 async def test_a_guess_that_fails_is_recovered(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, [truth[1], wrong(truth[2]), truth[3]])
         verdict = await stream.verdict()
         assert list(verdict.tokens) == truth[1:3]
-        assert (verdict.accepted, verdict.offered, verdict.last) == (1, 3, TokenKind.RECOVERED)
+        assert (verdict.accepted, verdict.proposed, verdict.last) == (1, 3, TokenKind.RECOVERED)
         # What followed the failed guess is gone, and its branch is not offered again.
         await stream.guess(len(PROMPT) + 3, truth[3:5], first_id=4)
         verdict = await stream.verdict()
@@ -95,7 +95,7 @@ async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: 
     truth = greedy(prompt, 40)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=2) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=40, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=40, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.guess(at, [truth[0], truth[1], wrong(truth[2])])
         await stream.guess(at + 1, [wrong(truth[1]), 7, 8], first_id=4, parent=1)
         await stream.guess(at + 2, truth[2:4], first_id=7, parent=2)
@@ -107,8 +107,8 @@ async def test_trees_with_branches(loaded: LoadedModel, tmp_path: Path, greedy: 
     assert stream.tokens == truth, "what was left of the branches does not show"
     assert list(first.tokens) == truth[:1]
     assert list(second.tokens) == truth[1:5]
-    assert (second.accepted, second.offered, second.last) == (3, 3, TokenKind.BONUS)
-    assert second.timings.session_rows > 4, "both branches went through the model"
+    assert (second.accepted, second.proposed, second.last) == (3, 3, TokenKind.BONUS)
+    assert second.timings.session_tokens > 4, "both branches went through the model"
 
 
 async def test_two_drafters_in_one_tree_are_tallied(loaded: LoadedModel, tmp_path: Path, greedy: Greedy) -> None:
@@ -116,20 +116,20 @@ async def test_two_drafters_in_one_tree_are_tallied(loaded: LoadedModel, tmp_pat
     truth = greedy(prompt, 8)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=8, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.send_open(prompt, max_tokens=8, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.guess(at, [*truth[:3], wrong(truth[3])], source=1)
         await stream.guess(at, [*truth[:2], wrong(truth[2])], source=2)
         assert (await stream.call.read()).HasField("opened")
         first, second = await stream.verdict(), await stream.verdict()
     assert not first.sources
     assert first.nodes == 0
-    assert [(tally.source, tally.offered, tally.accepted) for tally in second.sources] == [(1, 3, 2), (2, 2, 1)]
-    assert (second.offered, second.accepted, second.nodes) == (3, 2, 4)
+    assert [(tally.source, tally.proposed, tally.accepted) for tally in second.sources] == [(1, 3, 2), (2, 2, 1)]
+    assert (second.proposed, second.accepted, second.nodes) == (3, 2, 4)
 
 
 async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT), truth[0:4])
         verdict = await stream.verdict()
@@ -139,7 +139,7 @@ async def test_late_guess_is_skipped_forward(verifier: str, truth: list[int]) ->
 @pytest.mark.parametrize("copies", [2, 5])
 async def test_duplicates_and_stale_guesses_change_nothing(verifier: str, truth: list[int], copies: int) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=16, gamma=4, patience_us=20_000)
+        await stream.open(PROMPT, max_tokens=16, gamma=4, draft_wait_us=20_000)
         await stream.verdict()
         for copy in range(copies):
             await stream.guess(len(PROMPT) + 1, truth[1:4], first_id=1 + 3 * copy)
@@ -153,7 +153,7 @@ async def test_duplicates_and_stale_guesses_change_nothing(verifier: str, truth:
 
 async def test_patience_ends_with_a_plain_token(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=4, gamma=4, patience_us=150_000)
+        await stream.open(PROMPT, max_tokens=4, gamma=4, draft_wait_us=150_000)
         verdicts = await stream.rest()
     assert stream.tokens == truth[:4]
     assert all(verdict.last == TokenKind.PLAIN for verdict in verdicts)
@@ -163,7 +163,7 @@ async def test_patience_ends_with_a_plain_token(verifier: str, truth: list[int])
 
 async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, [], first_id=0)
         verdict = await asyncio.wait_for(stream.verdict(), LONG_PATIENCE_US / 1e6 / 2)
@@ -172,7 +172,7 @@ async def test_empty_guess_says_do_not_wait(verifier: str, truth: list[int]) -> 
 
 async def test_steer_to_plain_decoding_ends_the_wait(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=6, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=6, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.steer(gamma=0)
         await asyncio.wait_for(stream.rest(), LONG_PATIENCE_US / 1e6 / 2)
@@ -183,7 +183,7 @@ async def test_stop_id_inside_a_block_ends_it_there(verifier: str, truth: list[i
     stop = next(token for token in truth[2:6] if token not in truth[:2])
     end = truth.index(stop)
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=6, patience_us=LONG_PATIENCE_US, stop_token_ids=[stop])
+        await stream.open(PROMPT, max_tokens=20, gamma=6, draft_wait_us=LONG_PATIENCE_US, stop_token_ids=[stop])
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, truth[1:8])
         verdicts = await stream.rest()
@@ -202,7 +202,7 @@ async def test_end_token(verifier: str, loaded: LoadedModel, truth: list[int], i
             prompt_length=len(PROMPT),
             max_tokens=6,
             gamma=4,
-            patience_us=LONG_PATIENCE_US if not ignore_eos else 1000,
+            draft_wait_us=LONG_PATIENCE_US if not ignore_eos else 1000,
             ignore_eos=ignore_eos,
             logit_bias={eos: 100.0},
         )
@@ -215,7 +215,7 @@ async def test_end_token(verifier: str, loaded: LoadedModel, truth: list[int], i
 
 async def test_max_tokens_inside_a_block(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=4, gamma=8, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=4, gamma=8, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, truth[1:9])
         verdicts = await stream.rest()
@@ -234,7 +234,7 @@ async def test_a_prompt_longer_than_a_step_takes(verifier: str, greedy: Greedy) 
 
 async def test_half_closing_ends_the_session(verifier: str) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await stream.verdict()
         assert (await probe(verifier)).load.sessions == 1
         await stream.call.done_writing()
@@ -256,7 +256,7 @@ async def test_a_peer_that_is_behind_in_reading_gets_every_verdict(verifier: str
 
 async def test_higher_epoch_takes_over_and_lower_is_fenced_off(verifier: str, truth: list[int]) -> None:
     async with verifying(verifier) as old, verifying(verifier) as new, verifying(verifier) as older:
-        await old.open(PROMPT, session_id="fenced", epoch=5, gamma=1, patience_us=LONG_PATIENCE_US)
+        await old.open(PROMPT, session_id="fenced", epoch=5, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await old.verdict()
         await new.open(PROMPT, session_id="fenced", epoch=6, max_tokens=8)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -294,7 +294,7 @@ async def test_a_huge_epoch_does_not_lock_an_id(
 async def test_equal_epoch_takes_over_too(verifier: str, truth: list[int]) -> None:
     """A coordinator that lost its connection comes back with the same epoch."""
     async with verifying(verifier) as old, verifying(verifier) as new:
-        await old.open(PROMPT, session_id="again", epoch=5, gamma=1, patience_us=LONG_PATIENCE_US)
+        await old.open(PROMPT, session_id="again", epoch=5, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         await new.open(PROMPT, session_id="again", epoch=5, max_tokens=8)
         await new.rest()
         assert (await failure(old.call))[0] is grpc.StatusCode.ABORTED
@@ -306,7 +306,7 @@ async def test_an_error_ends_a_stream_at_once_and_what_was_not_read_is_made_agai
 ) -> None:
     """The peer does not hang up, for it cannot know: a verifier that waited for it would keep the reason to itself."""
     async with verifying(verifier) as old, verifying(verifier) as new:
-        await old.open(PROMPT, session_id="broken", epoch=1, max_tokens=12, gamma=2, patience_us=LONG_PATIENCE_US)
+        await old.open(PROMPT, session_id="broken", epoch=1, max_tokens=12, gamma=2, draft_wait_us=LONG_PATIENCE_US)
         await old.verdict()
         await old.guess(len(PROMPT) + 1, truth[1:3])
         await new.open([*PROMPT, *old.tokens], session_id="broken", epoch=2, max_tokens=12, prompt_length=len(PROMPT))
@@ -319,7 +319,7 @@ async def test_an_error_ends_a_stream_at_once_and_what_was_not_read_is_made_agai
 
 async def test_a_full_cache_queues_and_then_refuses(loaded: LoadedModel, tmp_path: Path, truth: list[int]) -> None:
     """Room for two of 40 + 60 tokens and 32 guesses in pages of 32, one may wait, the next is told to come back."""
-    waiting = {"max_tokens": 60, "gamma": 2, "patience_us": LONG_PATIENCE_US}
+    waiting = {"max_tokens": 60, "gamma": 2, "draft_wait_us": LONG_PATIENCE_US}
     async with (
         verifier_serving(loaded, tmp_path, kv_tokens=350, max_waiting=1) as address,
         verifying(address) as first,
@@ -356,7 +356,7 @@ async def test_sessions_beyond_the_limit_wait(loaded: LoadedModel, tmp_path: Pat
         verifying(address) as first,
         verifying(address) as second,
     ):
-        await first.open(PROMPT, session_id="1", gamma=2, patience_us=LONG_PATIENCE_US)
+        await first.open(PROMPT, session_id="1", gamma=2, draft_wait_us=LONG_PATIENCE_US)
         await second.open(PROMPT, session_id="2")
         assert (await probe(address)).load.waiting == 1
         await first.call.done_writing()
@@ -369,7 +369,7 @@ def check_features(verdicts: list[verify.Verdict], target: LlamaForCausalLM, tok
         hidden = target.model(torch.tensor([tokens])).last_hidden_state[0]
     at = first
     for verdict in verdicts:
-        features = verdict.features
+        features = verdict.hidden_states
         assert (features.position, features.width) == (at, hidden.shape[1])
         rows = np.frombuffer(features.rows, dtype="<f2").reshape(-1, features.width)
         at += len(rows)
@@ -384,7 +384,7 @@ async def test_features_are_the_models_hidden_states(
 ) -> None:
     async with verifying(verifier) as stream:
         await stream.open(
-            PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US, features=True, cache_salt="features"
+            PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US, hidden_states=True, cache_salt="features"
         )
         verdicts = [await stream.verdict()]
         await stream.guess(len(PROMPT) + 1, [*truth[1:4], wrong(truth[4])])
@@ -401,7 +401,9 @@ async def test_features_of_a_branch_that_is_not_the_first(
     truth = greedy(prompt, 6)
     at = len(prompt)
     async with verifier_serving(loaded, tmp_path, prefill_rows=3) as address, verifying(address) as stream:
-        await stream.send_open(prompt, max_tokens=6, gamma=4, patience_us=1_000_000, features=True, cache_salt="tree")
+        await stream.send_open(
+            prompt, max_tokens=6, gamma=4, draft_wait_us=1_000_000, hidden_states=True, cache_salt="tree"
+        )
         await stream.guess(at, [truth[0], wrong(truth[1]), 7, 8])
         await stream.guess(at + 1, truth[1:4], first_id=5, parent=1)
         assert (await stream.call.read()).HasField("opened")
@@ -413,7 +415,7 @@ async def test_features_of_a_branch_that_is_not_the_first(
 async def test_features_begin_behind_what_the_cache_had(
     verifier: str, plain_target: LlamaForCausalLM, truth: list[int]
 ) -> None:
-    asked = {"max_tokens": 3, "features": True, "cache_salt": "begun"}
+    asked = {"max_tokens": 3, "hidden_states": True, "cache_salt": "begun"}
     async with verifying(verifier) as first, verifying(verifier) as second:
         await first.open(PROMPT, session_id="1", **asked)
         await first.rest()
@@ -432,9 +434,9 @@ async def test_features_end_with_the_output(verifier: str, plain_target: LlamaFo
             PROMPT,
             max_tokens=20,
             gamma=8,
-            patience_us=LONG_PATIENCE_US,
+            draft_wait_us=LONG_PATIENCE_US,
             stop_token_ids=[truth[stop]],
-            features=True,
+            hidden_states=True,
             cache_salt="end",
         )
         await stream.verdict()
@@ -446,29 +448,29 @@ async def test_features_end_with_the_output(verifier: str, plain_target: LlamaFo
 
 async def test_features_are_steered_on_and_off(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US)
         first = await stream.verdict()
-        await stream.steer(features=True)
+        await stream.steer(hidden_states=True)
         await stream.guess(len(PROMPT) + 1, truth[1:4])
         second = await stream.verdict()
-        await stream.steer(features=False)
+        await stream.steer(hidden_states=False)
         await stream.guess(len(PROMPT) + 5, truth[5:7], first_id=4)
         third = await stream.verdict()
-    assert not first.HasField("features")
-    assert not third.HasField("features")
+    assert not first.HasField("hidden_states")
+    assert not third.HasField("hidden_states")
     check_features([second], plain_target, PROMPT + truth, first=len(PROMPT))
 
 
 async def test_no_features_unless_asked_for(verifier: str) -> None:
     async with verifying(verifier) as stream:
         await stream.open(PROMPT, max_tokens=2)
-        assert not any(verdict.HasField("features") or verdict.logprobs for verdict in await stream.rest())
+        assert not any(verdict.HasField("hidden_states") or verdict.logprobs for verdict in await stream.rest())
 
 
 async def test_logprobs(verifier: str, plain_target: LlamaForCausalLM, truth: list[int]) -> None:
     """Of the raw distribution, for guessed and own tokens alike, whatever the sampling parameters."""
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=20, gamma=1, patience_us=LONG_PATIENCE_US, logprobs=3)
+        await stream.open(PROMPT, max_tokens=20, gamma=1, draft_wait_us=LONG_PATIENCE_US, logprobs=3)
         await stream.verdict()
         await stream.guess(len(PROMPT) + 1, truth[1:4])
         await stream.verdict()
@@ -490,7 +492,7 @@ async def test_coupled_draws_do_not_depend_on_guesses(verifier: str) -> None:
         await plain.open(PROMPT, session_id="plain", **drawing)
         await plain.rest()
     async with verifying(verifier) as guessed:
-        await guessed.open(PROMPT, session_id="guessed", gamma=4, patience_us=50_000, **drawing)
+        await guessed.open(PROMPT, session_id="guessed", gamma=4, draft_wait_us=50_000, **drawing)
         await guessed.verdict()
         await guessed.guess(len(PROMPT) + 1, [*plain.tokens[1:4], wrong(plain.tokens[4])])
         await guessed.rest()
@@ -527,7 +529,7 @@ async def test_draining_refuses_new_sessions_and_finishes_old_ones(
         EngineTarget(loaded.engine), loaded.vocabulary, save_tokenizer(loaded.tokenizer, tmp_path), settings
     )
     async with in_process(service, settings) as address, verifying(address) as old, verifying(address) as new:
-        await old.open(PROMPT, max_tokens=8, gamma=2, patience_us=100_000)
+        await old.open(PROMPT, max_tokens=8, gamma=2, draft_wait_us=100_000)
         service.drain()
         await new.send_open(PROMPT, session_id="new")
         assert (await failure(new.call))[0] is grpc.StatusCode.UNAVAILABLE

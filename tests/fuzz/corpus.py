@@ -105,7 +105,7 @@ def _params() -> list[common.SamplingParams]:
 
 
 def _steer(**fields: Any) -> verify.VerifySteering:
-    return verify.VerifySteering(**({"gamma": 4, "patience_us": 500} | fields))
+    return verify.VerifySteering(**({"gamma": 4, "draft_wait_us": 500} | fields))
 
 
 @cache
@@ -117,7 +117,7 @@ def verify_openings() -> list[verify.OpenVerify]:
         for params in _params()
     ]
     openings.append(verify.OpenVerify(**_opening(tokens=[*PROMPT, 65, 66], epoch=7)))
-    openings.append(verify.OpenVerify(**_opening(), features=True, cache_salt="a tenant's"))
+    openings.append(verify.OpenVerify(**_opening(), hidden_states=True, cache_salt="a tenant's"))
     return openings
 
 
@@ -148,8 +148,8 @@ def verify_steers() -> list[verify.VerifySteering]:
         _steer(),
         _steer(gamma=0),
         _steer(gamma=8, nodes=12),
-        verify.VerifySteering(features=True),
-        verify.VerifySteering(patience_us=0),
+        verify.VerifySteering(hidden_states=True),
+        verify.VerifySteering(draft_wait_us=0),
     ]
 
 
@@ -183,12 +183,12 @@ def draft_openings(known: Known) -> list[draft.OpenDraft]:
 def commits(known: Known, position: int) -> list[draft.Committed]:
     at = position - len(PROMPT)
     tokens = [*known.greedy[at : at + 3]]
-    states = common.Features(position=position, width=4, rows=bytes(8 * len(tokens)))
+    states = common.HiddenStates(position=position, width=4, rows=bytes(8 * len(tokens)))
     return [
         draft.Committed(position=position, tokens=tokens),
         draft.Committed(position=position, tokens=[9]),
-        draft.Committed(position=position, tokens=tokens, features=states),
-        draft.Committed(position=position, features=states),
+        draft.Committed(position=position, tokens=tokens, hidden_states=states),
+        draft.Committed(position=position, hidden_states=states),
     ]
 
 
@@ -207,7 +207,7 @@ def workers(known: Known, role: Any, address: str = "127.0.0.1:1") -> list[pb.Wo
         load.kv_tokens_idle = 100
     return [
         pb.Worker(worker_id="fuzz", role=role, kind="fuzz", model=model, **common_fields),
-        pb.Worker(worker_id="fuzz", role=role, kind="fuzz", model=model, features=True, **common_fields),
+        pb.Worker(worker_id="fuzz", role=role, kind="fuzz", model=model, hidden_states=True, **common_fields),
         pb.Worker(worker_id="fuzz", role=role, kind="fuzz", model=model, draining=True, **common_fields),
     ]
 
@@ -224,7 +224,7 @@ def vocabularies() -> list[pb.Vocabulary]:
 @cache
 def verdicts(known: Known) -> list[verify.Verdict]:
     """Return a complete answer to PROMPT with FEW tokens in three steps."""
-    timings = verify.VerifyTimings(wait_us=10, step_us=1000, sessions=1, rows=3, session_rows=3)
+    timings = verify.VerifyTimings(wait_us=10, step_us=1000, sessions=1, batch_tokens=3, session_tokens=3)
     tokens, at, said = list(known.greedy[:FEW]), len(PROMPT), []
     for size in (1, 2, 1):
         part, tokens = tokens[:size], tokens[size:]
@@ -234,12 +234,12 @@ def verdicts(known: Known) -> list[verify.Verdict]:
                 tokens=part,
                 accepted=size - 1,
                 last=verify.TOKEN_KIND_BONUS if size > 1 else verify.TOKEN_KIND_PLAIN,
-                offered=size - 1,
+                proposed=size - 1,
                 timings=timings,
                 nodes=size - 1,
                 logprobs=[verify.TokenLogprobs(logprob=-0.5, top_ids=[1, 2], top_logprobs=[-0.5, -2.0])] * size,
-                sources=[verify.SourceTally(source=1, offered=size - 1, accepted=size - 1)] if size > 1 else [],
-                features=common.Features(position=at, width=4, rows=bytes(8 * size)) if size == 2 else None,
+                sources=[verify.SourceTally(source=1, proposed=size - 1, accepted=size - 1)] if size > 1 else [],
+                hidden_states=common.HiddenStates(position=at, width=4, rows=bytes(8 * size)) if size == 2 else None,
             )
         )
         at += size

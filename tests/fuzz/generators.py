@@ -157,7 +157,7 @@ def _false_verifier(rng: random.Random, known: Known) -> Case:
 
 
 def _false_drafter(rng: random.Random, known: Known) -> Case:
-    said: list[Any] = [draft.DraftReply(opened=draft.DraftOpened(features=rng.random() < 0.3))]
+    said: list[Any] = [draft.DraftReply(opened=draft.DraftOpened(hidden_states=rng.random() < 0.3))]
     for _ in range(rng.randrange(1, 6)):
         position = len(corpus.PROMPT) + rng.randrange(3)
         said.append(draft.DraftReply(guess=corpus.pick(rng, corpus.guesses(known, position))))

@@ -43,10 +43,10 @@ def verdict(**fields: Any) -> verify.Verdict:
         "tokens": [7, 8, 9],
         "accepted": 2,
         "last": TokenKind.RECOVERED,
-        "offered": 4,
+        "proposed": 4,
         "nodes": 4,
-        "sources": [verify.SourceTally(source=1, offered=4, accepted=2)],
-        "timings": verify.VerifyTimings(sessions=1, rows=5, session_rows=5, step_tokens=3),
+        "sources": [verify.SourceTally(source=1, proposed=4, accepted=2)],
+        "timings": verify.VerifyTimings(sessions=1, batch_tokens=5, session_tokens=5, step_tokens=3),
     }
     return verify.Verdict(**(honest | fields))
 
@@ -61,7 +61,7 @@ def entry(logprob: float = -1.0, *, ids: int = 2, top: float = -1.0) -> verify.T
 
 def plain(*tokens: int, **fields: Any) -> verify.Verdict:
     """Of a step without guesses."""
-    bare: dict[str, Any] = {"accepted": 0, "offered": 0, "nodes": 0, "sources": [], "last": TokenKind.PLAIN}
+    bare: dict[str, Any] = {"accepted": 0, "proposed": 0, "nodes": 0, "sources": [], "last": TokenKind.PLAIN}
     return verdict(**({"tokens": tokens} | bare | fields))
 
 
@@ -70,7 +70,7 @@ HONEST: dict[str, Callable[[], Any]] = {
     "all held": lambda: read(verdict(tokens=[7] * 5, accepted=4, last=TokenKind.BONUS)),
     "none held": lambda: read(verdict(tokens=[9], accepted=0, sources=[])),
     "plain": lambda: read(plain(9)),
-    "guesses for what comes after": lambda: read(verdict(left=5)),
+    "guesses for what comes after": lambda: read(verdict(remaining_depth=5)),
     "the last that may be": lambda: read(plain(9, position=22, finish_reason=FinishReason.LENGTH), reader(tokens=19)),
     "an accepted stop": lambda: read(
         verdict(tokens=[7, STOP], accepted=2, last=TokenKind.NONE, finish_reason=FinishReason.STOP)
@@ -79,7 +79,7 @@ HONEST: dict[str, Callable[[], Any]] = {
     "an end token that is ignored": lambda: read(plain(EOS), reader(ignore_eos=True)),
     "the end of a grammar": lambda: read(plain(9, finish_reason=FinishReason.STOP), reader(grammar=Grammar(regex="a"))),
     "logprobs": lambda: read(verdict(logprobs=[entry()] * 3), reader(logprobs=2)),
-    "hidden states": lambda: read(verdict(features=common.Features(position=2, width=4, rows=b"x" * 24))),
+    "hidden states": lambda: read(verdict(hidden_states=common.HiddenStates(position=2, width=4, rows=b"x" * 24))),
     "no times": lambda: read(verdict(timings=verify.VerifyTimings())),
 }
 
@@ -93,13 +93,13 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "more than was wanted": lambda: read(plain(9, 9, position=22), reader(tokens=19)),
     "accepted without end": lambda: read(verdict(accepted=2**31)),
     "more accepted than tokens": lambda: read(verdict(accepted=4)),
-    "more accepted than checked": lambda: read(verdict(accepted=3, offered=2)),
+    "more accepted than checked": lambda: read(verdict(accepted=3, proposed=2)),
     "more of its own than one": lambda: read(verdict(accepted=1)),
-    "checked without end": lambda: read(verdict(offered=2**31, nodes=2**31)),
-    "more checked than guessed": lambda: read(verdict(offered=GUESSED + 1, nodes=GUESSED + 1)),
+    "checked without end": lambda: read(verdict(proposed=2**31, nodes=2**31)),
+    "more checked than guessed": lambda: read(verdict(proposed=GUESSED + 1, nodes=GUESSED + 1)),
     "more nodes than there may be": lambda: read(verdict(nodes=2**32 - 1)),
-    "more left than guessed": lambda: read(verdict(left=GUESSED)),
-    "beside without end": lambda: read(verdict(beside=3)),
+    "more left than guessed": lambda: read(verdict(remaining_depth=GUESSED)),
+    "beside without end": lambda: read(verdict(accepted_from_branch=3)),
     "a kind that there is not": lambda: read(verdict(last=77)),
     "no kind": lambda: read(verdict(last=TokenKind.NONE)),
     "accepted as the last": lambda: read(verdict(last=TokenKind.ACCEPTED)),
@@ -117,7 +117,9 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "a drafter that there is not": lambda: read(verdict(sources=[verify.SourceTally(source=2)])),
     "a drafter of number none": lambda: read(verdict(sources=[verify.SourceTally(source=0)])),
     "many drafters": lambda: read(verdict(sources=[verify.SourceTally(source=1)] * 100_000)),
-    "a tally without end": lambda: read(verdict(sources=[verify.SourceTally(source=1, offered=4, accepted=2**32 - 1)])),
+    "a tally without end": lambda: read(
+        verdict(sources=[verify.SourceTally(source=1, proposed=4, accepted=2**32 - 1)])
+    ),
     "logprobs unasked": lambda: read(verdict(logprobs=[entry()] * 3)),
     "no logprobs": lambda: read(verdict(), reader(logprobs=2)),
     "too few logprobs": lambda: read(verdict(logprobs=[entry()] * 2), reader(logprobs=2)),
@@ -130,17 +132,19 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "infinity": lambda: read(verdict(logprobs=[entry(top=float("-inf"))] * 3), reader(logprobs=2)),
     "more than certain": lambda: read(verdict(logprobs=[entry(0.5)] * 3), reader(logprobs=2)),
     "hidden states unasked": lambda: read(
-        verdict(features=common.Features(position=4, width=4, rows=b"x" * 8)), reader(features=False)
+        verdict(hidden_states=common.HiddenStates(position=4, width=4, rows=b"x" * 8)), reader(features=False)
     ),
-    "hidden states of no width": lambda: read(verdict(features=common.Features(position=5, width=0, rows=b"x" * 8))),
-    "half a hidden state": lambda: read(verdict(features=common.Features(position=4, width=4, rows=b"x" * 9))),
+    "hidden states of no width": lambda: read(
+        verdict(hidden_states=common.HiddenStates(position=5, width=0, rows=b"x" * 8))
+    ),
+    "half a hidden state": lambda: read(verdict(hidden_states=common.HiddenStates(position=4, width=4, rows=b"x" * 9))),
     "hidden states without end": lambda: read(
-        verdict(features=common.Features(position=5, width=1, rows=b"x" * 10**6))
+        verdict(hidden_states=common.HiddenStates(position=5, width=1, rows=b"x" * 10**6))
     ),
     "hidden states from elsewhere": lambda: read(
-        verdict(features=common.Features(position=9, width=4, rows=b"x" * 24))
+        verdict(hidden_states=common.HiddenStates(position=9, width=4, rows=b"x" * 24))
     ),
-    "rows without end": lambda: read(verdict(timings=verify.VerifyTimings(rows=2**32 - 1))),
+    "rows without end": lambda: read(verdict(timings=verify.VerifyTimings(batch_tokens=2**32 - 1))),
     "more from the cache than there is": lambda: read(verdict(timings=verify.VerifyTimings(cached_tokens=4))),
     "a megabyte that is not known here": lambda: read(
         verify.Verdict.FromString(verdict().SerializeToString() + b"\xfa\x07\xc0\x84\x3d" + b"x" * 1_000_000)
@@ -205,13 +209,13 @@ some = st.fixed_dictionaries(
         "tokens": st.lists(st.one_of(st.integers(0, VOCAB), numbers), max_size=70),
         "accepted": numbers,
         "last": st.integers(0, 6),
-        "offered": numbers,
+        "proposed": numbers,
         "finish_reason": st.integers(0, 5),
         "nodes": numbers,
-        "left": numbers,
-        "beside": numbers,
+        "remaining_depth": numbers,
+        "accepted_from_branch": numbers,
         "sources": st.lists(
-            st.builds(verify.SourceTally, source=numbers, offered=numbers, accepted=numbers), max_size=3
+            st.builds(verify.SourceTally, source=numbers, proposed=numbers, accepted=numbers), max_size=3
         ),
         "logprobs": st.lists(
             st.builds(
@@ -222,9 +226,14 @@ some = st.fixed_dictionaries(
             ),
             max_size=4,
         ),
-        "features": st.builds(common.Features, position=numbers, width=numbers, rows=st.binary(max_size=40)),
+        "hidden_states": st.builds(common.HiddenStates, position=numbers, width=numbers, rows=st.binary(max_size=40)),
         "timings": st.builds(
-            verify.VerifyTimings, wait_us=numbers, step_us=numbers, sessions=numbers, rows=numbers, session_rows=numbers
+            verify.VerifyTimings,
+            wait_us=numbers,
+            step_us=numbers,
+            sessions=numbers,
+            batch_tokens=numbers,
+            session_tokens=numbers,
         ),
     },
 )

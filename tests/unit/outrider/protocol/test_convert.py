@@ -168,8 +168,8 @@ def test_the_mode_follows_the_temperature_unless_it_is_said() -> None:
         (DraftSteering(nodes=MAX_NODES + 1), "steer.nodes"),
         (VerifySteering(gamma=-1), "steer.gamma"),
         (VerifySteering(gamma=MAX_GAMMA + 1), "steer.gamma"),
-        (VerifySteering(draft_wait_us=-1), "steer.patience_us"),
-        (VerifySteering(draft_wait_us=MAX_DRAFT_WAIT_US + 1), "steer.patience_us"),
+        (VerifySteering(draft_wait_us=-1), "steer.draft_wait_us"),
+        (VerifySteering(draft_wait_us=MAX_DRAFT_WAIT_US + 1), "steer.draft_wait_us"),
         (VerifySteering(nodes=MAX_NODES + 1), "steer.nodes"),
     ],
 )
@@ -347,7 +347,7 @@ workers = st.builds(
     load=loads,
     draining=st.booleans(),
     round_trip_ms=finite,
-    features=st.booleans(),
+    hidden_states=st.booleans(),
 )
 
 MESSAGES = {
@@ -372,7 +372,12 @@ MESSAGES = {
     ),
     "guess": (guesses, convert.guess_to_proto, convert.guess_from_proto, common.Guess),
     "logprobs": (logprob_entries, convert.logprobs_to_proto, convert.logprobs_from_proto, verifier.TokenLogprobs),
-    "features": (feature_blocks, convert.hidden_states_to_proto, convert.hidden_states_from_proto, common.Features),
+    "hidden states": (
+        feature_blocks,
+        convert.hidden_states_to_proto,
+        convert.hidden_states_from_proto,
+        common.HiddenStates,
+    ),
     "verdict": (verdicts, convert.verdict_to_proto, convert.verdict_from_proto, verifier.Verdict),
     "model": (models, convert.model_to_proto, convert.model_from_proto, common.ModelInfo),
     "load": (loads, convert.load_to_proto, convert.load_from_proto, common.WorkerLoad),
