@@ -68,10 +68,10 @@ class VerdictReader:
         _at_most("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")
         model, target = opened.model, self._target
         # Of the same weights: which texts may follow each other was decided when the verifier registered.
-        same_weights = bool(model.lineage) and model.lineage == target.weights_digest
+        same_weights = bool(model.weights_digest) and model.weights_digest == target.weights_digest
         for name, value, wanted in (
             ("position", opened.position, self._record.position),
-            ("model", target.text_id if same_weights else model.text or model.fingerprint, target.text_id),
+            ("model", target.text_id if same_weights else model.text_digest or model.fingerprint, target.text_id),
             ("model.eos_token_ids", tuple(model.eos_token_ids), target.eos_token_ids),
         ):
             if value != wanted:

@@ -99,14 +99,30 @@ def distribution_from_proto(proto: common.Distribution) -> Distribution:
 
 
 def guess_to_proto(guess: Guess) -> common.Guess:
-    parents = [parent + 1 for parent in guess.parents]  # unsigned on the wire: 0 is the root
-    return common.Guess(**_outgoing(guess) | {"parents": parents})
+    return common.Guess(
+        position=guess.position,
+        first_id=guess.first_id,
+        parent=guess.parent,
+        tokens=guess.tokens,
+        draft_probs=[distribution_to_proto(d) for d in guess.draft_probs],
+        draft_us=guess.draft_us,
+        source=guess.source,
+        parents=[parent + 1 for parent in guess.parents],  # unsigned on the wire: 0 is the root
+    )
 
 
 def guess_from_proto(proto: common.Guess) -> Guess:
     message_limits.check_guess(proto)
-    guess = _incoming(Guess, proto)
-    return replace(guess, parents=tuple(parent - 1 for parent in proto.parents)) if proto.parents else guess
+    return Guess(
+        position=proto.position,
+        first_id=proto.first_id,
+        parent=proto.parent,
+        tokens=tuple(proto.tokens),
+        draft_probs=tuple(distribution_from_proto(d) for d in proto.draft_probs),
+        draft_us=proto.draft_us,
+        source=proto.source,
+        parents=tuple(parent - 1 for parent in proto.parents),
+    )
 
 
 def guess_bytes(proto: common.Guess) -> tuple[int, int]:
@@ -245,7 +261,9 @@ def _incoming(kind: type[T], message: Any) -> T:
     return kind(**given)
 
 
-class _Field(NamedTuple):
+class _Conversion(NamedTuple):
+    """How a field is converted."""
+
     name: str
     optional: bool
     repeated: bool
@@ -255,20 +273,17 @@ class _Field(NamedTuple):
 
 _READERS: dict[Any, Callable[[Any], Any]] = {
     CostCurve: _cost_from_proto,
-    Distribution: distribution_from_proto,
     WorkerInfo: worker_from_proto,
     WorkerLoad: load_from_proto,
 }
-_WRITERS: dict[Any, Callable[[Any], Any]] = {Distribution: distribution_to_proto}
 
 
 @cache
-def _fields(kind: Any) -> tuple[_Field, ...]:
+def _fields(kind: Any) -> tuple[_Conversion, ...]:
     return tuple(_field(name, hint) for name, hint in get_type_hints(kind).items())
 
 
-def _field(name: str, hint: Any) -> _Field:
-    """Return how a field of this type is converted."""
+def _field(name: str, hint: Any) -> _Conversion:
     optional = NoneType in get_args(hint)
     if optional:
         hint = get_args(hint)[0]
@@ -277,5 +292,5 @@ def _field(name: str, hint: Any) -> _Field:
     if is_dataclass(kind):
         inside: Any = kind
         read = _READERS.get(inside) or partial(_incoming, inside)
-        return _Field(name, optional, repeated, read, _WRITERS.get(inside, _outgoing))
-    return _Field(name, optional, repeated, kind if issubclass(kind, Enum) else None, None)
+        return _Conversion(name, optional, repeated, read, _outgoing)
+    return _Conversion(name, optional, repeated, kind if issubclass(kind, Enum) else None, None)
