@@ -456,6 +456,8 @@ def ask(
     *,
     gamma: int | None = None,
     patience_us: int | None = None,
+    branches: int | None = None,
+    ahead: bool | None = None,
     drafter: str = "",
     key: str = "",
     chat: Sequence[tuple[str, str]] = (),
@@ -465,7 +467,9 @@ def ask(
     request = pb.GenerateRequest(
         params=common.SamplingParams(**params),
         idempotency_key=key,
-        speculation=pb.Speculation(gamma=gamma, patience_us=patience_us, drafter=drafter),
+        speculation=pb.Speculation(
+            gamma=gamma, patience_us=patience_us, branches=branches, ahead=ahead, drafter=drafter
+        ),
     )
     if chat:
         request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in chat)

@@ -188,6 +188,17 @@ async def test_a_hostile_drafter_costs_its_own_session_little_and_others_nothing
         assert service.sent < 20_000, "it was hung up on"
 
 
+async def test_the_limits_leave_room_for_a_drafter_that_keeps_a_tree_ahead(fleet: Cluster) -> None:
+    """It sends a message per subtree: more than a thousand in a second."""
+    ahead = {"drafter": "model", "gamma": 8, "branches": 3, "ahead": True}
+    async with client(fleet.address) as stub:
+        plain = await generate(stub, request(1, LENGTH, gamma=0))
+        output = await generate(stub, request(1, LENGTH, **ahead))
+    assert output.token_ids == plain.token_ids
+    assert output.stats.drafter_losses == 0
+    assert output.stats.accepted_tokens > LENGTH / 3, "its guesses arrive in time"
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")

@@ -1,10 +1,11 @@
-"""What a drafter may send is counted in messages, tokens and bytes, and its times are bounded by ours."""
+"""What a drafter may send is counted in tokens and bytes, and its times are bounded by ours."""
 
 from __future__ import annotations
 
 import pytest
 
-from coordinator.sessions.drafter_stream import MAX_UNANSWERED, DraftLimits
+from coordinator.control.throughput_model import OPEN_NODES
+from coordinator.sessions.drafter_stream import DraftLimits
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import MAX_GAMMA
 from outrider.v1 import common_pb2 as common
@@ -19,7 +20,7 @@ def test_a_drafter_that_sends_much_with_every_commit_is_found_out() -> None:
 
     def send_much() -> None:
         for _ in range(100):
-            for _ in range(MAX_UNANSWERED // 2):
+            for _ in range(96):
                 limits.spend(guess(tokens=[1] * MAX_GAMMA))
             limits.renew(1.0)
 
@@ -37,12 +38,21 @@ def test_a_link_that_hung_may_bring_several_commits_worth_at_once() -> None:
     limits.renew(1.0)
 
 
-def test_too_many_messages_between_two_commits_are_a_flood() -> None:
+def test_a_tree_may_come_as_a_message_per_guess_and_again_after_each_commit() -> None:
     limits = DraftLimits(now=0.0)
-    for _ in range(MAX_UNANSWERED):
-        limits.spend(guess())
-    with pytest.raises(InvalidRequest, match="between two commits"):
-        limits.spend(guess())
+    for _ in range(100):
+        for _ in range(2 * OPEN_NODES):
+            limits.spend(guess(tokens=[1]))
+        limits.renew(1.0)
+
+
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_messages_without_end_are_a_flood(tokens: list[int]) -> None:
+    limits = DraftLimits(now=0.0)
+    for _ in range(16 * 2 * OPEN_NODES):
+        limits.spend(guess(tokens=tokens))
+    with pytest.raises(InvalidRequest, match="per commit"):
+        limits.spend(guess(tokens=tokens))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
