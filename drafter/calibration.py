@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 
+from outrider.base.decayed_mean import DecayedMean
+
 _RANKS = 4  # ranks from the last one upwards are counted together
-_DECAY = 0.995
+_WEIGHT = 0.005  # of a measurement
 _PRIOR_TRIALS = 12.0  # weight of the assumption that the drafter's probabilities are right
 _MAX_LOGPROB = math.log(0.98)
 
@@ -19,28 +21,23 @@ class Calibration:
     """Acceptance statistics of one drafter for greedy or for sampled sessions, shared by all of them."""
 
     def __init__(self) -> None:
-        self._accepted = [0.0] * _RANKS
-        self._trials = [0.0] * _RANKS
-        self._stated = [0.0] * _RANKS  # sum of the probabilities that the drafter stated
-        self._proposed = [0.0] * _RANKS  # number of the probabilities in that sum
+        self._accepted = [DecayedMean(_WEIGHT, 0.0, trials=0.0) for _ in range(_RANKS)]
+        self._stated = [DecayedMean(_WEIGHT, 0.0, trials=0.0) for _ in range(_RANKS)]  # probability, by the drafter
 
     def record_proposed(self, rank: int, logprob: float) -> None:
         """Record the probability that the drafter stated for a guess of this rank."""
-        rank = min(rank, _RANKS - 1)
-        self._stated[rank] = self._stated[rank] * _DECAY + math.exp(logprob)
-        self._proposed[rank] = self._proposed[rank] * _DECAY + 1.0
+        self._stated[min(rank, _RANKS - 1)].add(math.exp(logprob))
 
     def record_outcome(self, siblings: int, accepted: int | None) -> None:
         """Record which of the sibling guesses was accepted, by rank; None if none was."""
-        for rank in range(min(siblings, _RANKS)):
-            self._trials[rank] = self._trials[rank] * _DECAY + 1.0
-            self._accepted[rank] = self._accepted[rank] * _DECAY + (1.0 if accepted == rank else 0.0)
+        for rank, rate in enumerate(self._accepted[:siblings]):
+            rate.add(float(accepted == rank))
 
     def score(self, rank: int, logprob: float) -> float:
         """Return the calibrated log-probability of a guess that the drafter gives `logprob`."""
-        rank = min(rank, _RANKS - 1)
-        if not self._proposed[rank] or not self._trials[rank]:
+        mean, rate = self._stated[min(rank, _RANKS - 1)], self._accepted[min(rank, _RANKS - 1)]
+        if not mean.trials or not rate.trials:
             return logprob
-        stated = max(1e-6, self._stated[rank] / self._proposed[rank])
-        measured = (self._accepted[rank] + stated * _PRIOR_TRIALS) / (self._trials[rank] + _PRIOR_TRIALS)
+        stated = max(1e-6, mean.value)
+        measured = (rate.value * rate.trials + stated * _PRIOR_TRIALS) / (rate.trials + _PRIOR_TRIALS)
         return min(max(_MAX_LOGPROB, logprob), logprob + math.log(measured / stated))

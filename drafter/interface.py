@@ -10,7 +10,7 @@ from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess, HiddenStates, TreeShape
+from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess, HiddenStates
 from outrider.protocol.vocabulary import Vocabulary
 
 
@@ -64,7 +64,7 @@ class DraftRequest:
             0,
             (*known.tokens, *tokens),
             (*known.draft_probs, *draft_probs),
-            parents=TreeShape((*known.shape.parents, *new_parents)).stated,
+            parents=(*known.shape.parents, *new_parents),
             done=done,
         )
 

@@ -13,6 +13,7 @@ from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from drafter.interface import Drafter, DraftRequest
 from drafter.session import DraftOpening, DraftSession
+from outrider.base.decayed_mean import DecayedMean
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import Overloaded, Unavailable
 from outrider.protocol.fleet import WorkerLoad
@@ -36,7 +37,7 @@ class DraftingLoop:
         self._closed: list[DraftSession] = []
         self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
         self._wake = asyncio.Event()
-        self._step_ms = 0.0
+        self._step_ms = DecayedMean(_SMOOTHING, 0.0)
         self._draining = False
         metrics.bind_gauge(metrics.sessions, lambda: len(self._sessions))
 
@@ -81,7 +82,7 @@ class DraftingLoop:
         return bool(self._sessions)
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms)
+        return WorkerLoad(sessions=len(self._sessions), step_ms=self._step_ms.value)
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -113,7 +114,7 @@ class DraftingLoop:
     def _add_guesses(
         self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float
     ) -> None:
-        self._step_ms += _SMOOTHING * (spent_s * 1000 - self._step_ms)
+        self._step_ms.add(spent_s * 1000)
         tokens = sum(map(len, map(DraftRequest.new_tokens, requests.values(), guesses)))
         self._metrics.record_step(sessions=len(requests), tokens=tokens, seconds=spent_s)
         for session, guess in zip(requests, guesses, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from drafter.interface import DraftRequest
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
@@ -89,7 +90,7 @@ class DraftSession:
         self._passed_at = -1  # committed position at which the last empty guess was sent
         self._next_id = 1
         self._draft_us = 0
-        self._step_us = 0.0  # per token of a chain, or per level of a tree
+        self._step_us = DecayedMean(_SMOOTHING, 0.0)  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
 
     def next_request(self) -> DraftRequest | None:
@@ -99,7 +100,7 @@ class DraftSession:
         guess = self._open.guess
         path = [guess.tokens[node] for node in path_to(guess.tip, guess.shape.parents)]
         hidden_states, self._hidden_states = tuple(self._hidden_states), []
-        max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us, 1.0))) if self._eager else MAX_GAMMA
+        max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us.value, 1.0))) if self._eager else MAX_GAMMA
         self._request = DraftRequest(
             session=self.key,
             tokens=self._committed + path,
@@ -129,8 +130,7 @@ class DraftSession:
             self._exhausted = guess.done
         self._draft_us += spent_us
         if new_depths:
-            steps = max(new_depths) - min(new_depths) + 1
-            self._step_us += _SMOOTHING * (spent_us / steps - self._step_us)
+            self._step_us.add(spent_us / (max(new_depths) - min(new_depths) + 1))
         if self._eager or not self._wants_more:
             self._send()
 
@@ -144,9 +144,7 @@ class DraftSession:
         if hidden_states is not None:
             self._buffer(hidden_states)
         for token in new:
-            guessed = self._open.next_tokens
-            self._calibration.record_outcome(len(guessed), guessed.index(token) if token in guessed else None)
-            self._open.commit((token,))
+            self._calibration.record_outcome(*self._open.commit(token))
             self._committed.append(token)
             self._exhausted = False
 
@@ -167,7 +165,7 @@ class DraftSession:
     def _buffer(self, hidden_states: HiddenStates) -> None:
         """Keep hidden states for the next request; without requests, only the newest positions."""
         self._hidden_states.append(hidden_states)
-        while sum(len(kept.rows) // (2 * kept.width) for kept in self._hidden_states) > MAX_HIDDEN_POSITIONS:
+        while sum(kept.count for kept in self._hidden_states) > MAX_HIDDEN_POSITIONS:
             self._hidden_states.pop(0)
 
     @property

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from drafter.interface import DraftRequest
-from outrider.protocol.speculation import ROOT, Guess, TreeShape, path_to
+from outrider.protocol.speculation import ROOT, Guess, path_to
 
 Choice = tuple[int, float]  # a token and the logarithm of its probability
 
@@ -110,8 +110,7 @@ class TreeBuilder:
 
     def guess(self, *, done: bool = False) -> Guess:
         """Return the open guesses with the nodes that were added."""
-        shape = TreeShape(tuple(self.parents))
-        return Guess(self._position, 0, 0, tuple(self.tokens), parents=shape.stated, done=done)
+        return Guess(self._position, 0, 0, tuple(self.tokens), parents=tuple(self.parents), done=done)
 
     def _index(self, node: int) -> None:
         parent = self.parents[node]

@@ -51,7 +51,7 @@ class ScheduledSession:
             key,
             self.pending + self.block.tokens,
             # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
-            parents if parents != tuple(range(-1, len(parents) - 1)) else (),
+            parents if self.block.parents else (),
             logits_from=last,
             hidden_from=self.hidden_from,
         )

@@ -37,7 +37,8 @@ class SimulatedDrafter:
         self._draft()
 
     def commit(self, committed: int) -> None:
-        self._open.commit((RIGHT,) * (committed - self._open.guess.position))
+        while self._open.guess.position < committed:
+            self._open.commit(RIGHT)
         self._draft()
 
     @property

@@ -194,7 +194,7 @@ class VerdictReader:
 
     def _check_hidden_states(self, verdict: Verdict, states: HiddenStates) -> None:
         """Check that hidden states reach exactly to the token before the last one."""
-        end = states.position + len(states.rows) // (2 * states.width)
+        end = states.position + states.count
         wanted = verdict.position + len(verdict.tokens) - 1
         if end != wanted:
             raise _violation("verdict.hidden_states", f"up to {end}", f"up to {wanted}")

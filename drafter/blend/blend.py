@@ -20,6 +20,7 @@ from drafter.blend.accuracy import AccuracyTracker, Rate, Record
 from drafter.blend.branch import join, proposed_branch
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
 from drafter.interface import Drafter, DraftRequest, Proposer
+from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Guess, HiddenStates
@@ -48,9 +49,9 @@ class _PendingHiddenStates:
     def add(self, parts: Sequence[HiddenStates]) -> None:
         for part in parts:
             self._parts.append(part)
-            self._positions += _num_positions(part)
+            self._positions += part.count
         while self._positions > _MAX_PENDING_POSITIONS and len(self._parts) > 1:
-            self._positions -= _num_positions(self._parts.popleft())
+            self._positions -= self._parts.popleft().count
 
     def take(self) -> tuple[HiddenStates, ...]:
         taken = tuple(self._parts)
@@ -71,7 +72,7 @@ class _SessionState:
         self.accuracy = AccuracyTracker(request.committed)
         self.records = {name: Record() for name in members}
         self.pending_states = {name: _PendingHiddenStates() for name in state_members}
-        self.rest_s: float | None = None  # time between two commits without drafting
+        self.rest_s = DecayedMean(_SMOOTHING)  # time between two commits without drafting
         self.draft_s = 0.0  # drafting since the last commit
         self._committed_at = now
 
@@ -99,8 +100,7 @@ class _SessionState:
 
     def committed(self, now: float) -> None:
         """Update the time between two commits."""
-        rest = max(0.0, now - self._committed_at - self.draft_s)
-        self.rest_s = rest if self.rest_s is None else self.rest_s + _SMOOTHING * (rest - self.rest_s)
+        self.rest_s.add(max(0.0, now - self._committed_at - self.draft_s))
         self._committed_at, self.draft_s = now, 0.0
 
 
@@ -161,7 +161,7 @@ class BlendDrafter:
         session.request = request
         if session.accuracy.update(request, (session.records, self._records)):
             session.committed(self._clock())
-            self._rest_s = session.rest_s
+            self._rest_s = session.rest_s.value
         for pending in session.pending_states.values():
             pending.add(request.hidden_states)
         session.proposer, session.proposal = self._best_proposal(session)
@@ -218,7 +218,7 @@ class BlendDrafter:
         request = session.request
         seconds, depth = self._seconds[model], len(request.tokens) - request.committed
         level_s = seconds.total / seconds.weight if seconds.weight else 0.0
-        rest_s = self._rest_s if session.rest_s is None else session.rest_s
+        rest_s = session.rest_s.value if session.rest_s.known else self._rest_s
         return RoundEstimate(
             hit_rate=session.records[model].hit_rate(self._records[model], _HIT_RATE_PRIOR),
             depth=depth,
@@ -303,7 +303,3 @@ def _check_same_target(members: Mapping[str, Drafter]) -> None:
 def _usable(session: _SessionState, draft: Guess) -> bool:
     """Return whether a draft has new tokens or asks for another call."""
     return bool(session.request.new_tokens(draft)) or not draft.done
-
-
-def _num_positions(hidden_states: HiddenStates) -> int:
-    return len(hidden_states.rows) // (2 * hidden_states.width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drafter.interface import DraftRequest
-from outrider.protocol.speculation import Guess, TreeShape
+from outrider.protocol.speculation import Guess
 
 
 def proposed_branch(request: DraftRequest, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -30,4 +30,4 @@ def join(request: DraftRequest, guess: Guess, branch: tuple[int, ...], missing: 
         tokens.append(token)
         parents.append(node)
         node = len(tokens) - 1
-    return Guess(guess.position, 0, 0, tuple(tokens), parents=TreeShape(tuple(parents)).stated, done=True)
+    return Guess(guess.position, 0, 0, tuple(tokens), parents=tuple(parents), done=True)

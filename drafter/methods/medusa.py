@@ -42,7 +42,7 @@ class MedusaDrafter:
     def _draft(self, request: DraftRequest) -> Guess:
         for part in request.hidden_states:
             last = np.frombuffer(part.rows, dtype="<f2")[-part.width :].astype(np.float32)
-            position = part.position + len(part.rows) // (2 * part.width) - 1
+            position = part.position + part.count - 1
             self._states[request.session] = position, torch.from_numpy(last).to(self._medusa.embeddings.device)
         if request.session not in self._states:
             return request.chain(done=True)

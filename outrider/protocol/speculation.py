@@ -128,15 +128,6 @@ class TreeShape:
         """Return the shape of a guess: a chain where it states no parents."""
         return cls(tuple(parents) if parents else tuple(range(ROOT, num_nodes - 1)))
 
-    @property
-    def is_chain(self) -> bool:
-        return self.parents == tuple(range(ROOT, len(self.parents) - 1))
-
-    @property
-    def stated(self) -> tuple[int, ...]:
-        """Return the parents as messages and engines take them: none for a chain."""
-        return () if self.is_chain else self.parents
-
     def accumulate(self, items: Iterable[Item], combine: Callable[[Value, Item], Value], start: Value) -> list[Value]:
         """Return each node's value: its parent's value combined with its own item. ROOT's value is `start`."""
         values: list[Value] = []
@@ -201,9 +192,13 @@ class Guess:
     draft_probs: tuple[Distribution, ...] = ()
     draft_us: int = 0
     source: int = 0
-    parents: tuple[int, ...] = ()  # as in TreeShape; empty: a chain
+    parents: tuple[int, ...] = ()  # as in TreeShape; a chain states none
     done: bool = False  # its drafter has nothing to add before the next commit
     expected: float = 0.0  # tokens that its drafter expects to be accepted
+
+    def __post_init__(self) -> None:
+        if self.parents and self.parents == tuple(range(ROOT, len(self.tokens) - 1)):
+            object.__setattr__(self, "parents", ())
 
     @cached_property
     def shape(self) -> TreeShape:
@@ -240,7 +235,7 @@ class Guess:
             tuple(self.tokens[node] for node in nodes),
             tuple(self.draft_probs[node] for node in nodes) if self.draft_probs else (),
             draft_us,
-            parents=TreeShape(tuple(number.get(self.shape.parents[node], ROOT) for node in nodes)).stated,
+            parents=tuple(number.get(self.shape.parents[node], ROOT) for node in nodes),
         )
 
 
@@ -261,6 +256,11 @@ class HiddenStates:
     position: int
     width: int
     rows: bytes
+
+    @property
+    def count(self) -> int:
+        """Return the number of positions."""
+        return len(self.rows) // (2 * self.width)
 
 
 @dataclass(frozen=True, slots=True)

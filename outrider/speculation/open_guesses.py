@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from outrider.protocol.speculation import MAX_GAMMA, Guess
+from outrider.protocol.speculation import MAX_GAMMA, ROOT, Guess
 
 
 class OpenGuesses:
@@ -15,21 +15,21 @@ class OpenGuesses:
         self._ids: list[int] = []  # by node; 0: not sent yet
         self._next_id = 1
 
-    @property
-    def next_tokens(self) -> list[int]:
-        """Return the guesses for the next position, the likeliest first."""
-        shape = self.guess.shape
-        return [token for token, depth in zip(self.guess.tokens, shape.depths, strict=True) if depth == 1]
-
     def extend(self, guess: Guess, committed: Sequence[int]) -> None:
         """Replace the tree by one that extends it as it was at the guess's position; `committed` came since."""
         self.guess, _ = _after(guess, committed)
         self._ids += [0] * (len(self.guess.tokens) - len(self._ids))
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """Keep the part of the tree that agrees with committed tokens."""
-        self.guess, kept = _after(self.guess, tokens)
+    def commit(self, token: int) -> tuple[int, int | None]:
+        """Keep the part of the tree that agrees with a committed token.
+
+        Return how many guesses there were for it, and the rank of the right one.
+        """
+        places = zip(self.guess.tokens, self.guess.shape.parents, strict=True)
+        guessed = [guess for guess, parent in places if parent == ROOT]
+        self.guess, kept = _after(self.guess, (token,))
         self._ids = [self._ids[node] for node in kept]
+        return len(guessed), guessed.index(token) if token in guessed else None
 
     def take_unsent(self, draft_us: int) -> Iterator[Guess]:
         """Yield what was not sent yet, one guess per subtree, so that a verifier's step sees all of it or nothing.

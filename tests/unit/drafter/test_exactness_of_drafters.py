@@ -403,7 +403,7 @@ class Crowd:
             held = [tree.nodes(block)[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
             self.accepted_late += sum(node.skipped for node in held)
-            self.branched += not block.shape.is_chain
+            self.branched += bool(block.parents)
             return judgement.tokens
 
         return play(setting, self.drafters, step)

@@ -498,7 +498,7 @@ def test_any_tree_of_guesses_yields_the_plain_text(data: st.DataObject, params: 
         paths = block.paths
         logits = torch.stack([logits_after(model, [*committed[START:], *path]) for path in paths])
         drawn = shared_draw(logits, params, [len(committed) + len(path) for path in paths])
-        outcome = acceptance.walk(block.tokens, block.parents, drawn)
+        outcome = acceptance.walk(block.tokens, block.shape.parents, drawn)
         new = [*(block.tokens[row - 1] for row in outcome.path), outcome.final]
         assert new == wanted[said : said + len(new)]
         # Nothing that was guessed right and offered is wasted.
