@@ -105,7 +105,7 @@ class ThroughputRatios:
 
 @dataclass(frozen=True, slots=True)
 class BestDrafter:
-    """What a choice of plan depends on beside verdicts: the session's best drafter. Times are in milliseconds."""
+    """The figures of a session's best drafter, on which a choice of plan depends. Times are in milliseconds."""
 
     round_trips_ms: float  # to the drafter and to the verifier, together
     draft_ms: float  # per token of a chain

@@ -33,7 +33,7 @@ _MAX_BYTES = _COMMITS_KEPT * _BYTES_PER_COMMIT
 
 
 class DraftLimits:
-    """Limits on the guesses that a drafter sends and on the drafting time that it reports.
+    """The limits on the guesses that a drafter sends and on the drafting time that it reports.
 
     Each commit allows more guesses, up to a maximum: a fixed number per commit
     would allow a drafter to send it in full with every one of them.

@@ -262,7 +262,7 @@ def _incoming(kind: type[T], message: Any) -> T:
 
 
 class _Conversion(NamedTuple):
-    """How a field is converted."""
+    """The conversion of a field."""
 
     name: str
     optional: bool

@@ -1,4 +1,4 @@
-"""Checks of framing, Host and Origin, against request smuggling, DNS rebinding and cross-site requests."""
+"""Protection by framing, Host and Origin headers, against request smuggling, DNS rebinding and cross-site requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is checked and measured before an engine serves: its logits against the model's own, the cost of its steps."""
+"""The checks of an engine before it serves: its logits against the model's own, the cost of its steps."""

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: started by torchrun or by rank 0, with settings that fit."""
+"""The way from a process to a rank: started by torchrun or by rank 0, with settings that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between the scheduler and the workers, on vLLM's own messages.
+"""Messages between the scheduler and the workers, on vLLM's own messages.
 
 vLLM pickles its messages for workers in other processes, with all attributes of an instance. So ours are an
 attribute of them, and of `SamplingParams.extra_args`.
@@ -31,7 +31,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """What one session computes in a step."""
+    """The work of one session in a step."""
 
     num_tokens: int  # committed tokens and guesses, at most
     guesses: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ Plan = Mapping[str, PlannedSession]  # by request
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step computed for one session."""
+    """The result of a step for one session."""
 
     verified: VerifyResult | None = None  # None: a prompt chunk
     hidden_states: npt.NDArray[np.float16] | None = None  # of consecutive committed tokens  # [tokens, width]
