@@ -22,7 +22,7 @@ from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
 PREFIX = "OUTRIDER_"
-ENGINES = ("auto", "native", "cuda", "transformers", "mock")
+ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
 # Every variable that Outrider reads. A test compares this list with the settings and the command line.

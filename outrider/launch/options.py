@@ -25,8 +25,9 @@ Engine = Annotated[
     str,
     option(
         "--engine",
-        "What runs the target: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), transformers, "
-        "or mock (no model, for measuring overhead; its drafter is mock too).",
+        "What runs the target: auto (the fastest that works; on CUDA vLLM where it is installed), native (CPU "
+        "kernels), cuda (CUDA graphs), transformers, vllm, or mock (no model, for measuring overhead; its drafter is "
+        "mock too).",
     ),
 ]
 Compile = Annotated[

@@ -19,7 +19,7 @@ from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Compariso
 from outrider.bench.drafters.peers import Peer, Weights
 from outrider.bench.drafters.schedule import DraftersExtent, Schedule, TurnProgress, bench_requests, turn_progress
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
-from outrider.launch.options import Dtype, Target, Threads
+from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.models.drafter_choice import best_drafter, drafter_kinds
 from outrider.models.hub import DEFAULT, locate
@@ -42,6 +42,7 @@ def drafters(
     ] = "",
     device: Annotated[str, option("--device", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Dtype = "auto",
+    engine: Engine = "auto",
     threads: Threads = 0,
     gamma: Annotated[int, option("--gamma", "Fixed γ of the runs that measure acceptance.", min=1, max=MAX_GAMMA)] = 4,
     tokens: Annotated[
@@ -83,11 +84,12 @@ def drafters(
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
         raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
     check_files(json_file, plot_file)
+    check_engine(engine, "")
     data = import_on_use("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     setups.check_kinds(chosen, sorted(drafter_kinds()))
     extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
-    plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads)
+    plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     with turn_progress() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
     _report(comparison, chosen, where, json_file, plot_file)
