@@ -23,6 +23,8 @@ from outrider.v1 import drafter_pb2 as draft
 # A drafter that keeps a tree ahead sends a message per subtree: 1,000 to 2,000 a second were measured.
 _MESSAGE_S = 0.0005  # mean time between two messages: 2,000 a second
 _BURST = 256  # messages that may arrive at once
+_UNREWARDED_PER_S = 250.0  # messages of a drafter none of whose guesses is accepted
+_MAX_UNREWARDED = 2048  # messages above that rate since the last accepted guess
 # A commit can cost a drafter its whole tree, which it then drafts again. Each commit allows that much.
 _TOKENS_PER_COMMIT = 2 * OPEN_NODES
 _BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
@@ -42,6 +44,8 @@ class DraftLimits:
     def __init__(self, now: float) -> None:
         self._tokens = _MAX_TOKENS
         self._num_bytes = _MAX_BYTES
+        self._unrewarded = 0.0
+        self._spent_at = now
         self._answered_at = now
         self.asked_at = now  # the time of the last commit or steering
 
@@ -51,8 +55,18 @@ class DraftLimits:
         self._tokens = min(_MAX_TOKENS, self._tokens + _TOKENS_PER_COMMIT)
         self._num_bytes = min(_MAX_BYTES, self._num_bytes + _BYTES_PER_COMMIT)
 
-    def spend(self, guess: common.Guess) -> None:
+    def reward(self, accepted: int) -> None:
+        """Forget the messages before an accepted guess."""
+        if accepted:
+            self._unrewarded = 0.0
+
+    def spend(self, guess: common.Guess, now: float) -> None:
         """Raise InvalidRequest for more guesses than a conforming drafter sends. An empty one counts as a token."""
+        self._unrewarded = max(0.0, self._unrewarded - (now - self._spent_at) * _UNREWARDED_PER_S) + 1.0
+        self._spent_at = now
+        if self._unrewarded > _MAX_UNREWARDED:
+            limit = f"at most {_UNREWARDED_PER_S:g} messages a second while none is accepted"
+            raise InvalidRequest.of("guesses", f"{_MAX_UNREWARDED} more", limit)
         self._tokens -= max(1, len(guess.tokens))
         self._num_bytes -= guess.ByteSize()
         if self._tokens < 0 or self._num_bytes < 0:
@@ -126,7 +140,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             guess = reply.guess
             try:
                 message_limits.check_guess(guess)
-                self._limits.spend(guess)
+                self._limits.spend(guess, now)
             except InvalidRequest as error:
                 raise ProtocolViolation(error.message) from error
             guess.source = self.source
@@ -135,6 +149,10 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             depth = TreeShape(parents).depth if parents else len(guess.tokens)
             self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
             yield guess
+
+    def reward(self, accepted: int) -> None:
+        """Record how many of its guesses a verdict accepted."""
+        self._limits.reward(accepted)
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
         """Send committed tokens; return the number of bytes of hidden states sent with them."""

@@ -21,7 +21,7 @@ def test_a_drafter_that_sends_much_with_every_commit_is_found_out() -> None:
     def send_much() -> None:
         for _ in range(100):
             for _ in range(96):
-                limits.spend(guess(tokens=[1] * MAX_GAMMA))
+                limits.spend(guess(tokens=[1] * MAX_GAMMA), 1.0)
             limits.renew(1.0)
 
     with pytest.raises(InvalidRequest, match="per commit"):
@@ -33,26 +33,51 @@ def test_a_link_that_hung_may_bring_several_commits_worth_at_once() -> None:
     for _ in range(50):
         limits.renew(1.0)
     for _ in range(32):  # sixteen trees
-        limits.spend(guess(tokens=[1] * MAX_GAMMA))
-        limits.spend(guess(tokens=[1] * MAX_GAMMA))
+        limits.spend(guess(tokens=[1] * MAX_GAMMA), 1.0)
+        limits.spend(guess(tokens=[1] * MAX_GAMMA), 1.0)
     limits.renew(1.0)
 
 
 def test_a_tree_may_come_as_a_message_per_guess_and_again_after_each_commit() -> None:
+    """As long as some of it is accepted."""
     limits = DraftLimits(now=0.0)
     for _ in range(100):
         for _ in range(2 * OPEN_NODES):
-            limits.spend(guess(tokens=[1]))
+            limits.spend(guess(tokens=[1]), 1.0)
+        limits.reward(1)
         limits.renew(1.0)
 
 
 @pytest.mark.parametrize("tokens", [[], [1]])
 def test_messages_without_end_are_a_flood(tokens: list[int]) -> None:
+    """Though verdicts come, and the messages keep to what follows a commit."""
     limits = DraftLimits(now=0.0)
-    for _ in range(16 * 2 * OPEN_NODES):
-        limits.spend(guess(tokens=tokens))
+
+    def flood() -> None:
+        for number in range(10_000):
+            now = number / 1000
+            limits.spend(guess(tokens=tokens), now)
+            if number % 20 == 0:
+                limits.reward(0)
+                limits.renew(now)
+
+    with pytest.raises(InvalidRequest, match="while none is accepted"):
+        flood()
+
+
+def test_a_drafter_without_luck_may_go_on_at_a_slower_pace() -> None:
+    limits = DraftLimits(now=0.0)
+    for number in range(10_000):
+        limits.spend(guess(tokens=[1]), number / 200)
+        limits.renew(number / 200)
+
+
+def test_guesses_without_a_commit_end() -> None:
+    limits = DraftLimits(now=0.0)
+    for number in range(16 * 2 * OPEN_NODES):
+        limits.spend(guess(), number / 200)
     with pytest.raises(InvalidRequest, match="per commit"):
-        limits.spend(guess(tokens=tokens))
+        limits.spend(guess(), 16 * 2 * OPEN_NODES / 200)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
