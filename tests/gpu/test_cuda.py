@@ -105,7 +105,7 @@ def graphs_of(model: Any, kv_tokens: int = 8192) -> CudaGraphEngine:
 
 
 def captured(engine: CudaGraphEngine) -> list[GraphShape]:
-    return [shape for shape, bucket in engine.buckets.items() if bucket.is_captured]
+    return [shape for shape, bucket in engine.buckets.items() if bucket._graph is not None]
 
 
 def story(engine: PagedEngine) -> list[torch.Tensor]:

@@ -132,11 +132,6 @@ class GraphBucket:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._results: Results | None = None
 
-    @property
-    def is_captured(self) -> bool:
-        """Return whether it runs as a graph."""
-        return self._graph is not None
-
     def run(self, segments: Sequence[Segment]) -> Results:
         """Run a step; the results of padding come after those of the outputs."""
         self._inputs.send(segments)
