@@ -31,13 +31,10 @@ class Node:
     token: int
     position: int
     draft_prob: Distribution | None = None
-    children: list[Node] = field(default_factory=list)
-    rank: int = 0  # among its siblings, in order of arrival
+    children: dict[int, Node] = field(default_factory=dict)  # by token, in order of arrival
+    rank: int = 0  # among its siblings
     keys: list[NodeKey] = field(default_factory=list)
     skipped: bool = False  # earlier tokens of its guess were committed before it arrived
-
-    def child(self, token: int) -> Node | None:
-        return next((node for node in self.children if node.token == token), None)
 
 
 # Acceptance rates by rank before a session has data. Drafters send their likeliest guess first.
@@ -136,14 +133,14 @@ class GuessTree:
         """Return a new node below `parent`, or the equal one that exists; None: a limit is reached."""
         if position >= len(self._committed) + self._max_ahead:
             return None
-        node = parent.child(guess.tokens[i])
+        node = parent.children.get(guess.tokens[i])
         if node is None:
             if self._size >= self._max_nodes or (self._single and parent.children):
                 return None
             draft_prob = guess.draft_probs[i] if guess.draft_probs else None
             skipped = guess.position < len(self._committed)
             node = Node(guess.tokens[i], position, draft_prob, rank=len(parent.children), skipped=skipped)
-            parent.children.append(node)
+            parent.children[node.token] = node
             self._size += 1
         elif self._single and key not in node.keys:
             return None  # an equal token from another draw: its children would bias the text
@@ -155,9 +152,10 @@ class GuessTree:
     def commit(self, tokens: Sequence[int]) -> None:
         """Move the root along `tokens`, which the caller has appended to `committed`, and prune the rest."""
         for token in tokens:
-            guessed, kept = self._root.children, self._root.child(token)
+            guessed = self._root.children
+            kept = guessed.get(token)
             self._rates.record(len(guessed), None if kept is None else kept.rank)
-            for node in guessed:
+            for node in guessed.values():
                 if node is not kept:
                     self._drop(node)
             position = self._root.position + 1
@@ -175,49 +173,42 @@ class GuessTree:
         """
         parents: list[int] = []
         nodes: list[Node] = []
-        reached: list[tuple[float, int, Node, int, int]] = []
-        seen = 0
-
-        def reach(siblings: Sequence[Node], parent: int, depth: int, chance: float) -> None:
-            nonlocal seen
-            for node in siblings:
-                seen += 1  # orders equal probabilities
-                heapq.heappush(reached, (-chance * self._rates[node.rank], seen, node, parent, depth))
-
-        if max_depth > 0:
-            reach(self._root.children, ROOT, 1, 1.0)
+        seen = 0  # orders equal probabilities
+        reached = [(-1.0, seen, self._root, ROOT, 0)]  # negative probability, order, node, its parent's index, depth
         while reached and len(nodes) < max_rows:
             negated, _, node, parent, depth = heapq.heappop(reached)
-            parents.append(parent)
-            nodes.append(node)
+            if node is not self._root:
+                parents.append(parent)
+                nodes.append(node)
             if chain:
                 reached.clear()
-            if depth < max_depth:
-                reach(node.children, len(nodes) - 1, depth + 1, -negated)
+            for child in node.children.values() if depth < max_depth else ():
+                seen += 1
+                heapq.heappush(reached, (negated * self._rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
         draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
         tokens = tuple(node.token for node in nodes)
         return Guess(len(self._committed), 0, 0, tokens, draft_probs, parents=tuple(parents))
 
     def nodes(self, block: Guess) -> list[Node]:
         """Return the nodes of a block from this tree; there must have been no commit since."""
-        return block.shape.accumulate(block.tokens, _existing_child, self._root)
+        return block.shape.accumulate(block.tokens, lambda node, token: node.children[token], self._root)
 
     def has_depth(self, depth: int) -> bool:
         """Return whether the tree holds a chain of this length."""
-        level = self._root.children
-        for _ in range(depth - 1):
-            level = [child for node in level for child in node.children]
-        return depth <= 0 or bool(level)
+        level = [self._root]
+        for _ in range(depth):
+            level = [child for node in level for child in node.children.values()]
+        return bool(level)
 
     @property
     def depth(self) -> int:
         """Return the length of the longest chain."""
         deepest = 0
-        stack = [(node, 1) for node in self._root.children]
+        stack = [(self._root, 0)]
         while stack:
             node, depth = stack.pop()
             deepest = max(deepest, depth)
-            stack.extend((child, depth + 1) for child in node.children)
+            stack.extend((child, depth + 1) for child in node.children.values())
         return deepest
 
     def _locate(self, guess: Guess) -> tuple[Node, int | None]:
@@ -259,15 +250,9 @@ class GuessTree:
         while stack:
             node = stack.pop()
             self._forget(node)
-            stack.extend(node.children)
+            stack.extend(node.children.values())
 
     def _forget(self, node: Node) -> None:
         self._size -= 1
         for key in node.keys:
             self._nodes.pop(key, None)
-
-
-def _existing_child(node: Node, token: int) -> Node:
-    child = node.child(token)
-    assert child is not None
-    return child

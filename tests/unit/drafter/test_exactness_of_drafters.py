@@ -165,11 +165,11 @@ class Choosy(GuessTree):
     """Of two drafters' tokens for one place it keeps the lower, and not the one that came first."""
 
     def add(self, guess: Guess) -> int:
-        ours = next(iter(self._root.children), None)
+        ours = next(iter(self._root.children.values()), None)
         here = guess.position == len(self._committed) and guess.tokens
         if ours is not None and here and guess.tokens[0] < ours.token:
             self._drop(ours)
-            self._root.children = []
+            self._root.children = {}
         return super().add(guess)
 
 
