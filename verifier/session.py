@@ -100,6 +100,7 @@ class VerifySession:
     ) -> None:
         self.id = opening.session_id
         self.epoch = opening.epoch
+        self.key = f"{self.id}@{self.epoch}@{id(self)}"  # in the engine: streams of different epochs share no cache
         self.params = opening.params
         self.prompt_length = opening.prompt_length
         self.hidden_states = HiddenStateBuffer(opening.hidden_states)
@@ -135,11 +136,6 @@ class VerifySession:
             self._stops.update(model.eos_token_ids)
         self.has_committed = False
         self.steer(opening.steering)
-
-    @property
-    def key(self) -> str:
-        """Return the session's name in the engine: streams of different epochs never share a cache."""
-        return f"{self.id}@{self.epoch}@{id(self)}"
 
     @property
     def num_uncached(self) -> int:
