@@ -36,7 +36,7 @@ class SessionOutput:
     def append(
         self, tokens: Sequence[int], kinds: Sequence[TokenKind], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> int:
-        """Add tokens up to the first stop string; return their number."""
+        """Add tokens up to the first stop string without notifying clients; return their number."""
         before = len(self.tokens)
         for token, kind, entry in zip(tokens, kinds, logprobs or repeat(None), strict=False):
             piece = self._text.add(token)
@@ -44,9 +44,11 @@ class SessionOutput:
             if piece.stop:
                 self.rest = TextPiece("", piece.stop)
                 break
+        return len(self.tokens) - before
+
+    def notify(self) -> None:
         for changed in self.changed:
             changed.set()
-        return len(self.tokens) - before
 
     def end(self, *, finished: bool) -> None:
         """End the output; text that was held back becomes `rest` if the session has finished."""
@@ -55,8 +57,7 @@ class SessionOutput:
         if finished and not self.rest.stop:
             self.rest = self._text.end()
         self.ended = True
-        for changed in self.changed:
-            changed.set()
+        self.notify()
 
 
 async def follow(

@@ -209,6 +209,7 @@ class Session:
         self._context.quotas.spend(self._tenant, len(verdict.tokens))
         self._context.write_behind.mark_changed(self._entry)
         self.drafting.commit(verdict)
+        self.output.notify()  # after the commit, which is on the path of the next round
 
     # Choosing and opening.
 
