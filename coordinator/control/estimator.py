@@ -28,38 +28,30 @@ RATIO_RECOVERY = 0.02  # per choice, for modes not in use
 RATIO_BOUNDS = (0.3, 1.5)
 
 
-@dataclass(slots=True)
 class CostLine:
     """Linear fit of step time by number of tokens, with exponential forgetting and a bounded slope.
 
     It serves verifiers that publish no cost curve.
     """
 
-    weight: float = 0.0
-    tokens: float = 0.0
-    ms: float = 0.0
-    tokens_squared: float = 0.0
-    tokens_ms: float = 0.0
+    def __init__(self) -> None:
+        means = [DecayedMean(SMOOTHING / 2, 0.0, trials=0.0) for _ in range(4)]
+        self._tokens, self._ms, self._tokens_squared, self._tokens_ms = means
 
     def add(self, tokens: float, ms: float) -> None:
-        keep = 1 - SMOOTHING / 2
-        self.weight = self.weight * keep + 1.0
-        self.tokens = self.tokens * keep + tokens
-        self.ms = self.ms * keep + ms
-        self.tokens_squared = self.tokens_squared * keep + tokens**2
-        self.tokens_ms = self.tokens_ms * keep + tokens * ms
+        self._tokens.add(tokens)
+        self._ms.add(ms)
+        self._tokens_squared.add(tokens**2)
+        self._tokens_ms.add(tokens * ms)
 
     def fit(self) -> tuple[float, float]:
         """Return the milliseconds for one token and for each further one."""
-        if self.weight == 0.0:
-            return 0.0, 0.0
-        mean_tokens, mean_ms = self.tokens / self.weight, self.ms / self.weight
-        prior = mean_ms * PRIOR_TOKEN_SHARE
-        variance = self.tokens_squared / self.weight - mean_tokens**2
-        covariance = self.tokens_ms / self.weight - mean_tokens * mean_ms
-        slope = (covariance + prior) / (variance + 1.0)
-        slope = min(max(slope, 0.0), mean_ms / max(mean_tokens, 1.0))
-        return mean_ms - slope * (mean_tokens - 1.0), slope
+        tokens, ms = self._tokens.value, self._ms.value
+        variance = self._tokens_squared.value - tokens**2
+        covariance = self._tokens_ms.value - tokens * ms
+        slope = (covariance + ms * PRIOR_TOKEN_SHARE) / (variance + 1.0)
+        slope = min(max(slope, 0.0), ms / max(tokens, 1.0))
+        return ms - slope * (tokens - 1.0), slope
 
 
 @dataclass(slots=True)
@@ -82,9 +74,6 @@ class ThroughputRatios:
     def __init__(self, known: Mapping[str, float]) -> None:
         self._means = {Mode(mode): DecayedMean(RATIO_SMOOTHING, ratio) for mode, ratio in known.items()}
         self._comparisons = Counter(dict.fromkeys(self._means, KNOWN_COMPARISONS))
-
-    def of(self, mode: Mode) -> float:
-        return self._means[mode].value if mode in self._means else 1.0
 
     def add(self, mode: Mode, ratio: float) -> None:
         """Record a comparison. The first ones weigh more."""

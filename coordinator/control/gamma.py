@@ -225,8 +225,8 @@ class Controller:
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Compare measured and expected throughput of the plan's mode, over several steps."""
-        mode, measured = self.plan.mode, self._measured
-        measured.add(tokens, ms, self._expected / self._estimator.pair.ratios.of(mode))
+        mode, measured, ratios = self.plan.mode, self._measured, self._estimator.pair.ratios
+        measured.add(tokens, ms, self._expected / ratios.by_mode().get(mode, 1.0))
         if measured.steps < COMPARE_STEPS_SLOW or measured.ms <= 0.0 or measured.expected <= 0.0:
             return
         tokens_per_s = 1000.0 * measured.tokens / measured.ms
@@ -234,7 +234,7 @@ class Controller:
             self._choice_due = True
         elif measured.steps < COMPARE_STEPS:
             return
-        self._estimator.pair.ratios.add(mode, tokens_per_s / (measured.expected / measured.steps))
+        ratios.add(mode, tokens_per_s / (measured.expected / measured.steps))
         self._measured = PlanTally()
 
 

@@ -5,7 +5,6 @@ A text without an entry has the limit OTHER, so that fields added later are boun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,16 +48,25 @@ class _Field:
     repeated: bool
     longest: int | None = None
     most: int | None = None
-    inside: tuple[_Field, ...] = ()
+    message: bool = False  # with fields that have limits
 
 
-def check_fields(message: Any) -> None:
-    """Raise InvalidRequest for a text or list of a request that exceeds its limit."""
-    for field, where, value in _present_fields(message, _bounded_fields(message.DESCRIPTOR), ""):
-        if field.most is not None and len(value) > field.most:
-            raise InvalidRequest.of(where, f"{len(value)} entries", f"at most {field.most} entries")
-        if field.longest is not None:
-            _check_texts(field, where, value)
+def check_fields(message: Any, where: str = "") -> None:
+    """Raise InvalidRequest for a text or list of a request that exceeds its limit; `where` is the message's place."""
+    for field in _bounded_fields(message.DESCRIPTOR):
+        place = where + field.name
+        if field.message and not field.repeated:
+            if message.HasField(field.name):
+                check_fields(getattr(message, field.name), f"{place}.")
+            continue
+        content = getattr(message, field.name)
+        if field.message:
+            for index, one in enumerate(content):
+                check_fields(one, f"{place}[{index}].")
+        elif field.most is not None and len(content) > field.most:
+            raise InvalidRequest.of(place, f"{len(content)} entries", f"at most {field.most} entries")
+        elif field.longest is not None:
+            _check_texts(field, place, content)
 
 
 def _check_texts(field: _Field, where: str, value: Any) -> None:
@@ -70,18 +78,6 @@ def _check_texts(field: _Field, where: str, value: Any) -> None:
             raise InvalidRequest.of(place, f"{len(text)} {unit}", f"at most {field.longest} {unit}")
 
 
-def _present_fields(message: Any, fields: tuple[_Field, ...], where: str) -> Iterator[tuple[_Field, str, Any]]:
-    for field in fields:
-        place = where + field.name
-        if not field.inside:
-            yield field, place, getattr(message, field.name)
-        elif field.repeated:
-            for index, one in enumerate(getattr(message, field.name)):
-                yield from _present_fields(one, field.inside, f"{place}[{index}].")
-        elif message.HasField(field.name):
-            yield from _present_fields(getattr(message, field.name), field.inside, f"{place}.")
-
-
 @cache
 def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
     """Return the fields with a limit, nested messages included. No message contains itself."""
@@ -91,8 +87,8 @@ def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
 def _field(one: FieldDescriptor) -> _Field | None:
     repeated = one.is_repeated
     if one.message_type is not None:
-        inside = () if one.message_type.GetOptions().map_entry else _bounded_fields(one.message_type)
-        return _Field(one.name, repeated, inside=inside) if inside else None
+        bounded = not one.message_type.GetOptions().map_entry and _bounded_fields(one.message_type)
+        return _Field(one.name, repeated, message=True) if bounded else None
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
     most = MOST.get(one.name) if repeated else None
     return None if longest is None and most is None else _Field(one.name, repeated, longest, most)

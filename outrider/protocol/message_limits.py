@@ -46,11 +46,6 @@ def check_guess(guess: common.Guess) -> None:
         check_count(f"{name}.id_deltas", len(distribution.id_deltas), "ids", MAX_CANDIDATES)
         check_count(f"{name}.weights", len(distribution.weights), "weights", MAX_CANDIDATES)
     check_bytes("guess", guess, MAX_GUESS_BYTES)
-    _check_parents(guess)
-
-
-def _check_parents(guess: common.Guess) -> None:
-    """Raise InvalidRequest unless every parent is an earlier token of the guess, or 0."""
     if guess.parents and len(guess.parents) != len(guess.tokens):
         raise InvalidRequest.of(
             "guess.parents", f"{len(guess.parents)} parents", f"none or as many as tokens, {len(guess.tokens)}"

@@ -621,7 +621,7 @@ def drive(made: Controlled, steps: int, slow: dict[Mode, float]) -> None:
         held = 0
         while held < deep and luck.random() < 0.8:
             held += 1
-        raw = promised(made, 4.0, plan) / made.estimator.pair.ratios.of(plan.mode)
+        raw = promised(made, 4.0, plan) / made.estimator.pair.ratios.by_mode().get(plan.mode, 1.0)
         owed += (held + 1) * 1000 / raw * slow.get(plan.mode, 1.0) - 40.0
         waited = max(0.0, owed)  # and nobody knows why
         owed -= waited
@@ -635,8 +635,8 @@ def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
     assert first in (Mode.AHEAD, Mode.AHEAD_WAITING)
     drive(made, 120, {first: 2.5})
     assert made.plan.mode != first
-    assert made.estimator.pair.ratios.of(first) < 0.9
-    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.ratios.of(first), (
+    assert made.estimator.pair.ratios.by_mode()[first] < 0.9
+    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.ratios.by_mode()[first], (
         "and it is remembered"
     )
 
@@ -658,7 +658,7 @@ def test_a_pace_that_is_remembered_does_not_turn_at_the_first_look() -> None:
     known.estimator.pair.ratios = ThroughputRatios({way: 1.0})
     for made in (fresh, known):
         drive(made, gamma.SETTLING + gamma.COMPARE_STEPS + 1, {way: 2.0})
-    assert fresh.estimator.pair.ratios.of(way) < known.estimator.pair.ratios.of(way) < 1.0
+    assert fresh.estimator.pair.ratios.by_mode()[way] < known.estimator.pair.ratios.by_mode()[way] < 1.0
 
 
 @settings(max_examples=10, deadline=None)
