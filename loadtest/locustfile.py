@@ -1,9 +1,8 @@
 """Entry point for locust: users that send requests in sequence and compare every text with its reference.
 
-Locust is based on gevent, so gRPC is initialised for gevent before any channel
-exists, and both clients are synchronous. The leading process generates the
-reference outputs at the start of a run and sends them to its workers, which
-send back their measurements.
+Locust is based on gevent, so gRPC is initialised for gevent before any channel exists, and both clients are
+synchronous. The leading process generates the reference outputs at the start of a run and sends them to its workers,
+which send back their measurements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Prompts of the load test in five kinds, short enough for a context of 2048 bytes.
 
-The kinds differ in how predictable the output is: an edit repeats its prompt,
-code repeats itself, chat does neither.
+The kinds differ in how predictable the output is: an edit repeats its prompt, code repeats itself, chat does neither.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cases of the load test, and the comparison of outputs.
 
-A case is a prompt with parameters that determine the output: greedy, or
-coupled with a seed. Reference outputs are generated without load; `difference`
-compares outputs under load with them. Independent of locust and of protocols.
+A case is a prompt with parameters that determine the output: greedy, or coupled with a seed. Reference outputs are
+generated without load; `difference` compares outputs under load with them. Independent of locust and of protocols.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Quotas of API keys: concurrent sessions, requests and tokens per minute.
 
-Each coordinator counts its own requests. With several keys, a key may hold at
-most `SHARE` times as many sessions as are free, so that another key can always
-start one.
+Each coordinator counts its own requests. With several keys, a key may hold at most `SHARE` times as many sessions as
+are free, so that another key can always start one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Seats at verifiers: which sessions may run now, shared fairly among API keys.
 
-Verifiers have a limited number of sessions and cache tokens; further sessions
-would wait there in one queue. With several keys they wait here instead, in one
-queue per key. The key with the fewest seats comes first. No key may take all
-seats: see `quotas.within_share`.
+Verifiers have a limited number of sessions and cache tokens; further sessions would wait there in one queue. With
+several keys they wait here instead, in one queue per key. The key with the fewest seats comes first. No key may take
+all seats: see `quotas.within_share`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RegistryService(rpc.RegistryServicer):
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        if self._worker_pool.target is not None and self._worker_pool.vocabulary_differs(info):
+        if self._worker_pool.target is not None and self._worker_pool.compatibility.vocabulary_differs(info):
             yield pb.RegisterReply(send_vocabulary=True)
             await _compare_vocabulary(self._worker_pool.target.vocabulary, requests)
         self._refuse_when_stopping()

@@ -28,6 +28,9 @@ local function absent(key)
   local _, none = is(key, '')
   return none
 end
+local function expire(seconds)
+  for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, seconds) end
+end
 local function text_or_none(key)
   local text, none = is(key, 'string')
   return text or none
@@ -54,9 +57,7 @@ if #ARGV[7] > 0 then redis.call('SETRANGE', KEYS[2], offset, ARGV[7]) end
 if #ARGV[12] > 0 then redis.call('SETRANGE', KEYS[3], ARGV[11], ARGV[12]) end
 if ARGV[8] ~= '0' then redis.call('HSET', KEYS[1], 'finish', ARGV[8]) end
 redis.call('HSET', KEYS[1], 'verifier', ARGV[9])
-redis.call('EXPIRE', KEYS[1], ARGV[5])
-redis.call('EXPIRE', KEYS[2], ARGV[5])
-redis.call('EXPIRE', KEYS[3], ARGV[5])
+expire(ARGV[5])
 return 'OK'
 """
 
@@ -77,9 +78,7 @@ if (redis.call('HGET', KEYS[1], 'finish') or '0') == '0' then
   redis.call('HINCRBY', KEYS[1], 'epoch', 1)
   redis.call('HSET', KEYS[1], 'owner', ARGV[1])
 end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-redis.call('EXPIRE', KEYS[2], ARGV[2])
-redis.call('EXPIRE', KEYS[3], ARGV[2])
+expire(ARGV[2])
 local fields = redis.call('HMGET', KEYS[1], 'request', 'epoch', 'finish', 'model', 'verifier', 'tenant')
 return {{fields, redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or ''}}
 """

@@ -1,8 +1,7 @@
 """Write-behind of session records to Redis: batched, retried, outside the token path.
 
-Each batch writes a changed session once, so that no session delays another.
-Without Redis only the ids of changed sessions are kept. A record that Redis
-lost is written again in full.
+Each batch writes a changed session once, so that no session delays another. Without Redis only the ids of changed
+sessions are kept. A record that Redis lost is written again in full.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chat messages as text for the target, in which clients' text never becomes a control token.
 
-Text that spells a control token (`<|im_start|>`) is cut inside it before the
-template is rendered, and the pieces are encoded separately. Other chats are
-rendered and encoded as a whole.
+Text that spells a control token (`<|im_start|>`) is cut inside it before the template is rendered, and the pieces are
+encoded separately. Other chats are rendered and encoded as a whole.
 """
 
 from __future__ import annotations

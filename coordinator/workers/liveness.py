@@ -1,7 +1,6 @@
 """Liveness: cancel streams of silent workers and overdue verifiers, so that sessions continue elsewhere.
 
-Time is counted in ticks of this process's event loop, so that a pause of this
-process makes no worker late.
+Time is counted in ticks of this process's event loop, so that a pause of this process makes no worker late.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Registrations:
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
         """Add a worker that reports to this coordinator; raise ModelMismatch if it does not fit.
 
-        The caller compares the vocabulary of a drafter first: see `WorkerPool.vocabulary_differs`.
+        The caller compares the vocabulary of a drafter first: see `Compatibility.vocabulary_differs`.
         """
         connection = await self._add(info)
         await self.update(info, connection)

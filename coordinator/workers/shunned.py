@@ -31,8 +31,7 @@ class _Entry:
 class ShunnedWorkers:
     """Shunned workers by id and by address, so that a new id at the same address does not help.
 
-    After ten times the last shunning without a violation, a worker starts
-    without a record.
+    After ten times the last shunning without a violation, a worker starts without a record.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -45,11 +45,11 @@ class WorkerPool:
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
         self._verdict_timeout_s = verdict_timeout_s
-        self._compatibility = Compatibility(fleet, lambda: bool(self.workers.of(Role.VERIFIER)), on_target, mixed=mixed)
+        self.compatibility = Compatibility(fleet, lambda: bool(self.workers.of(Role.VERIFIER)), on_target, mixed=mixed)
 
     @property
     def target(self) -> Target | None:
-        return self._compatibility.target
+        return self.compatibility.target
 
     @property
     def ready(self) -> bool:
@@ -69,16 +69,13 @@ class WorkerPool:
             return "draining"
         return "usable" if connection.usable() else "resting"
 
-    def vocabulary_differs(self, info: WorkerInfo) -> bool:
-        return self._compatibility.vocabulary_differs(info)
-
     async def check(self, info: WorkerInfo) -> None:
         """Raise ModelMismatch for a worker that does not fit; remove the drafters that do not fit a new target."""
-        if not await self._compatibility.check(info):
+        if not await self.compatibility.check(info):
             return
         for connection in self.workers.of(Role.DRAFTER):
             try:
-                self._compatibility.check_drafter(connection.info)
+                self.compatibility.check_drafter(connection.info)
             except ModelMismatch as error:
                 worker_id = connection.info.worker_id
                 log.warning("drafter removed: does not fit the target", worker=worker_id, error=error.message)

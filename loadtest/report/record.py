@@ -1,7 +1,6 @@
 """Record of a run: counts and times per time slice, kept by every process and merged by the leading one.
 
-A distributed run has users in many processes, so times are stored as
-histograms, which can be merged like counts.
+A distributed run has users in many processes, so times are stored as histograms, which can be merged like counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Asyncio client of the coordinator, with the interface of `sync`.
 
-One `AsyncClient` runs many requests concurrently, in the event loop of its
-first use. To end a stream early, use `contextlib.aclosing` or cancel the task
-that reads it: the coordinator then stops at once.
+One `AsyncClient` runs many requests concurrently, in the event loop of its first use. To end a stream early, use
+`contextlib.aclosing` or cancel the task that reads it: the coordinator then stops at once.
 """
 
 from __future__ import annotations

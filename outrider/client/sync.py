@@ -1,8 +1,7 @@
 """Synchronous client of the coordinator over gRPC, for the command line, load tests and programs.
 
-`Client.generate` yields `Started`, `Tokens` and finally `Finished`. A broken
-stream is resumed, on the same or the next endpoint, without lost or repeated
-tokens. `aio` has the same client for asyncio.
+`Client.generate` yields `Started`, `Tokens` and finally `Finished`. A broken stream is resumed, on the same or the next
+endpoint, without lost or repeated tokens. `aio` has the same client for asyncio.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """State folder that `outrider up` keeps between runs: Redis's data, and the keys of its fleet.
 
-One process at a time locks it. Child processes that inherit the lock's
-descriptor keep it locked until they end.
+One process at a time locks it. Child processes that inherit the lock's descriptor keep it locked until they end.
 """
 
 from __future__ import annotations

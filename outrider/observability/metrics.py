@@ -1,10 +1,8 @@
 """Every metric of the three services: name, type, labels, help. No other module defines one.
 
-Each service has its own set in its own registry, so that several fit in one
-process. Metrics that vLLM has too have vLLM's name and type with the prefix
-`outrider_`; those that benchmark tools read are exported under vLLM's own names
-as well. Metrics that change with every verdict are bound to their labels
-beforehand, so the token path only adds.
+Each service has its own set in its own registry, so that several fit in one process. Metrics that vLLM has too have
+vLLM's name and type with the prefix `outrider_`; those that benchmark tools read are exported under vLLM's own names
+as well. Metrics that change with every verdict are bound to their labels beforehand, so the token path only adds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Request context: a call's request id and trace, read at every edge and sent on to the next service.
 
-Both are gRPC metadata or HTTP headers. Log lines of the call's task, and of
-tasks it starts, have the request id.
+Both are gRPC metadata or HTTP headers. Log lines of the call's task, and of tasks it starts, have the request id.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _CURRENT: ContextVar[RequestContext] = ContextVar("request_context")
 def bind_context(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = False) -> RequestContext:
     """Read and bind a call's context; call this once, in the call's own task.
 
-    With `first`, a request without an id gets one. Keys are lower case, as in
-    gRPC and HTTP servers.
+    With `first`, a request without an id gets one. Keys are lower case, as in gRPC and HTTP servers.
     """
     given = {key: value for key, value in metadata if isinstance(value, str)}
     request_id = given.get(REQUEST_ID, "")

@@ -1,8 +1,7 @@
 """Traces: one per request, across the services, sent to a collector over OTLP/HTTP.
 
-Only this module imports OpenTelemetry, and only if an endpoint is set; without
-one, spans do nothing. OpenTelemetry reads further settings (sampling, headers,
-batching) from its own OTEL_ variables.
+Only this module imports OpenTelemetry, and only if an endpoint is set; without one, spans do nothing. OpenTelemetry
+reads further settings (sampling, headers, batching) from its own OTEL_ variables.
 """
 
 from __future__ import annotations

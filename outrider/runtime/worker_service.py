@@ -65,15 +65,17 @@ class WorkerService:
         self.credentials = Credentials(settings)
         self.auth_interceptor = AuthInterceptor(dict.fromkeys(self.names, self.credentials.own_keys))
         self._metrics_server = MetricsServer(metrics, settings, self.credentials)
-        self._identity = WorkerIdentity(settings)
+        self._host = settings.host
         self._about = replace(
             about,
-            worker_id=self._identity.worker_id,
-            machine=self._identity.machine,
+            worker_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            address=check_address("advertise", settings.advertise) if settings.advertise else "",
+            machine=_machine(),
             capacity=settings.max_sessions,
         )
+        coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
         self._registration = RegistrationClient(
-            self._identity.coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
+            coordinators, self._describe, vocabulary, lambda: Channels.of(self.credentials)
         )
         self._worker_loop = loop
         self._tracing = tracing
@@ -81,7 +83,9 @@ class WorkerService:
         self._draining = False
 
     async def start(self, port: int) -> None:
-        self._identity.listen_on(port)
+        if not self._about.address:
+            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
+            self._about = replace(self._about, address=f"{host}:{port}")
         self._metrics_server.open()
         self._tasks = [
             critical_task(self._worker_loop.run(), self.work),
@@ -113,25 +117,7 @@ class WorkerService:
         return common.ProbeReply(load=convert.load_to_proto(self._worker_loop.load()), draining=self._draining)
 
     def _describe(self) -> WorkerInfo:
-        return replace(
-            self._about, address=self._identity.address, load=self._worker_loop.load(), draining=self._draining
-        )
-
-
-class WorkerIdentity:
-    """Random id of a worker, and the address that it registers."""
-
-    def __init__(self, settings: WorkerSettings) -> None:
-        self.worker_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self.coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
-        self.address = check_address("advertise", settings.advertise) if settings.advertise else ""
-        self.machine = _machine()
-        self._host = settings.host
-
-    def listen_on(self, port: int) -> None:
-        if not self.address:
-            host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host  # noqa: S104
-            self.address = f"{host}:{port}"
+        return replace(self._about, load=self._worker_loop.load(), draining=self._draining)
 
 
 def _machine() -> str:

@@ -1,7 +1,6 @@
 """API keys: read from a setting, compared with a caller's header.
 
-gRPC metadata and HTTP headers have the same form, `authorization: Bearer KEY`.
-Keys are never logged or printed.
+gRPC metadata and HTTP headers have the same form, `authorization: Bearer KEY`. Keys are never logged or printed.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class ApiKeys:
         """Read `ENTRY,ENTRY`, or `@FILE` with one entry a line. Raise StartupError, which never quotes a key.
 
         An entry is a key, optionally with a name before it and limits after it:
-        `web: KEY requests_per_minute=60 max_sessions=8`. Keys with the same name
-        belong to one tenant.
+        `web: KEY requests_per_minute=60 max_sessions=8`. Keys with the same name belong to one tenant.
         """
         if not text.strip():
             return cls()

@@ -28,9 +28,8 @@ REFUSAL_S = 0.02
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Check of the API key of every call; `keys_by_service` has the keys of each service by its full name.
 
-    Health needs no key, for probes. Services without an entry, such as
-    reflection, require one of `others`, by default any of the keys: a service
-    that is added and not listed stays closed.
+    Health needs no key, for probes. Services without an entry, such as reflection, require one of `others`, by default
+    any of the keys: a service that is added and not listed stays closed.
     """
 
     def __init__(self, keys_by_service: Mapping[str, ApiKeys], others: ApiKeys | None = None) -> None:

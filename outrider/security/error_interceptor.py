@@ -37,23 +37,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        read = _reader(handler.request_deserializer)
+        read, write = _reader(handler.request_deserializer), handler.response_serializer
         if inspect.isasyncgenfunction(handler.stream_stream):
-            return grpc.stream_stream_rpc_method_handler(
-                _checked_stream_handler(handler.stream_stream, self._write_timeout_s, streams_in=True),
-                read,
-                handler.response_serializer,
-            )
+            behaviour = _checked_stream_handler(handler.stream_stream, self._write_timeout_s)
+            return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
         if inspect.isasyncgenfunction(handler.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(
-                _checked_stream_handler(handler.unary_stream, self._write_timeout_s, streams_in=False),
-                _late(read),
-                handler.response_serializer,
-            )
+            behaviour = _checked_stream_handler(handler.unary_stream, self._write_timeout_s)
+            return grpc.unary_stream_rpc_method_handler(behaviour, _late(read), write)
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _checked_unary_handler(handler.unary_unary), _late(read), handler.response_serializer
-            )
+            behaviour = _checked_unary_handler(handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler(behaviour, _late(read), write)
         return handler  # library services that write to their context themselves
 
 
@@ -89,6 +82,7 @@ def _late(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _valid(request: Any) -> Any:
+    """Return a request, or the iterator of a stream; raise the error that stands for an invalid request."""
     if isinstance(request, InvalidRequest):
         raise request
     return request
@@ -106,13 +100,10 @@ def _checked_unary_handler(behaviour: Callable[..., Awaitable[Any]]) -> Callable
     return checked
 
 
-def _checked_stream_handler(
-    behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float, *, streams_in: bool
-) -> Callable[..., Any]:
+def _checked_stream_handler(behaviour: Callable[..., AsyncIterator[Any]], write_timeout_s: float) -> Callable[..., Any]:
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            given = request if streams_in else _valid(request)
-            async with contextlib.aclosing(behaviour(given, context)) as replies:  # type: ignore[type-var]
+            async with contextlib.aclosing(behaviour(_valid(request), context)) as replies:  # type: ignore[type-var]
                 async for reply in replies:
                     try:
                         async with asyncio.timeout(write_timeout_s):

@@ -1,8 +1,7 @@
 """TLS: certificates, trusted authorities, and the gRPC credentials made from them.
 
-A service with any of these settings uses TLS only, for incoming and outgoing
-connections. The module imports little, because health checks start it every few
-seconds.
+A service with any of these settings uses TLS only, for incoming and outgoing connections. The module imports little,
+because health checks start it every few seconds.
 """
 
 from __future__ import annotations

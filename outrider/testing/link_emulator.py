@@ -5,8 +5,7 @@
 
 From a shell: `python -m outrider.testing.link_emulator --to 127.0.0.1:50051
 --delay-ms 20`. Order is kept. Data in transfer waits for its own due time only,
-so delay does not limit throughput. Delays are exact to about a millisecond,
-the resolution of asyncio's timers.
+so delay does not limit throughput. Delays are exact to about a millisecond, the resolution of asyncio's timers.
 """
 
 from __future__ import annotations

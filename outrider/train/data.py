@@ -1,8 +1,7 @@
 """Training data: texts that the target generates, with its hidden states.
 
-They are generated once per recipe and stored in shards, each written
-atomically: a killed run continues with the next shard. Each example has a
-seed of its own, so the data do not depend on interruptions.
+They are generated once per recipe and stored in shards, each written atomically: a killed run continues with the next
+shard. Each example has a seed of its own, so the data do not depend on interruptions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """EAGLE: one decoder layer that continues from the target's hidden states.
 
-At position i it reads the target's final hidden state after token i and the
-embedding of token i + 1, and predicts the hidden state after token i + 1. The
-target's head gives the next token from it. Beyond the target's states, the
-layer reads its own predictions. The head is cut to the drafted ids.
+At position i it reads the target's final hidden state after token i and the embedding of token i + 1, and predicts the
+hidden state after token i + 1. The target's head gives the next token from it. Beyond the target's states, the layer
+reads its own predictions. The head is cut to the drafted ids.
 """
 
 from __future__ import annotations

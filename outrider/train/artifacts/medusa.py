@@ -1,8 +1,7 @@
 """Medusa: heads that predict several tokens from one hidden state of the target.
 
-Head k reads the target's final hidden state after token i and the embedding
-of token i + 1, and predicts the state after token i + 1 + k. It does not read
-the tokens between.
+Head k reads the target's final hidden state after token i and the embedding of token i + 1, and predicts the state
+after token i + 1 + k. It does not read the tokens between.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ async def test_a_caller_that_is_gone_is_not_logged_as_a_fault_of_ours() -> None:
 
     context = GoneContext()
     with capture_logs() as logs:
-        await _checked_stream_handler(behaviour, 1.0, streams_in=False)(common.ProbeRequest(), context)
+        await _checked_stream_handler(behaviour, 1.0)(common.ProbeRequest(), context)
     assert closed, "what was under way for it ends"
     assert not context.aborted
     assert [line for line in logs if line["log_level"] != "debug"] == []
