@@ -219,8 +219,8 @@ def fate(name: str, scratch: Path) -> Fate:
         return Fate(name, model_name, not_built=f"{type(error).__name__}: {error}")
     engines: dict[str, Engine] = {}
     refusal = ""
-    for name in ("auto", "transformers"):
-        options = EngineOptions(device="cpu", engine=name, kv_tokens=KV_TOKENS, threads=1)
+    for chosen in ("auto", "transformers"):
+        options = EngineOptions(device="cpu", engine=chosen, kv_tokens=KV_TOKENS, threads=1)
         try:
             engine = load_model(str(scratch), options).engine
         except OutriderError as error:
