@@ -34,10 +34,12 @@ SETTINGS: dict[str, type[Settings]] = {
     "drafter-gpu": DrafterSettings,
     "verifier": VerifierSettings,
     "verifier-gpu": VerifierSettings,
+    "verifier-vllm": VerifierSettings,
 }
 PROFILES = {
     "": {"redis", "verifier", "drafter", "coordinator"},
     "gpu": {"verifier-gpu", "drafter-gpu"},
+    "vllm": {"verifier-vllm"},
     "observability": {"prometheus", "grafana"},
     "loadtest": {"loadtest"},
 }
@@ -160,7 +162,7 @@ def test_a_service_takes_its_command_line_and_environment(
 ) -> None:
     service = load(BASE, **overrides)["services"][name]
     program, *line = service["command"]
-    assert program == name.removesuffix("-gpu")
+    assert program == name.removesuffix("-gpu").removesuffix("-vllm")
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     given: list[Settings] = []
@@ -183,7 +185,7 @@ def test_a_service_takes_its_command_line_and_environment(
 @each_of_ours
 def test_health_is_asked_where_the_service_listens(name: str) -> None:
     service = BASE_SERVICES[name]
-    role = name.removesuffix("-gpu")
+    role = name.removesuffix("-gpu").removesuffix("-vllm")
     address, asked = service["healthcheck"]["test"][-2:]
     assert f"--port={address.rpartition(':')[2]}" in service["command"]
     assert asked == {"coordinator": "outrider.v1.Outrider"}.get(role, f"outrider.v1.{role.title()}")
