@@ -60,7 +60,7 @@ def vllm(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
 async def answers(
     cluster: Cluster, wishes: dict[str, Any], number: int = PROMPTS, length: int = LENGTH
 ) -> list[Output]:
-    prompts = [text.prompt for text in shipped("heldout")][:number]
+    prompts = [prompt.text for prompt in (*shipped("heldout"), *shipped("train"))][:number]
     seats = asyncio.Semaphore(AT_ONCE)
 
     async def one(index: int, prompt: str) -> Output:
