@@ -143,10 +143,10 @@ class DraftSession:
         check_tokens("committed.tokens", new, self._vocab_size)
         if hidden_states is not None:
             self._buffer(hidden_states)
-        for token in new:
-            self._calibration.record_outcome(*self._open.commit(token))
-            self._committed.append(token)
-            self._exhausted = False
+        for siblings, accepted in self._open.commit(new):
+            self._calibration.record_outcome(siblings, accepted)
+        self._committed += new
+        self._exhausted = self._exhausted and not new
 
     def steer(self, steering: DraftSteering) -> None:
         steering.check()

@@ -37,8 +37,7 @@ class SimulatedDrafter:
         self._draft()
 
     def commit(self, committed: int) -> None:
-        while self._open.guess.position < committed:
-            self._open.commit(RIGHT)
+        self._open.commit((RIGHT,) * (committed - self._open.guess.position))
         self._draft()
 
     @property

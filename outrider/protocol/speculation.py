@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -215,14 +215,22 @@ class Guess:
         depths = self.shape.depths
         return max(range(len(depths)), key=depths.__getitem__, default=ROOT)
 
+    @cached_property
+    def children(self) -> Mapping[int, Mapping[int, int]]:
+        """Return by node its children by their tokens, in order."""
+        children: dict[int, dict[int, int]] = {}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.shape.parents, strict=True)):
+            children.setdefault(parent, {})[token] = node
+        return children
+
     def walk(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Follow tokens from ROOT; return the last node that agrees, and its depth."""
-        children = {place: node for node, place in enumerate(zip(self.shape.parents, self.tokens, strict=True))}
         node = ROOT
         for depth, token in enumerate(tokens):
-            if (node, token) not in children:
+            siblings = self.children.get(node, {})
+            if token not in siblings:
                 return node, depth
-            node = children[node, token]
+            node = siblings[token]
         return node, len(tokens)
 
     def part(self, top: int, nodes: Sequence[int], first_id: int = 0, parent: int = 0, draft_us: int = 0) -> Guess:

@@ -20,16 +20,22 @@ class OpenGuesses:
         self.guess, _ = _after(guess, committed)
         self._ids += [0] * (len(self.guess.tokens) - len(self._ids))
 
-    def commit(self, token: int) -> tuple[int, int | None]:
-        """Keep the part of the tree that agrees with a committed token.
+    def commit(self, tokens: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Keep the part of the tree that agrees with committed tokens.
 
-        Return how many guesses there were for it, and the rank of the right one.
+        Return how many guesses there were for each of them, and the rank of the right one, up to the first miss.
         """
-        places = zip(self.guess.tokens, self.guess.shape.parents, strict=True)
-        guessed = [guess for guess, parent in places if parent == ROOT]
-        self.guess, kept = _after(self.guess, (token,))
+        outcomes: list[tuple[int, int | None]] = []
+        node = ROOT
+        for token in tokens:
+            siblings = self.guess.children.get(node, {})
+            outcomes.append((len(siblings), list(siblings).index(token) if token in siblings else None))
+            if token not in siblings:
+                break
+            node = siblings[token]
+        self.guess, kept = _after(self.guess, tokens)
         self._ids = [self._ids[node] for node in kept]
-        return len(guessed), guessed.index(token) if token in guessed else None
+        return outcomes
 
     def take_unsent(self, draft_us: int) -> Iterator[Guess]:
         """Yield what was not sent yet, one guess per subtree, so that a verifier's step sees all of it or nothing.

@@ -14,16 +14,16 @@ def opened(*tokens: int, parents: tuple[int, ...] = (), position: int = 3) -> Op
 
 def test_a_commit_keeps_what_follows_it() -> None:
     guesses = opened(7, 8, 9, 4, parents=(-1, -1, 0, 1))
-    assert guesses.commit(8) == (2, 1), "the second of two"
+    assert guesses.commit((8,)) == [(2, 1)], "the second of two"
     assert guesses.guess == Guess(4, 0, 0, (4,))
-    assert guesses.commit(5) == (1, None)
-    assert guesses.guess == Guess(5, 0, 0, ())
+    assert guesses.commit((5, 6)) == [(1, None)]
+    assert guesses.guess == Guess(6, 0, 0, ())
 
 
 def test_what_was_drafted_from_an_earlier_position_is_moved_forward() -> None:
     guesses = opened(7, 8)
     drafted = Guess(3, 0, 0, (7, 8, 9, 5), parents=(-1, 0, 1, -1))
-    guesses.commit(7)
+    guesses.commit((7,))
     guesses.extend(drafted, (7,))
     assert guesses.guess == Guess(4, 0, 0, (8, 9))
 
@@ -34,8 +34,7 @@ def test_each_subtree_is_sent_once_and_hangs_from_what_was_sent() -> None:
     assert list(guesses.take_unsent(20)) == []
     guesses.extend(Guess(3, 0, 0, (7, 8, 1, 2, 3), parents=(-1, -1, 0, 1, 2)), ())
     assert list(guesses.take_unsent(30)) == [Guess(4, 3, 1, (1, 3), draft_us=30), Guess(4, 5, 2, (2,))]
-    guesses.commit(8)
-    guesses.commit(2)
+    assert guesses.commit((8, 2)) == [(2, 1), (1, 0)]
     guesses.extend(Guess(5, 0, 0, (6,)), ())
     assert list(guesses.take_unsent(0)) == [Guess(5, 6, 0, (6,))]
 
