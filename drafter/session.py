@@ -88,7 +88,6 @@ class DraftSession:
         self._eager = False
         self._exhausted = False  # the drafter has nothing to add before the next commit
         self._passed_at = -1  # committed position at which the last empty guess was sent
-        self._next_id = 1
         self._draft_us = 0
         self._step_us = DecayedMean(_SMOOTHING, 0.0)  # per token of a chain, or per level of a tree
         self.steer(opening.steering)
