@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.protocol.errors import Overloaded
+from outrider.protocol.errors import Overloaded, Unavailable
 from outrider.security.tenants import Tenant, TenantLimits
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -76,6 +76,11 @@ class Quotas:
         _within("requests_per_minute", usage.requests)
         _within("tokens_per_minute", usage.tokens)
         usage.requests.take(1)
+
+    def admit_takeover(self, live: int) -> None:
+        """Raise Unavailable beyond twice the limit: sessions of a failed coordinator are accepted above it."""
+        if live >= 2 * self._settings.max_sessions:
+            raise Unavailable(f"{live} sessions are running here", retry_after_ms=1000)
 
     def spend(self, tenant: Tenant, tokens: int) -> None:
         usage = self._usages.get(tenant.id) or self._usage(tenant)

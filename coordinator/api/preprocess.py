@@ -6,19 +6,25 @@ gRPC and HTTP read their own messages into a `ClientRequest`; from there on they
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+import structlog
 
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.workers.target import Target
+from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
 from outrider.protocol.checks import check_salt, check_tokens
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import coordinator_pb2 as pb
+
+log = structlog.get_logger(__name__)
 
 MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
@@ -42,6 +48,17 @@ class ClientRequest:
     def size(self) -> int:
         """Return the size of the input in characters or tokens."""
         return len(self.prompt or "") + len(self.tokens or ()) + sum(len(content) for _, content in self.chat or ())
+
+
+@contextlib.contextmanager
+def admission(metrics: CoordinatorMetrics) -> Iterator[None]:
+    """Count and log every refusal of a request before its session exists."""
+    try:
+        with metrics.count_refusals():
+            yield
+    except OutriderError as error:
+        log.info("request refused", code=error.code, error=error.message)
+        raise
 
 
 def from_proto(request: pb.GenerateRequest) -> ClientRequest:

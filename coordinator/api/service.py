@@ -12,9 +12,10 @@ import grpc
 import structlog
 
 from coordinator.admission.byte_budget import ByteBudget
+from coordinator.api.gauges import connect_gauges
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
-from coordinator.api.preprocess import from_proto, prepare
+from coordinator.api.preprocess import admission, from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
 from coordinator.sessions.output import Token, follow
@@ -53,6 +54,7 @@ class CoordinatorService(rpc.OutriderServicer):
         allowed = {CLIENTS: self.api_keys, REGISTRY: self.fleet.registration}
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
+        connect_gauges(self.sessions)
         self._registry = RegistryService(self.sessions.registrations, settings, self.fleet)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
@@ -83,7 +85,7 @@ class CoordinatorService(rpc.OutriderServicer):
         self.sessions.drain()
 
     def busy(self) -> bool:
-        return len(self.sessions) > 0
+        return bool(self.sessions.live)
 
     def ready(self) -> bool:
         return self.sessions.ready
@@ -101,7 +103,7 @@ class CoordinatorService(rpc.OutriderServicer):
     ) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
         with _logged("Generate", session_id="") as call:
-            with self.sessions.admission():
+            with admission(self.sessions.metrics):
                 target = self.sessions.target
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
@@ -115,7 +117,7 @@ class CoordinatorService(rpc.OutriderServicer):
     ) -> AsyncIterator[pb.GenerateReply]:
         await _set_request_id(context)
         with _logged("Resume", session_id=request.session_id):
-            with self.sessions.admission():
+            with admission(self.sessions.metrics):
                 session = await self.sessions.take_over(request.session_id, request.from_position, tuple(request.tail))
             async with contextlib.aclosing(self._stream(session, request.from_position)) as replies:
                 async for reply in replies:
@@ -137,9 +139,9 @@ class CoordinatorService(rpc.OutriderServicer):
         return pb.ServerInfo(
             version=version("outrider"),
             coordinator_id=self.sessions.coordinator_id,
-            sessions=len(self.sessions),
-            durable=await self.sessions.durable(),
-            workers=[convert.worker_to_proto(worker) for worker in self.sessions.workers],
+            sessions=len(self.sessions.live),
+            durable=await self.sessions.store.connection.answers(),
+            workers=[convert.worker_to_proto(worker) for worker in self.sessions.worker_pool.infos()],
         )
 
     async def _stream(self, session: Session, start: int) -> AsyncGenerator[pb.GenerateReply, None]:

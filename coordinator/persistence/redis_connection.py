@@ -57,6 +57,14 @@ class RedisConnection:
         await until(lambda: not self._calls, _CLOSE_S)
         await self.client.aclose()
 
+    async def answers(self) -> bool:
+        """Ask Redis now, and return whether it is up."""
+        try:
+            await self.ping()
+        except StoreDown as error:
+            log.debug("sessions not durable", error=error.message)
+        return self.up
+
     async def ping(self) -> None:
         async with self.calling():
             await cast(Any, self.client.ping())

@@ -19,12 +19,12 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
-from coordinator.sessions.drafter_chooser import DrafterChooser
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states import HiddenStateWindow
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
+from coordinator.workers.choosers import DrafterChooser
 from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool

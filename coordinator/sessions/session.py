@@ -25,22 +25,18 @@ from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
+from coordinator.workers.choosers import NoVerifier, VerifierChooser
 from coordinator.workers.target import Target
-from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
-from outrider.observability.request_context import current
-from outrider.observability.tracing import Span, Tracing
+from outrider.observability.tracing import Tracing
 from outrider.protocol.errors import (
     Expired,
-    Fenced,
     OutriderError,
     Overloaded,
     PeerLost,
-    ProtocolViolation,
     Unavailable,
 )
-from outrider.protocol.fleet import Role
 from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
 
@@ -79,7 +75,7 @@ class Session:
         self._tenant = tenant()
         self._entry = Entry(record, self._fenced, durable)
         self._task: asyncio.Task[None] | None = None
-        self._excluded: set[str] = set()  # verifiers that this session does not use again
+        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s)
         self.drafting = Drafting(record, target, context.drafting, self.stats)
         missing = len(record.tokens) - len(record.logprobs)
         self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])
@@ -93,7 +89,7 @@ class Session:
     def start(self) -> None:
         """Start generating; logs and trace of the calling task name the session from now on."""
         bind_contextvars(session_id=self.record.session_id)
-        self.stats.start(self.record, self._span())
+        self.stats.start(self.record, self._context.tracing, self.target.info.name)
         self._task = asyncio.create_task(self.run())
         self._task.add_done_callback(lambda _: self.stats.finish(self.record, self.error))
 
@@ -128,18 +124,20 @@ class Session:
     async def run(self) -> None:
         """Generate until the output ends, on one verifier after another."""
         fruitless = 0
+        request = self.record.request
+        num_tokens = len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
         try:
             self._context.write_behind.mark_changed(self._entry)
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    async with self._context.seats.taken(self.record.tenant, self._tokens_needed, resumed=before > 0):
+                    async with self._context.seats.taken(self.record.tenant, num_tokens, resumed=before > 0):
                         await self._run_on_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)
                     self.stats.record_verifier_loss(error)
-                    if fruitless > MAX_FRUITLESS or isinstance(error, _NoVerifier):
+                    if fruitless > MAX_FRUITLESS or isinstance(error, NoVerifier):
                         raise
         except OutriderError as error:
             self.error = error
@@ -150,7 +148,7 @@ class Session:
             self._end()
 
     async def _run_on_one_verifier(self) -> None:
-        connection = await self._find_verifier()
+        connection = await self._verifiers.wait_for(prefer=self.record.verifier)
         try:
             hidden_states = self.drafting.wants_hidden_states
             span = self.stats.span.child("verify", connection.attributes)
@@ -166,37 +164,19 @@ class Session:
                             self.drafting.drop_refused(reply)
                             continue
                         self._commit(reply)
-                        moving = connection.info.draining and self._other_verifier() is not None
+                        moving = connection.info.draining and self._verifiers.available() is not None
                         if self.record.finished or moving:
                             return
                 if not self.record.finished:
                     raise PeerLost(f"{connection.info.address} ended the stream before the output was complete")
         except Overloaded:
             connection.record_full()
-            if self._other_verifier() is None and not self.record.tokens:
+            if self._verifiers.available() is None and not self.record.tokens:
                 raise
         except OutriderError as error:
-            if (session_error := self._handle_failure(connection, error)) is error:
+            if (session_error := self._verifiers.record_failure(connection, error)) is error:
                 raise
             raise session_error from error
-
-    def _handle_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
-        """Record a verifier's failure and return the error that it means for the session."""
-        if isinstance(error, ProtocolViolation):
-            self._excluded.add(connection.info.worker_id)
-            self._context.worker_pool.shunned.report(connection.info, error.message)
-        elif isinstance(error, PeerLost | Unavailable | Expired):
-            connection.record_failure()
-        elif not isinstance(error, Fenced):
-            self._excluded.add(connection.info.worker_id)
-            if self._other_verifier() is not None:  # another verifier may accept the session
-                return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
-        return error
-
-    @property
-    def _tokens_needed(self) -> int:
-        request = self.record.request
-        return len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
 
     def _commit(self, verdict: Verdict) -> None:
         """Append a verdict's tokens to the output and the record, and send them to the drafters."""
@@ -211,47 +191,8 @@ class Session:
         self.drafting.commit(verdict)
         self.output.notify()  # after the commit, which is on the path of the next round
 
-    # Choosing and opening.
-
-    async def _find_verifier(self) -> WorkerConnection:
-        """Return a verifier, preferably the last one: its prefix cache may still match the prompt."""
-        connection = await self._context.worker_pool.wait_for(
-            self._context.worker_wait_s, lambda: self._other_verifier(prefer=self.record.verifier)
-        )
-        if connection is None:
-            excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
-            raise _NoVerifier(
-                f"no verifier has been available for {self._context.worker_wait_s:g} s{excluded}", retry_after_ms=5000
-            )
-        return connection
-
-    def _other_verifier(self, prefer: str = "") -> WorkerConnection | None:
-        """Return an available verifier that this session has not excluded."""
-        return self._context.worker_pool.choose(
-            Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
-        )
-
-    def _span(self) -> Span:
-        context, request = current(), self.record.request
-        return self._context.tracing.start(
-            "generate",
-            context.carrier,
-            {
-                "outrider.session_id": self.record.session_id,
-                "outrider.request_id": context.request_id,
-                "outrider.verification": request.params.mode.name.lower(),
-                "gen_ai.request.model": self.target.info.name,
-                "gen_ai.request.max_tokens": request.params.max_tokens,
-                "gen_ai.usage.input_tokens": len(request.prompt),
-            },
-        )
-
     def _end(self) -> None:
         self.output.end(finished=self.record.finished)
 
     def _fenced(self) -> None:
         self.stop(fenced(self.record.session_id))
-
-
-class _NoVerifier(Unavailable):
-    """Error for a session that found no verifier in time; a further attempt would not help."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,17 +16,16 @@ import structlog
 from coordinator.admission.quotas import Quotas
 from coordinator.admission.seats import Seats, capacity_of
 from coordinator.control.throughput_model import Mode
+from coordinator.persistence.ended_sessions import EndedSessions
+from coordinator.persistence.idempotency import IdempotencyKeys, check_key
 from coordinator.persistence.pair_history import PairHistoryStore
-from coordinator.persistence.redis_connection import StoreDown
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.drafting import DraftingContext
-from coordinator.sessions.gauges import connect_gauges
-from coordinator.sessions.idempotency import IdempotencyKeys, check_key
+from coordinator.sessions.resumption import append_tail, check_position, finish_ended
 from coordinator.sessions.seeds import draw_nonce
 from coordinator.sessions.session import Session, SessionContext
-from coordinator.sessions.stop_conditions import finish_ended
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
@@ -35,16 +33,12 @@ from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import make_tracing
-from outrider.protocol.checks import check_tokens
-from outrider.protocol.errors import Conflict, InvalidRequest, NotFound, OutriderError, Unavailable
-from outrider.protocol.fleet import WorkerInfo
-from outrider.protocol.speculation import TokenKind as Kind
+from outrider.protocol.errors import Conflict, NotFound, Unavailable
 from outrider.security.tenants import tenant
 from outrider.settings.coordinator import CoordinatorSettings
 
 log = structlog.get_logger(__name__)
 
-_REMEMBERED_SESSIONS = 1_024
 _FLUSH_S = 3.0
 _FIND_ATTEMPTS = 10
 _FIND_WAIT_S = 0.1
@@ -64,11 +58,11 @@ class SessionManager:
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
         self.metrics = CoordinatorMetrics(Mode)
-        self._store = Store(
+        self.store = Store(
             redis_url, self.coordinator_id, settings.session_ttl_s, fleet.verifiers, self.metrics.record_skipped
         )
-        self._write_behind = WriteBehind(self._store)
-        self._pairs = PairHistoryStore(self._store)
+        self.write_behind = WriteBehind(self.store)
+        self._pairs = PairHistoryStore(self.store)
         self.worker_pool = WorkerPool(
             fleet,
             settings.verdict_timeout_s,
@@ -76,13 +70,13 @@ class SessionManager:
             on_target=lambda target: self.metrics.of(target.name),
             mixed=settings.mixed_verifiers,
         )
-        self.registrations = Registrations(self.worker_pool, self._store, settings.heartbeat_ms)
+        self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)
         drafting = DraftingContext(self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session)
         self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
         self._context = SessionContext(
             self.worker_pool,
-            self._write_behind,
+            self.write_behind,
             drafting,
             self.metrics,
             self._tracing,
@@ -91,17 +85,16 @@ class SessionManager:
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}
-        self._recent: OrderedDict[str, SessionRecord] = OrderedDict()  # retired ones, for a time without Redis
-        self._keys = IdempotencyKeys(self._store)
+        self.ended = EndedSessions(self.store)
+        self._keys = IdempotencyKeys(self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
-        connect_gauges(self.metrics, self._sessions, self.worker_pool, self._store, self._write_behind)
 
     # Lifecycle.
 
     def start(self) -> None:
         self._tasks = [
-            critical_task(self._write_behind.run(), "write-behind"),
+            critical_task(self.write_behind.run(), "write-behind"),
             critical_task(self._pairs.run(), "pair history"),
             critical_task(self.registrations.run(), "registrations"),
             critical_task(self.worker_pool.watch(), "liveness"),
@@ -116,17 +109,14 @@ class SessionManager:
         for session in sessions:
             session.stop(Unavailable("this coordinator is shutting down; resume on another", retry_after_ms=500))
         await asyncio.gather(*(session.closed() for session in sessions))
-        if not await self._write_behind.flush(_FLUSH_S):
+        if not await self.write_behind.flush(_FLUSH_S):
             log.warning("last writes to redis failed")
         await cancel_all(self._tasks)
         await self.worker_pool.workers.close()
-        await self._store.connection.close()
+        await self.store.connection.close()
         await self._tracing.close()
 
     # State.
-
-    def __len__(self) -> int:
-        return len(self._sessions)
 
     @property
     def live(self) -> list[Session]:
@@ -144,43 +134,22 @@ class SessionManager:
             raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
         return target
 
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        return [
-            replace(connection.info, round_trip_ms=connection.round_trip_ms)
-            for connection in self.worker_pool.connections()
-        ]
-
-    async def durable(self) -> bool:
-        """Return whether sessions survive this coordinator."""
-        try:
-            await self._store.connection.ping()
-        except StoreDown as error:
-            log.debug("sessions not durable", error=error.message)
-        return self._store.up
-
     # Requests.
-
-    @contextlib.contextmanager
-    def admission(self) -> Iterator[None]:
-        """Count and log every refusal of a request before its session exists."""
-        try:
-            with self.metrics.count_refusals():
-                yield
-        except OutriderError as error:
-            log.info("request refused", code=error.code, error=error.message)
-            raise
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
         if self._draining:
             raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
         check_key(key)
-        self._admit()
+        # A session counts until its output has ended, read or not.
+        running = [session.record.tenant for session in self._sessions.values() if not session.ended]
+        self._quotas.admit(tenant(), running.count(tenant().id), len(running))
         self._quotas.spend(tenant(), len(request.prompt))
+        # Prefix caches of this tenant are kept apart from those of other tenants.
+        salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
         record = SessionRecord(
             secrets.token_hex(12),
-            replace(self._salted(request), nonce=draw_nonce()),
+            replace(request, cache_salt=salt, nonce=draw_nonce()),
             model=target.identity,
             tenant=tenant().id,
         )
@@ -198,17 +167,6 @@ class SessionManager:
         del self._sessions[record.session_id]
         return await self._find_by_key(replace(record, session_id=known_id), target)
 
-    def _admit(self) -> None:
-        """Raise Overloaded beyond the limits. A session counts until its output has ended, read or not."""
-        running = [session.record.tenant for session in self._sessions.values() if not session.ended]
-        self._quotas.admit(tenant(), running.count(tenant().id), len(running))
-
-    def _salted(self, request: SessionRequest) -> SessionRequest:
-        """Return the request with a salt that separates this tenant's prefix caches from those of other tenants."""
-        if self._settings.share_prefixes:
-            return request
-        return replace(request, cache_salt=tenant().salt(request.cache_salt))
-
     async def _find_by_key(self, record: SessionRecord, target: Target) -> Session:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
         for _ in range(_FIND_ATTEMPTS):
@@ -222,58 +180,30 @@ class SessionManager:
         """Return the session to follow: the running one, or one continued from its record."""
         live = self._live(session_id)
         if live is not None:
-            _check_position(position, len(live.record.tokens), live.record)
+            check_position(position, live.record)
             return live
         target = self.target
-        record, stored_as_finished = await self._load(session_id)
+        record, stored_as_finished = await self.ended.load(session_id)
         if record.model != target.identity:
             raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
-        self._store.check(record, target.info)
+        self.store.check(record, target.info)
         if not record.finished:
             if self._draining:
                 raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
-            _check_position(position, len(record.tokens), record)
-            _append_tail(record, position, tail, target)
+            check_position(position, record)
+            append_tail(record, position, tail, target)
             await finish_ended(record, target)
-            self._check_room()
-        _check_position(position, len(record.tokens), record)
+            self._quotas.admit_takeover(sum(not session.ended for session in self._sessions.values()))
+        check_position(position, record)
         if (again := self._live(session_id)) is not None:
             return again  # another request continued it while the record was read
         session = Session(record, target, self._context)
         return session if stored_as_finished else self._run(session)
 
-    def _check_room(self) -> None:
-        """Raise Unavailable beyond twice the limit: sessions of a failed coordinator are accepted above it."""
-        running = sum(not session.ended for session in self._sessions.values())
-        if running >= 2 * self._settings.max_sessions:
-            raise Unavailable(f"{running} sessions are running here", retry_after_ms=1000)
-
     def _live(self, session_id: str) -> Session | None:
         """Return the session if it runs here and belongs to this tenant."""
         session = self._sessions.get(session_id)
-        return session if session is not None and not session.ended and _ours(session.record) else None
-
-    def _remembered(self, session_id: str) -> SessionRecord | None:
-        record = self._recent.get(session_id)
-        return record if record is not None and _ours(record) else None
-
-    async def _load(self, session_id: str) -> tuple[SessionRecord, bool]:
-        """Return the record, and whether it is stored as finished."""
-        recent = self._remembered(session_id)
-        try:
-            record = await self._store.claim(session_id, tenant().id)
-        except StoreDown:
-            if recent is None:
-                raise
-            record = recent
-        if record is None:
-            if recent is None:
-                raise _unknown(session_id)
-            record = recent
-        stored_as_finished = record.finished
-        if recent is not None and (len(recent.tokens), recent.finished) > (len(record.tokens), record.finished):
-            record = replace(recent, epoch=max(recent.epoch, record.epoch))
-        return record, stored_as_finished
+        return session if session is not None and not session.ended and session.record.tenant == tenant().id else None
 
     def _run(self, session: Session) -> Session:
         self._sessions[session.record.session_id] = session
@@ -299,67 +229,10 @@ class SessionManager:
         if session is not None:
             session.cancel()
             return True
-        ended = self._remembered(session_id)
-        if ended is not None and ended.finished:
-            return False
-        cancelled = await self._store.cancel(session_id, tenant().id)
-        if cancelled is None:
-            raise _unknown(session_id)
-        return cancelled
+        return await self.ended.cancel(session_id)
 
     def _retire(self, session: Session) -> None:
         session_id = session.record.session_id
         if self._sessions.get(session_id) is session:
             del self._sessions[session_id]
-        self._recent[session_id] = session.record
-        self._recent.move_to_end(session_id)
-        while len(self._recent) > _REMEMBERED_SESSIONS:
-            self._recent.popitem(last=False)
-
-
-def _unknown(session_id: str) -> NotFound:
-    return NotFound(
-        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
-    )
-
-
-def _ours(record: SessionRecord) -> bool:
-    return record.tenant == tenant().id
-
-
-def _append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
-    """Append tokens that the client has and the record lacks, in rejection and block mode.
-
-    There they cannot be generated again. In the other modes they are generated
-    again and the client's tokens are ignored.
-    """
-    mode = record.request.params.mode
-    if not mode.needs_draft_probs:
-        return
-    if len(tail) > position:
-        raise InvalidRequest.of("tail", f"{len(tail)} tokens", f"at most {position}, those before from_position")
-    check_tokens("tail", tail, target.info.vocab_size)
-    known = len(record.tokens)
-    start = position - len(tail)
-    both = slice(start, min(known, position))
-    if list(tail[: max(0, known - start)]) != record.tokens[both]:
-        raise Conflict(
-            f"tail differs from the output of session {record.session_id}", field="tail", limit="what was streamed"
-        )
-    if start > known:
-        raise Conflict(
-            f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn again in "
-            f"{mode.name.lower()} mode; send them as tail",
-            field="tail",
-            value=len(tail),
-            limit=f"at least {position - known} tokens",
-        )
-    lost = tail[known - start :]
-    unknown = len(lost) if record.request.params.logprobs is not None else 0
-    record.append(lost, [Kind.PLAIN] * len(lost), [None] * unknown)
-
-
-def _check_position(position: int, known: int, record: SessionRecord) -> None:
-    limit = known if record.finished else record.request.params.max_tokens
-    if position > limit:
-        raise InvalidRequest.of("from_position", position, f"at most {limit}")
+        self.ended.keep(session.record)

@@ -13,7 +13,7 @@ from coordinator.control.throughput_model import SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
 from outrider.observability.metrics import ABANDONED, DrafterKind, TargetMetrics
 from outrider.observability.request_context import current
-from outrider.observability.tracing import NO_SPAN, Span
+from outrider.observability.tracing import NO_SPAN, Span, Tracing
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.speculation import TokenKind, Verdict
@@ -70,9 +70,21 @@ class RequestStats:
         """Return whether the request has no token yet."""
         return self._first_token is None
 
-    def start(self, record: SessionRecord, span: Span) -> None:
-        self.span = span
-        self._metrics.prompt_tokens.inc(len(record.request.prompt))
+    def start(self, record: SessionRecord, tracing: Tracing, model: str) -> None:
+        context, request = current(), record.request
+        self.span = tracing.start(
+            "generate",
+            context.carrier,
+            {
+                "outrider.session_id": record.session_id,
+                "outrider.request_id": context.request_id,
+                "outrider.verification": request.params.mode.name.lower(),
+                "gen_ai.request.model": model,
+                "gen_ai.request.max_tokens": request.params.max_tokens,
+                "gen_ai.usage.input_tokens": len(request.prompt),
+            },
+        )
+        self._metrics.prompt_tokens.inc(len(request.prompt))
 
     def record_drafter(self, source: int, kind: str) -> None:
         self._drafters[source] = self._kinds.setdefault(kind, _KindTally(self._metrics.drafter(kind)))

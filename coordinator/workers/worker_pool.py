@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -57,6 +58,10 @@ class WorkerPool:
 
     def connections(self) -> list[WorkerConnection]:
         return list(self.workers)
+
+    def infos(self) -> list[WorkerInfo]:
+        """Return the workers with their measured round trips."""
+        return [replace(connection.info, round_trip_ms=connection.round_trip_ms) for connection in self.connections()]
 
     def usable(self, connection: WorkerConnection) -> bool:
         return connection.usable() and not self.shunned.is_shunned(connection.info)

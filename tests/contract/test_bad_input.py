@@ -386,7 +386,7 @@ async def test_vocabularies_that_are_no_text_are_refused(house: House) -> None:
 
 def server_info_worker(house: House) -> pb.Worker:
     """A drafter like one of the house."""
-    (worker,) = [one for one in house.service.sessions.workers if one.kind == "ngram"]
+    (worker,) = [one for one in house.service.sessions.worker_pool.infos() if one.kind == "ngram"]
     made = convert.worker_to_proto(worker)
     made.worker_id = "stranger"
     return made

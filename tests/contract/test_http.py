@@ -449,10 +449,10 @@ async def test_a_client_that_leaves_frees_its_session(web: httpx.AsyncClient, ho
     sessions = house.service.sessions
     body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 2}
     asking = asyncio.create_task(web.post("/v1/completions", json=body))
-    assert await soon(lambda: len(sessions) == 2, 10)
+    assert await soon(lambda: len(sessions.live) == 2, 10)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert await soon(lambda: len(sessions) == 0, 2)
+    assert await soon(lambda: len(sessions.live) == 0, 2)
 
 
 async def test_a_session_that_is_cancelled_elsewhere_ends_its_stream(web: httpx.AsyncClient, house: House) -> None:

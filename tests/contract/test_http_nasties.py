@@ -33,7 +33,7 @@ async def web(house: House) -> AsyncIterator[httpx.AsyncClient]:
 async def nothing_is_left(web: httpx.AsyncClient, house: House) -> AsyncIterator[None]:
     yield
     assert (await web.get("/health")).status_code == 200
-    assert await soon(lambda: len(house.service.sessions) == 0, 5)
+    assert await soon(lambda: len(house.service.sessions.live) == 0, 5)
 
 
 async def post(web: httpx.AsyncClient, content: bytes | str, path: str = PATH) -> httpx.Response:
@@ -142,7 +142,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody(web: httpx.AsyncClien
         body = json.dumps(BODY | {"max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
         await one.say(request(f"Content-Length: {len(body)}", body=body))
         assert (await post(web, JSON)).status_code == 200
-    assert await soon(lambda: len(house.service.sessions) == 0, 3)
+    assert await soon(lambda: len(house.service.sessions.live) == 0, 3)
 
 
 # --- lies about length -----------------------------------------------------------------------------------------------

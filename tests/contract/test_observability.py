@@ -204,7 +204,7 @@ async def test_a_session_is_shown_while_it_runs_and_counted_when_its_client_goes
 
 async def test_workers_count_what_they_refuse(watched: Watched) -> None:
     """A stranger at the verifier's door."""
-    worker = next(w for w in watched.service.sessions.workers if w.kind == "target")
+    worker = next(w for w in watched.service.sessions.worker_pool.infos() if w.kind == "target")
     async with grpc.aio.insecure_channel(worker.address) as channel:
         call = rpc.VerifierStub(channel).Verify(timeout=10)
         await call.write(verify.VerifyRequest(open=verify.OpenVerify(session_id="stranger")))

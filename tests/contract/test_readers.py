@@ -89,7 +89,7 @@ async def test_an_http_client_that_never_reads_keeps_no_seat(small: Home) -> Non
         assert await soon(lambda: going(small) == 0, 30), "a seat ends with its generation"
         async with client(small.coordinator) as stub:
             assert len((await generate(stub, ask("Others are served.", max_tokens=4, ignore_eos=True))).token_ids) == 4
-        assert await soon(lambda: len(small.service.sessions) == 0, WRITE_S + 5), "and it is not waited for"
+        assert await soon(lambda: len(small.service.sessions.live) == 0, WRITE_S + 5), "and it is not waited for"
         with pytest.raises(ConnectionError):
             await read(connection)
 
@@ -104,7 +104,7 @@ async def test_a_grpc_client_that_never_reads_keeps_no_seat(small: Home) -> None
         assert await soon(lambda: going(small) == 0, 30)
         async with client(small.coordinator) as other:
             assert len((await generate(other, ask("Others are served.", max_tokens=4, ignore_eos=True))).token_ids) == 4
-        assert await soon(lambda: len(small.service.sessions) == 0, WRITE_S + 5)
+        assert await soon(lambda: len(small.service.sessions.live) == 0, WRITE_S + 5)
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await to_the_end(call)

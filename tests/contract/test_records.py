@@ -38,7 +38,7 @@ async def lose_the_end(house: House, session_id: str, tokens: int) -> None:
         name = f"outrider:tokens:{{{session_id}}}"
         held = await store.get(name) or b""
         await store.set(name, held[: 4 * tokens])
-    house.service.sessions._recent.clear()
+    house.service.sessions.ended.recent.clear()
 
 
 def request_that_ends(by: str, whole: Output, eos: int) -> pb.GenerateRequest:
@@ -129,7 +129,7 @@ async def test_log_probabilities_come_again_with_the_tokens(house: House) -> Non
         output = await generate(stub, request)
         assert len(output.logprobs) == 20
         assert (await generate(stub, request)).logprobs == output.logprobs, "by idempotency key"
-        house.service.sessions._recent.clear()
+        house.service.sessions.ended.recent.clear()
         again = await follow(stub.Resume(pb.ResumeRequest(session_id=output.session_id), timeout=10), Output())
         assert again.logprobs == output.logprobs, "from Redis"
         await lose_the_end(house, output.session_id, 7)
@@ -146,11 +146,11 @@ async def test_a_session_under_rejection_has_noise_of_its_own_and_keeps_it(house
     async with client(house.coordinator) as stub:
         one, other = [await generate(stub, request) for _ in range(2)]
         assert one.token_ids != other.token_ids, "begun twice, drawn twice"
-        nonce = house.service.sessions._recent[one.session_id].request.nonce
+        nonce = house.service.sessions.ended.recent[one.session_id].request.nonce
         await lose_the_end(house, one.session_id, 10)
         resume = pb.ResumeRequest(session_id=one.session_id, from_position=10, tail=one.token_ids[:10])
         await follow(stub.Resume(resume, timeout=10), Output(token_ids=one.token_ids[:10]))
-    assert house.service.sessions._recent[one.session_id].request.nonce == nonce
+    assert house.service.sessions.ended.recent[one.session_id].request.nonce == nonce
 
 
 async def test_another_seed_makes_another_request(house: House) -> None:

@@ -167,7 +167,7 @@ async def test_an_unreadable_session_is_an_error_of_its_own(house: House) -> Non
                 assert status is grpc.StatusCode.FAILED_PRECONDITION, (name, error)
                 assert "Redis has a record that cannot be used" in error.message
             assert (await generate(stub, ask("Hello", max_tokens=8))).finished
-            assert house.service.sessions._store.up
+            assert house.service.sessions.store.up
 
 
 async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house: House) -> None:
@@ -181,7 +181,7 @@ async def test_a_session_of_ours_is_written_over_what_a_stranger_put_there(house
             there.rpush(keys[1], "x")
             while (await call.read()) is not grpc.aio.EOF:
                 pass
-            assert await house.service.sessions._write_behind.flush(5)
+            assert await house.service.sessions.write_behind.flush(5)
             assert there.hget(keys[0], "finish") is not None
             assert there.strlen(keys[1]) == 4 * 400
 
@@ -192,7 +192,7 @@ async def test_pair_histories_and_idempotency_keys_of_a_stranger(house: House) -
             for key in there.scan_iter(match="outrider:pair:*"):
                 there.delete(key)
                 there.rpush(key, link.info.worker_id)
-        store = house.service.sessions._store
+        store = house.service.sessions.store
         there.rpush("outrider:pair:t:d", "x")
         assert await store.pair("t", "d") is None
         there.set("outrider:pair:t:e", json.dumps({"acceptance": [float("nan")]}))

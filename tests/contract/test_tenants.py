@@ -77,7 +77,7 @@ async def test_another_s_session_is_not_there(hotel: Hotel, method: str, state: 
             while await call.read() is not grpc.aio.EOF:
                 continue
         if state == "in Redis":
-            hotel.service.sessions._recent.clear()
+            hotel.service.sessions.ended.recent.clear()
         code, error, typed = await failure(getattr(bob, method)(kind(session_id=session_id), timeout=10))
         nobody = await failure(getattr(bob, method)(kind(session_id="0" * 24), timeout=10))
         assert code is nobody[0] is grpc.StatusCode.NOT_FOUND

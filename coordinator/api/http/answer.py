@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat
-from coordinator.api.preprocess import ClientRequest, prepare
+from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
@@ -44,7 +44,7 @@ async def start_answer(
     with contextlib.ExitStack() as stack:
         running: list[Session] = []
         for number, request in enumerate(requests):
-            with sessions.admission():
+            with admission(sessions.metrics):
                 session = await sessions.begin(request, target, f"{key}/{number}" if key and number else key)
             stack.enter_context(sessions.followed(session))
             running.append(session)

@@ -29,7 +29,8 @@ from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import BodyT, ChatReplies, CompletionReplies, Replies
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
-from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
+from coordinator.api.preprocess import admission
+from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.security.api_keys import ApiKeys
@@ -92,7 +93,7 @@ class Api:
         return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
 
     async def _generate(self, request: Request, body: BodyT, kind: type[Replies[BodyT]]) -> Response:
-        with self._sessions.admission():
+        with admission(self._sessions.metrics):
             target = self._sessions.target
             requests = await requests_of(body, target, self._settings)
         replies = kind(body, target, served_name(target, self._settings))
@@ -126,12 +127,14 @@ class Api:
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
-        workers: list[Any] = [asdict(worker) | {"role": worker.role.name.lower()} for worker in self._sessions.workers]
+        workers: list[Any] = [
+            asdict(worker) | {"role": worker.role.name.lower()} for worker in self._sessions.worker_pool.infos()
+        ]
         fleet: Fleet = {
             "version": version("outrider"),
             "coordinator_id": self._sessions.coordinator_id,
-            "sessions": len(self._sessions),
-            "durable": await self._sessions.durable(),
+            "sessions": len(self._sessions.live),
+            "durable": await self._sessions.store.connection.answers(),
             "workers": workers,
         }
         return JSONResponse(fleet)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from coordinator.api.http import responses
 from coordinator.api.http.bodies import ChatBody, CompletionBody
-from coordinator.sessions.idempotency import MAX_KEY_CHARACTERS
+from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 
 Json = dict[str, Any]
 REFS = "#/components/schemas/{model}"

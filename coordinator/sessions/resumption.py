@@ -1,4 +1,4 @@
-"""End of an output, computed from its tokens alone.
+"""Resumption of a session from its record: what its client has is appended, and its end is found.
 
 A running session ends by its verifier's verdict or a stop string. Records are
 checked here: their coordinator may have failed before it stored the end, or
@@ -12,8 +12,10 @@ import asyncio
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.workers.target import Target
+from outrider.protocol.checks import check_tokens
+from outrider.protocol.errors import Conflict, InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import FinishReason
+from outrider.protocol.speculation import FinishReason, TokenKind
 
 
 async def finish_ended(record: SessionRecord, target: Target) -> None:
@@ -51,3 +53,41 @@ def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
 def _complete(record: SessionRecord, target: Target) -> int | None:
     """Return the number of tokens after which the grammar is complete."""
     return target.grammars.compile(record.request.params).advance(record.tokens)
+
+
+def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:
+    """Append tokens that the client has and the record lacks, in rejection and block mode.
+
+    There they cannot be generated again. In the other modes they are generated
+    again and the client's tokens are ignored.
+    """
+    mode = record.request.params.mode
+    if not mode.needs_draft_probs:
+        return
+    if len(tail) > position:
+        raise InvalidRequest.of("tail", f"{len(tail)} tokens", f"at most {position}, those before from_position")
+    check_tokens("tail", tail, target.info.vocab_size)
+    known = len(record.tokens)
+    start = position - len(tail)
+    both = slice(start, min(known, position))
+    if list(tail[: max(0, known - start)]) != record.tokens[both]:
+        raise Conflict(
+            f"tail differs from the output of session {record.session_id}", field="tail", limit="what was streamed"
+        )
+    if start > known:
+        raise Conflict(
+            f"{position - known} tokens before from_position were lost with a coordinator and cannot be drawn again in "
+            f"{mode.name.lower()} mode; send them as tail",
+            field="tail",
+            value=len(tail),
+            limit=f"at least {position - known} tokens",
+        )
+    lost = tail[known - start :]
+    unknown = len(lost) if record.request.params.logprobs is not None else 0
+    record.append(lost, [TokenKind.PLAIN] * len(lost), [None] * unknown)
+
+
+def check_position(position: int, record: SessionRecord) -> None:
+    limit = len(record.tokens) if record.finished else record.request.params.max_tokens
+    if position > limit:
+        raise InvalidRequest.of("from_position", position, f"at most {limit}")

@@ -1,4 +1,4 @@
-"""Drafter chooser: which workers may be attached to a session."""
+"""Choosers: which workers may serve one session."""
 
 from __future__ import annotations
 
@@ -7,11 +7,60 @@ from collections.abc import Iterator
 
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
-from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation
+from outrider.protocol.errors import (
+    Expired,
+    Fenced,
+    InvalidRequest,
+    OutriderError,
+    PeerLost,
+    ProtocolViolation,
+    Unavailable,
+)
 from outrider.protocol.fleet import Role
 
 DRAFTER_WAIT_S = 3600.0
 POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
+
+
+class NoVerifier(Unavailable):
+    """Error for a session that found no verifier in time; a further attempt would not help."""
+
+
+class VerifierChooser:
+    """Choice of verifiers for one session: none that rejected it or sent invalid replies."""
+
+    def __init__(self, worker_pool: WorkerPool, wait_s: float) -> None:
+        """Set how long to wait for a verifier."""
+        self._worker_pool = worker_pool
+        self._wait_s = wait_s
+        self._excluded: set[str] = set()
+
+    async def wait_for(self, prefer: str) -> WorkerConnection:
+        """Return a verifier, if possible the one with the id `prefer`: its prefix cache may still match the prompt."""
+        connection = await self._worker_pool.wait_for(self._wait_s, lambda: self.available(prefer))
+        if connection is None:
+            excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
+            raise NoVerifier(f"no verifier has been available for {self._wait_s:g} s{excluded}", retry_after_ms=5000)
+        return connection
+
+    def available(self, prefer: str = "") -> WorkerConnection | None:
+        """Return an available verifier that is not excluded."""
+        return self._worker_pool.choose(
+            Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
+        )
+
+    def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
+        """Record a verifier's failure and return the error that it means for the session."""
+        if isinstance(error, ProtocolViolation):
+            self._excluded.add(connection.info.worker_id)
+            self._worker_pool.shunned.report(connection.info, error.message)
+        elif isinstance(error, PeerLost | Unavailable | Expired):
+            connection.record_failure()
+        elif not isinstance(error, Fenced):
+            self._excluded.add(connection.info.worker_id)
+            if self.available() is not None:  # another verifier may accept the session
+                return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
+        return error
 
 
 class DrafterChooser:

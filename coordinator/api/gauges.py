@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 
-from coordinator.persistence.store import Store
-from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.session import Session
+from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.collectors import GaugeValues
-from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol.fleet import Role
 
 _STATES = ("usable", "draining", "resting", "shunned")
 
 
-def connect_gauges(
-    metrics: CoordinatorMetrics,
-    sessions: Mapping[str, Session],
-    worker_pool: WorkerPool,
-    store: Store,
-    write_behind: WriteBehind,
-) -> None:
-    metrics.running.source = lambda: _sessions(sessions, worker_pool, waiting=False)
-    metrics.waiting.source = lambda: _sessions(sessions, worker_pool, waiting=True)
+def connect_gauges(sessions: SessionManager) -> None:
+    metrics, worker_pool = sessions.metrics, sessions.worker_pool
+    metrics.running.source = lambda: _sessions(sessions.live, worker_pool, waiting=False)
+    metrics.waiting.source = lambda: _sessions(sessions.live, worker_pool, waiting=True)
     metrics.workers.source = lambda: _workers(worker_pool)
     metrics.violations.source = lambda: [((_role(role),), worker_pool.shunned.violations[role]) for role in Role]
     metrics.round_trips.source = lambda: [
@@ -34,17 +27,15 @@ def connect_gauges(
     metrics.worker_sessions.source = lambda: [
         (_name(connection), connection.sessions) for connection in worker_pool.connections()
     ]
-    metrics.redis_up.source = lambda: [((), float(store.up))]
-    metrics.unwritten.source = lambda: [((), write_behind.unwritten)]
+    metrics.redis_up.source = lambda: [((), float(sessions.store.up))]
+    metrics.unwritten.source = lambda: [((), sessions.write_behind.unwritten)]
 
 
-def _sessions(sessions: Mapping[str, Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
+def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
     """Return the number of sessions by model, with 0 for the present target if there are none."""
     counts = Counter({worker_pool.target.info.name: 0} if worker_pool.target is not None else {})
     counts.update(
-        session.target.info.name
-        for session in sessions.values()
-        if not session.ended and session.stats.waiting is waiting
+        session.target.info.name for session in sessions if not session.ended and session.stats.waiting is waiting
     )
     return [((model,), count) for model, count in counts.items()]
 

@@ -1,0 +1,67 @@
+"""Ended sessions: records of sessions that do not run here, in Redis and, for a time without it, in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from coordinator.persistence.redis_connection import StoreDown
+from coordinator.persistence.session_record import SessionRecord
+from coordinator.persistence.store import Store
+from outrider.protocol.errors import NotFound
+from outrider.security.tenants import tenant
+
+_REMEMBERED = 1_024
+
+
+class EndedSessions:
+    """Records of the calling tenant's sessions: those that ended here recently, and those of all coordinators."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.recent: OrderedDict[str, SessionRecord] = OrderedDict()
+
+    def keep(self, record: SessionRecord) -> None:
+        """Remember a session that has ended here."""
+        self.recent[record.session_id] = record
+        self.recent.move_to_end(record.session_id)
+        while len(self.recent) > _REMEMBERED:
+            self.recent.popitem(last=False)
+
+    async def load(self, session_id: str) -> tuple[SessionRecord, bool]:
+        """Claim a session; return its record, and whether it is stored as finished."""
+        recent = self._remembered(session_id)
+        try:
+            record = await self._store.claim(session_id, tenant().id)
+        except StoreDown:
+            if recent is None:
+                raise
+            record = recent
+        if record is None:
+            if recent is None:
+                raise _unknown(session_id)
+            record = recent
+        stored_as_finished = record.finished
+        if recent is not None and (len(recent.tokens), recent.finished) > (len(record.tokens), record.finished):
+            record = replace(recent, epoch=max(recent.epoch, record.epoch))
+        return record, stored_as_finished
+
+    async def cancel(self, session_id: str) -> bool:
+        """Cancel a session; return False if it had ended already."""
+        recent = self._remembered(session_id)
+        if recent is not None and recent.finished:
+            return False
+        cancelled = await self._store.cancel(session_id, tenant().id)
+        if cancelled is None:
+            raise _unknown(session_id)
+        return cancelled
+
+    def _remembered(self, session_id: str) -> SessionRecord | None:
+        record = self.recent.get(session_id)
+        return record if record is not None and record.tenant == tenant().id else None
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(
+        f"there is no session {session_id!r}", field="session_id", value=session_id, limit="a session id from Started"
+    )
