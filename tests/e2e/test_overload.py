@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -33,6 +34,7 @@ KEYS = f"greedy: {GREEDY},modest: {MODEST}"
 SEATS = 64  # of a verifier, by default
 OVERLOAD = 4
 PACE = "1:20,8:22,64:100"
+CALM_S = 1.0  # after an overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +92,33 @@ async def modest(address: str, rounds: int, tokens: int, name: str) -> Speed:
     return Speed(statistics.median(speed for *_, speed in found), statistics.median(first for _, first, _ in found))
 
 
-async def compare(address: str, *, rounds: int, tokens: int, settle_s: float) -> tuple[Speed, Speed, float]:
-    """The modest key alone and beside the greedy one, whose tokens per second are the last."""
+async def compare(
+    address: str, *, turns: int = 1, rounds: int, tokens: int, settle_s: float
+) -> tuple[Speed, Speed, float]:
+    """Return the modest key's speed alone, its speed beside the greedy one, and that one's tokens per second.
+
+    In turns, so that other load of the machine affects both alike: the modest key's share is a median of ratios.
+    """
     await modest(address, 1, tokens, "warm")
-    alone = await modest(address, rounds, tokens, "alone")
-    async with overload(address, 200) as got:
-        await asyncio.sleep(settle_s)
-        before, started = got[0], time.monotonic()
-        beside = await modest(address, rounds, tokens, "beside")
-        greedy = (got[0] - before) / (time.monotonic() - started)
-    after = await modest(address, rounds, tokens, "after")
-    alone = Speed((alone.tokens_per_s + after.tokens_per_s) / 2, (alone.first_token_s + after.first_token_s) / 2)
-    print(f"alone {alone}, beside an overload {beside}, which got {greedy:.0f} tokens/s")
-    return alone, beside, greedy
+    alone, beside, greedy = [await modest(address, rounds, tokens, "alone 0")], [], []
+    for turn in range(1, turns + 1):
+        async with overload(address, 200) as got:
+            await asyncio.sleep(settle_s)
+            before, started = got[0], time.monotonic()
+            beside.append(await modest(address, rounds, tokens, f"beside {turn}"))
+            greedy.append((got[0] - before) / (time.monotonic() - started))
+        await asyncio.sleep(CALM_S)
+        alone.append(await modest(address, rounds, tokens, f"alone {turn}"))
+    calm = Speed(
+        statistics.median(each.tokens_per_s for each in alone), statistics.median(each.first_token_s for each in alone)
+    )
+    kept = statistics.median(
+        2 * each.tokens_per_s / (first.tokens_per_s + last.tokens_per_s)
+        for each, (first, last) in zip(beside, pairwise(alone), strict=True)
+    )
+    loaded = Speed(kept * calm.tokens_per_s, statistics.median(each.first_token_s for each in beside))
+    print(f"alone {alone}, beside an overload {beside}: {kept:.3f} kept; the overload got {greedy} tokens/s")
+    return calm, loaded, statistics.median(greedy)
 
 
 async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_path: Path) -> None:
@@ -124,7 +140,7 @@ async def test_others_keep_their_speed_beside_an_overload(models: Models, tmp_pa
 async def test_a_default_installation_keeps_others_at_nine_tenths() -> None:
     plan = LaunchPlan(drafters=(choose_drafter("auto", DEFAULT),), port=0, http_port=0, api_keys=KEYS)
     with stack(plan) as running:
-        alone, beside, greedy = await compare(running.endpoints[0], rounds=3, tokens=100, settle_s=10.0)
+        alone, beside, greedy = await compare(running.endpoints[0], turns=5, rounds=1, tokens=100, settle_s=6.0)
     assert beside.tokens_per_s > 0.9 * alone.tokens_per_s
     assert beside.first_token_s < alone.first_token_s + 1.0
     assert greedy > 1
