@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine import SessionTokens
-from outrider.protocol.speculation import NO_GUESS, Guess
+from outrider.protocol.speculation import Guess
 from verifier.fair_shares import FairShares
 from verifier.hidden_states import to_wire_format
 from verifier.limits import SchedulerLimits
@@ -145,7 +145,8 @@ class Batching:
                 break
             budget -= len(chunk)
             is_last = session.cache_length + len(chunk) == len(session.committed)
-            chunks.append(ScheduledSession.of(session, chunk, NO_GUESS, verifies=is_last))
+            no_guess = Guess(len(session.committed), 0, 0, ())
+            chunks.append(ScheduledSession.of(session, chunk, no_guess, verifies=is_last))
         return chunks
 
 

@@ -6,16 +6,17 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 
 import structlog
 import torch
 
-from outrider.engine import Engine, StepResult
+from outrider.engine import Engine
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
-from outrider.speculation.verification import argmax_per_session, verify
+from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
@@ -69,16 +70,26 @@ class EngineTarget:
         masks = [self._compute_mask(item) for item in batch]
         computed = self._engine.extend([item.engine_tokens() for item in batch])
         forward = time.perf_counter()
-        counts = [len(part) for part in computed.logits]
-        params = [item.session.params for item in batch if item.verifies]
-        argmax = argmax_per_session(computed.all_logits, counts, params)
-        results: list[SessionResult] = []
-        for index, item in enumerate(batch):
+        sessions: dict[int, SessionSampling] = {}  # by index in the batch
+        failed: dict[int, InvalidRequest] = {}
+        for index, (item, mask) in enumerate(zip(batch, masks, strict=True)):
             try:
-                results.append(self._session_result(item, computed, index, argmax[index], masks[index]))
+                if item.verifies:
+                    allowed = None if mask is None else mask.result()
+                    session = item.session
+                    sessions[index] = SessionSampling(session.params, session.history, session.chance, allowed)
             except InvalidRequest as error:  # in its grammar: the other sessions are not affected
-                log.info("grammar failed, session ended", session=item.session.id, error=error.message)
-                results.append(SessionResult(None, None, item.session.cache_length, error=error))
+                failed[index] = error
+        blocks = [batch[index].block for index in sessions]
+        firsts = list(accumulate((len(part) for part in computed.logits), initial=0))
+        found = verify_batch(
+            computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
+        )
+        verified = dict(zip(sessions, found, strict=True))
+        results = [
+            self._session_result(item, computed.hidden_states[index], verified.get(index), failed.get(index))
+            for index, item in enumerate(batch)
+        ]
         finished = time.perf_counter()
         return VerifyStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
 
@@ -92,28 +103,24 @@ class EngineTarget:
     def _session_result(
         self,
         item: ScheduledSession,
-        computed: StepResult,
-        index: int,
-        argmax: Sequence[int],
-        mask: Future[Masks] | None,
+        hidden_states: torch.Tensor,
+        verified: VerifyResult | None,
+        error: InvalidRequest | None,
     ) -> SessionResult:
         session = item.session
         cache_length = session.cache_length + len(item.pending)
-        if not item.verifies:
-            return SessionResult(None, item.kept_hidden_states(computed.hidden_states[index], ()), cache_length)
-        verified = verify(
-            computed.logits[index],
-            item.block,
-            len(session.committed),
-            session.params,
-            session.history,
-            session.chance,
-            argmax,
-            None if mask is None else mask.result(),
-        )
+        if verified is None and error is None:
+            return SessionResult(None, item.kept_hidden_states(hidden_states, ()), cache_length)
+        try:
+            if verified is None:
+                assert error is not None
+                raise error
+            complete_after = None if session.guide is None else session.guide.advance(verified.tokens)
+        except InvalidRequest as failure:
+            log.info("grammar failed, session ended", session=session.id, error=failure.message)
+            return SessionResult(None, None, session.cache_length, error=failure)
         path = verified.outcome.path
-        complete_after = None if session.guide is None else session.guide.advance(verified.tokens)
         last = len(item.pending) - 1
         self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
-        hidden_states = item.kept_hidden_states(computed.hidden_states[index], path)
-        return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)
+        kept = item.kept_hidden_states(hidden_states, path)
+        return SessionResult(verified, kept, cache_length + len(path), complete_after=complete_after)

@@ -7,14 +7,18 @@ logits follows the last committed token, row i the i-th guess.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from outrider.protocol.speculation import WHOLE, Distribution, TokenKind
+from outrider.protocol.sampling_params import Verification
+from outrider.protocol.speculation import WHOLE, Distribution, Guess, TokenKind
 from outrider.speculation import noise
+from outrider.speculation.noise import to_device
+from outrider.speculation.sampling import sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ class SeededNoise:
 
     def draw(self, weights: torch.Tensor, position: int) -> int:
         ids = torch.arange(weights.shape[-1], device=weights.device)
-        return int(noise.exponential_race([noise.key(self._seed, noise.Use.FINAL, position)], ids, weights[None])[0])
+        return int(noise.exponential_race([self.final_key(position)], ids, weights[None])[0])
+
+    def final_key(self, position: int) -> int:
+        return noise.key(self._seed, noise.Use.FINAL, position)
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> Outcome:
@@ -77,51 +84,127 @@ def rejection(
 
     `target` is [len(tokens) + 1, vocab]; guess i is for position + i.
     """
-    for i, (token, drawn_from) in enumerate(zip(tokens, draft, strict=True)):
-        ratio = float(target[i, token]) / draft_prob(drawn_from, token)
-        if not chance.accept(min(1.0, ratio), position + i, position):
-            final = chance.draw(residual(target[i], drawn_from, 1.0), position + i)
-            return Outcome(tuple(range(1, i + 1)), final, TokenKind.RECOVERED)
-    n = len(tokens)
-    return Outcome(tuple(range(1, n + 1)), chance.draw(target[n], position + n), _kind(n > 0, False))
+    guess = Guess(position, 0, 0, tuple(tokens), tuple(draft))
+    return verify_drawn([guess], [Verification.REJECTION], [chance], target)[0]
 
 
 def block(
     tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
 ) -> Outcome:
-    """Verify a whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`.
+    """Verify a whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`."""
+    guess = Guess(position, 0, 0, tuple(tokens), tuple(draft))
+    return verify_drawn([guess], [Verification.BLOCK], [chance], target)[0]
 
-    reach[i] is the paper's p_i, the joint chance that the first i guesses hold.
+
+def verify_drawn(
+    guesses: Sequence[Guess], modes: Sequence[Verification], chances: Sequence[RandomSource], target: torch.Tensor
+) -> list[Outcome]:
+    """Verify chains of several sessions under `rejection` or `block`; `target` holds their rows in order.
+
+    Numbers of the vocabulary's size are computed for all sessions together; each then decides with its own chance.
+    reach[i] is the paper's p_i, the joint chance that the first i guesses hold; a rejection scales by 1.
     """
-    n = len(tokens)
-    reach = [1.0]
-    for i, (token, drawn_from) in enumerate(zip(tokens, draft, strict=True)):
-        reach.append(min(1.0, reach[i] * float(target[i, token]) / draft_prob(drawn_from, token)))
-    accepted = 0
+    starts = list(accumulate((len(guess.tokens) + 1 for guess in guesses), initial=0))[:-1]
+    ratios = _ratios(guesses, starts, target)
+    blocks = [mode is Verification.BLOCK for mode in modes]
+    reaches = [
+        list(accumulate(each, lambda reach, ratio: min(1.0, reach * ratio), initial=1.0))
+        if is_block
+        else [1.0] * (len(each) + 1)
+        for each, is_block in zip(ratios, blocks, strict=True)
+    ]
+    inner = [
+        Residual(starts[index] + i, guess.draft_probs[i], reaches[index][i])
+        for index, guess in enumerate(guesses)
+        for i in range(1, len(guess.tokens))
+        if blocks[index]
+    ]
+    rests: Iterator[float] = iter(sums(residuals(target, inner))[:, 0].tolist() if inner else ())
+    counts = [
+        _count_in_block(guess, reach, rests, chance) if is_block else _count_one_by_one(guess, each, chance)
+        for guess, reach, each, is_block, chance in zip(guesses, reaches, ratios, blocks, chances, strict=True)
+    ]
+    last = [
+        Residual(start + count, *((guess.draft_probs[count], reach[count]) if count < len(guess.tokens) else ()))
+        for start, guess, reach, count in zip(starts, guesses, reaches, counts, strict=True)
+    ]
+    positions = [guess.position + count for guess, count in zip(guesses, counts, strict=True)]
+    finals = _draw_finals(chances, residuals(target, last), positions)
+    return [
+        Outcome(tuple(range(1, count + 1)), final, _kind(bool(guess.tokens), count < len(guess.tokens)))
+        for guess, count, final in zip(guesses, counts, finals, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The positive part of scale · target − draft, of one row of the target; the row itself without a draft."""
+
+    row: int
+    draft: Distribution | None = None
+    scale: float = 1.0
+
+
+def residuals(target: torch.Tensor, wanted: Sequence[Residual]) -> torch.Tensor:
+    """Return residuals, not normalised.  # [wanted, vocab]"""
+    rows = to_device(torch.tensor([each.row for each in wanted]), target.device)
+    scales = to_device(torch.tensor([each.scale for each in wanted], dtype=torch.float64), target.device)
+    left = target[rows] * scales[:, None]
+    drafts = [(index, each.draft) for index, each in enumerate(wanted) if each.draft is not None]
+    if drafts:
+        places = torch.tensor([(index, token) for index, draft in drafts for token in draft.ids])
+        weights = torch.tensor([weight for _, draft in drafts for weight in draft.weights], dtype=torch.float64)
+        row, token = to_device(places.T.contiguous(), target.device)
+        left.index_put_((row, token), to_device(weights / -WHOLE, target.device), accumulate=True)
+    return left.clamp_(min=0.0)
+
+
+def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tensor) -> list[list[float]]:
+    """Return target / draft of each guessed token."""
+    places = [
+        (start + i, token) for start, each in zip(starts, guesses, strict=True) for i, token in enumerate(each.tokens)
+    ]
+    row, token = to_device(torch.tensor(places, dtype=torch.int64).view(-1, 2).T.contiguous(), target.device)
+    likely = iter(target[row, token].tolist())
+    return [
+        [
+            next(likely) / draft_prob(drawn_from, token)
+            for token, drawn_from in zip(each.tokens, each.draft_probs, strict=True)
+        ]
+        for each in guesses
+    ]
+
+
+def _count_one_by_one(guess: Guess, ratios: Sequence[float], chance: RandomSource) -> int:
+    for i, ratio in enumerate(ratios):
+        if not chance.accept(min(1.0, ratio), guess.position + i, guess.position):
+            return i
+    return len(ratios)
+
+
+def _count_in_block(guess: Guess, reach: Sequence[float], rests: Iterator[float], chance: RandomSource) -> int:
+    """Return the longest prefix that is accepted; each prefix has a decision of its own."""
+    accepted, n = 0, len(guess.tokens)
     for i in range(1, n + 1):
-        if i == n:
-            probability = reach[n]
-        else:
-            rest = float(residual(target[i], draft[i], reach[i]).sum())
-            either = rest + (1.0 - reach[i])
-            probability = rest / either if either > 0.0 else 1.0
-        if chance.accept(probability, position + i - 1, position):
+        rest = reach[n] if i == n else next(rests)
+        either = 1.0 if i == n else rest + (1.0 - reach[i])
+        probability = rest / either if either > 0.0 else 1.0
+        if chance.accept(probability, guess.position + i - 1, guess.position):
             accepted = i
-    path = tuple(range(1, accepted + 1))
-    if accepted == n:
-        return Outcome(path, chance.draw(target[n], position + n), _kind(n > 0, False))
-    weights = residual(target[accepted], draft[accepted], reach[accepted])
-    return Outcome(path, chance.draw(weights, position + accepted), TokenKind.RECOVERED)
+    return accepted
 
 
-def residual(target: torch.Tensor, draft: Distribution, scale: float) -> torch.Tensor:
-    """Return the positive part of scale · target − draft, not normalised.  # [vocab]"""
-    left = target * scale
-    ids = torch.tensor(draft.ids, dtype=torch.int64, device=target.device)
-    share = torch.tensor(draft.weights, dtype=torch.float64, device=target.device) / WHOLE
-    left[ids] -= share
-    left.clamp_(min=0.0)
-    return left
+def _draw_finals(chances: Sequence[RandomSource], weights: torch.Tensor, positions: Sequence[int]) -> list[int]:
+    """Draw each session's last token, in one race where all noise is seeded."""
+    keys = [
+        chance.final_key(position)
+        for chance, position in zip(chances, positions, strict=True)
+        if type(chance) is SeededNoise
+    ]
+    if len(keys) < len(chances):
+        return [chance.draw(*each) for chance, *each in zip(chances, weights, positions, strict=True)]
+    ids = torch.arange(weights.shape[-1], device=weights.device)
+    return [int(token) for token in noise.exponential_race(keys, ids, weights).tolist()]
 
 
 def draft_prob(draft: Distribution, token: int) -> float:

@@ -7,11 +7,13 @@ distributions then usually give the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.speculation import noise, sampling
+from outrider.speculation import noise, sampling, triton_race
+from outrider.speculation.sampling import Cuts
 
 _CANDIDATES = 64  # likeliest ids that guesses are taken from: the others almost never win
 
@@ -19,16 +21,52 @@ Choice = tuple[int, float]  # a token, and the logarithm of its probability to w
 
 
 def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
-    """Return the token drawn from each row of adjusted logits at its absolute position.  # [rows, vocab]"""
+    """Return the token drawn from each row of a request's adjusted logits at its absolute position.  # [rows, vocab]"""
     if params.greedy:
         return [int(token) for token in logits.argmax(dim=-1).tolist()]
-    assert params.seed is not None
-    kept = sampling.candidates(logits, params)
-    keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
+    return [int(token) for token in coupled_draws(logits, [params] * len(logits), positions).tolist()]
+
+
+def coupled_draws(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """Return the token drawn from each row with the row's own parameters, which need the same cuts.  # [rows]"""
+    keys = [
+        noise.key(_seed(each), noise.Use.COUPLED, position) for each, position in zip(params, positions, strict=True)
+    ]
+    cuts = Cuts.of(params, logits.device)
+    if not any(cuts.kind) and (logits.is_cuda or logits.shape[-1] > noise.MANY_IDS):
+        return _uncut_draws(logits, noise.signed(keys), cuts.temperature)
+    kept = sampling.cut(logits, cuts)
     columns = noise.exponential_race(keys, kept.ids, kept.probs)
-    if kept.ids.dim() == 1:
-        return [int(column) for column in columns.tolist()]
-    return [int(token) for token in kept.ids.gather(1, columns[:, None])[:, 0].tolist()]
+    return columns if kept.ids.dim() == 1 else kept.ids.gather(1, columns[:, None])[:, 0]
+
+
+def _seed(params: SamplingParams) -> int:
+    assert params.seed is not None
+    return params.seed
+
+
+def _uncut_draws(logits: torch.Tensor, states: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Draw from the softmax over the whole vocabulary without computing it: a race needs no normalised weights."""
+    if logits.is_cuda:
+        return triton_race.race(logits, noise.to_device(states, logits.device), temperature[:, 0])
+    highest = logits.amax(dim=-1, keepdim=True).to(torch.float64) / temperature
+    return noise.pruned_race(states, torch.arange(logits.shape[-1]), _LogitWeights(logits, temperature, highest))
+
+
+@dataclass(frozen=True, slots=True)
+class _LogitWeights:
+    """The weights of a softmax, not normalised."""
+
+    logits: torch.Tensor  # [rows, vocab]
+    temperature: torch.Tensor  # [rows, 1]
+    highest: torch.Tensor  # logit by temperature  # [rows, 1]
+
+    def peaks(self) -> torch.Tensor:
+        return (noise.block_peaks(self.logits).to(torch.float64) / self.temperature - self.highest).exp_()
+
+    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        logits = self.logits[rows, columns].to(torch.float64)
+        return (logits / self.temperature[rows, 0] - self.highest[rows, 0]).exp_()
 
 
 def shared_choices(
@@ -46,11 +84,10 @@ def shared_choices(
     if params.greedy:
         sums = values.to(torch.float64)
     else:
-        assert params.seed is not None
         kept = sampling.candidates(values, params)
         columns = kept.ids.expand(len(values), -1)
         ids = ids.gather(1, columns)
-        keys = [noise.key(params.seed, noise.Use.COUPLED, position) for position in positions]
+        keys = [noise.key(_seed(params), noise.Use.COUPLED, position) for position in positions]
         sums = -noise.arrival_times(keys, ids, kept.probs).log()
     best = torch.log_softmax(sums, dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, tokens = best.values[:, :count], ids.gather(1, best.indices[:, :count])

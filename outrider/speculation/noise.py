@@ -9,7 +9,11 @@ under the rejection rule would bias the text.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = (1 << 64) - 1
@@ -19,11 +23,15 @@ _MIX_2 = 0x94D049BB133111EB
 _POSITION = 0xD6E8FEB86659FD93
 _BLOCK = 0xA0761D6478BD642F
 _ID = 0xE7037ED1A0B428DB
-_MANY_IDS = 4096  # above this, most ids are excluded in single precision first
-_HEAVIEST = 32
-_PART = 32_768  # torch runs larger operations on several threads, whose synchronisation costs more than it saves
-_SLACK = 1.0 + 1e-5
-_LARGEST = (1 << 53) - 2  # one more would round up to 1, whose logarithm is infinite
+MANY_IDS = 4096  # above this, most ids are excluded by their hash first
+BLOCK = 128
+_HEAVIEST_BLOCKS = 8
+_PART = 65_536  # numbers that two buffers of 8 bytes keep in a processor's cache
+_TOP_BITS = 24
+_LOW_BITS = np.uint64(64 - _TOP_BITS)
+_LOW_MASK = np.uint64((1 << (64 - _TOP_BITS)) - 1)
+_SLACK = 1.0 + 1e-9
+LARGEST = (1 << 53) - 2  # one more would round up to 1, whose logarithm is infinite
 
 
 class Use(enum.IntEnum):
@@ -45,6 +53,9 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
+HASH_FACTORS = tuple(_signed(factor) for factor in (_ID, _MIX_1, _MIX_2))  # as int64, for kernels
+
+
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift logically; torch shifts arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -64,7 +75,7 @@ def key(seed: int, use: Use, position: int, block: int = 0) -> int:
 
 def uniform(seed: int, use: Use, position: int, block: int = 0) -> float:
     """Return a uniform number in (0, 1)."""
-    bits = min(_mix((key(seed, use, position, block) + _ID) & _MASK) >> 11, _LARGEST)
+    bits = min(_mix((key(seed, use, position, block) + _ID) & _MASK) >> 11, LARGEST)
     return (bits + 0.5) * 2.0**-53
 
 
@@ -74,7 +85,7 @@ def exponentials(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     It uses 53 random bits and log1p. With fewer bits, or in single precision,
     ids of small probability would never be drawn.
     """
-    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11).clamp_(max=_LARGEST)
+    bits = _shift(_mix_tensor(keys + (ids + 1) * _signed(_ID)), 11).clamp_(max=LARGEST)
     return -torch.log1p(-(bits.to(torch.float64) + 0.5) * 2.0**-53)
 
 
@@ -84,39 +95,131 @@ def exponential_race(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) 
     `ids` is [ids] or [rows, ids]; entries of weight 0 are never drawn.
     P(i) = weight_i / Σ weights, so rows need no normalising.
     """
-    if ids.dim() == 1 and len(ids) > _MANY_IDS:
-        states = _states(keys, weights.device)
-        return torch.stack([_long_race(state, ids, row) for state, row in zip(states, weights, strict=True)])
+    if ids.dim() == 1 and len(ids) > MANY_IDS and not weights.is_cuda:
+        return pruned_race(signed(keys), ids, GivenWeights(weights))
     return arrival_times(keys, ids, weights).argmin(dim=-1)
 
 
 def arrival_times(keys: list[int], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return exponential noise divided by weight; infinite for weight 0.  # [rows, ids]"""
-    return exponentials(_states(keys, weights.device)[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
+    states = to_device(signed(keys), weights.device)
+    return exponentials(states[:, None], ids.to(torch.int64)) / weights.to(torch.float64)
 
 
-def _states(keys: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
+def signed(keys: list[int]) -> torch.Tensor:
+    """Return keys as int64, bit for bit."""
+    return torch.tensor([_signed(k) for k in keys], dtype=torch.int64)
 
 
-def _long_race(state: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Draw from one long row: the same winner, with logarithms only for ids that can win.
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy values from the host without waiting for the device."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
-    The heaviest ids give an upper bound of the minimum. An exponential is never
-    below the uniform number u that it is computed from, so an id with u above
-    bound · weight cannot win. Single precision, with some slack, shows that.
+
+class RaceWeights(Protocol):
+    """The weights of a race, computed only where they are needed."""
+
+    def peaks(self) -> torch.Tensor:
+        """Return the highest weight of each block of BLOCK neighbouring columns.  # [rows, blocks]"""
+        ...
+
+    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Return single weights in double precision; the indices broadcast."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWeights:
+    """Weights that a tensor holds.  # [rows, ids]"""
+
+    values: torch.Tensor
+
+    def peaks(self) -> torch.Tensor:
+        return block_peaks(self.values)
+
+    def at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return self.values[rows, columns].to(torch.float64)
+
+
+def block_peaks(values: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of each block of BLOCK neighbours, the last of which may be shorter.  # [rows, blocks]"""
+    rows, width = values.shape
+    whole = width // BLOCK
+    peaks = values[:, : whole * BLOCK].view(rows, whole, BLOCK).amax(dim=-1)
+    if whole * BLOCK == width:
+        return peaks
+    return torch.cat([peaks, values[:, whole * BLOCK :].amax(dim=-1, keepdim=True)], dim=1)
+
+
+def pruned_race(states: torch.Tensor, ids: torch.Tensor, weights: RaceWeights) -> torch.Tensor:
+    """Draw from rows of many ids on a CPU: the winner of all, with logarithms only for columns that can win.
+
+    The columns of the heaviest blocks give an upper bound of the minimum. An
+    exponential is never below the uniform number u that it is computed from,
+    so a column with u above bound · weight cannot win. The weight is at most
+    its block's peak, so one integer comparison per hash excludes nearly all.
+    About BLOCK columns of a row are left, whatever the distribution.
+    A row without a finite positive weight gives column 0.
     """
-    heaviest = weights.topk(_HEAVIEST).indices
-    minimum = (exponentials(state, ids[heaviest]) / weights[heaviest].to(torch.float64)).min()
-    bound = (minimum * _SLACK).to(torch.float32)
-    left = torch.cat([_possible_winners(state, ids, weights, bound, start) for start in range(0, len(ids), _PART)])
-    times = exponentials(state, ids[left]) / weights[left].to(torch.float64)
-    return left[times.argmin()]
+    peaks = weights.peaks().to(torch.float64)
+    rows = torch.arange(len(states))[:, None]
+    heaviest = peaks.topk(min(_HEAVIEST_BLOCKS, peaks.shape[1]), dim=-1).indices
+    heavy = (heaviest[:, :, None] * BLOCK + torch.arange(BLOCK)).flatten(1).clamp_(max=len(ids) - 1)
+    first = (exponentials(states[:, None], ids[heavy]) / weights.at(rows, heavy)).min(dim=-1, keepdim=True)
+    bounds = (peaks * first.values * (_SLACK * 2.0**_TOP_BITS)).ceil_().nan_to_num_(nan=0.0)
+    limits = bounds.clamp_(max=2.0**_TOP_BITS - 1).to(torch.int64).numpy().astype(np.uint64)
+    row, column = _possible_winners(states, ids, (limits << _LOW_BITS) | _LOW_MASK, heavy.gather(1, first.indices))
+    times = exponentials(states[row], ids[column]) / weights.at(row, column)
+    return _first_of_least(row.numpy(), column.numpy(), times.numpy(), len(states))
 
 
 def _possible_winners(
-    state: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, bound: torch.Tensor, start: int
+    states: torch.Tensor, ids: torch.Tensor, limits: npt.NDArray[np.uint64], known: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns, ascending, whose hash is within their block's limit; `known` is a column of each row.
+
+    numpy has logical shifts and reuses its buffers; a part of all rows at a time stays in the processor's cache.
+    """
+    padded = limits.shape[1] * BLOCK
+    mixed = np.zeros(padded, dtype=np.uint64)
+    mixed[: len(ids)] = (ids.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(_ID)
+    keys = states.numpy().view(np.uint64)[:, None]
+    first_of_row = np.arange(len(keys))[:, None] * padded
+    width = max(BLOCK, _PART // len(keys) // BLOCK * BLOCK)
+    found = [(first_of_row + known.numpy()).ravel()]
+    x, shifted = np.empty((2, len(keys), width), dtype=np.uint64)
+    for start in range(0, padded, width):
+        part = mixed[start : start + width]
+        _hash_top_bits(keys, part, x[:, : len(part)], shifted[:, : len(part)])
+        block = start // BLOCK
+        here = x[:, : len(part)].reshape(len(keys), -1, BLOCK)
+        hits = np.flatnonzero(here <= limits[:, block : block + here.shape[1], None])
+        found.append(hits // len(part) * padded + hits % len(part) + start)
+    row, column = np.divmod(np.sort(np.concatenate(found)), padded)
+    real = column < len(ids)
+    return torch.from_numpy(row[real]), torch.from_numpy(column[real])
+
+
+def _hash_top_bits(
+    keys: npt.NDArray[np.uint64],
+    ids: npt.NDArray[np.uint64],
+    x: npt.NDArray[np.uint64],
+    shifted: npt.NDArray[np.uint64],
+) -> None:
+    """Compute the hash into `x` without its last step, which leaves the upper 31 bits as they are."""
+    np.add(ids, keys, out=x)
+    for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
+        np.right_shift(x, np.uint64(bits), out=shifted)
+        np.bitwise_xor(x, shifted, out=x)
+        np.multiply(x, np.uint64(factor), out=x)
+
+
+def _first_of_least(
+    row: npt.NDArray[np.int64], column: npt.NDArray[np.int64], times: npt.NDArray[np.float64], num_rows: int
 ) -> torch.Tensor:
-    here = slice(start, start + _PART)
-    u = _shift(_mix_tensor(state + (ids[here] + 1) * _signed(_ID)), 40).to(torch.float32) * 2.0**-24
-    return (u <= weights[here].to(torch.float32) * bound).nonzero()[:, 0] + start
+    """Return the first column of each row with the row's least time; 0 if none is finite."""
+    rows = np.arange(num_rows)
+    least = np.minimum.reduceat(times, np.searchsorted(row, rows))
+    reached = np.flatnonzero(~(times > least[row]))
+    winners = column[reached[np.searchsorted(row[reached], rows)]]
+    return torch.from_numpy(np.where(np.isfinite(least), winners, 0))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,10 @@ import torch
 
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE, Distribution, TokenLogprobs
+from outrider.speculation.noise import to_device
 
 _NUCLEUS_SIZES = (128, 1024)
+_RECENT_TOKENS = 64  # of a session's output: counted on the device together
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,79 +49,162 @@ class Candidates:
 class History:
     """The counts of one session's tokens, for the penalties.
 
-    Repetition counts prompt and output, presence and frequency the output.
+    Repetition counts prompt and output, presence and frequency the output. The
+    device is used by `counts` alone, which the thread of the steps calls.
     """
 
     def __init__(self, tokens: Sequence[int], prompt_length: int, vocab_size: int, device: torch.device) -> None:
-        self._prompted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self._prompted[torch.tensor(tokens[:prompt_length], dtype=torch.int64, device=device)] = True
-        self.append(tokens[prompt_length:])
+        self._prompt = list(tokens[:prompt_length])
+        self._recent = list(tokens[prompt_length:])  # not counted on the device yet
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts: torch.Tensor | None = None  # [prompt or output, vocab]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Count output tokens."""
-        for token in tokens:
-            self._counts[token] += 1
+        self._recent += tokens
 
-    def penalise(self, logits: torch.Tensor, params: SamplingParams, paths: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return penalised logits for rows that each continue the history by a path of guesses.  # [rows, vocab]"""
-        counts = self._counts.repeat(len(paths), 1)
-        for row, path in enumerate(paths):
-            for token in path:
-                counts[row, token] += 1
-        in_output = counts > 0
-        if params.repetition_penalty != 1.0:
-            factor = params.repetition_penalty
-            scaled = torch.where(logits > 0, logits / factor, logits * factor)
-            logits = torch.where(in_output | self._prompted, scaled, logits)
-        logits = logits - params.frequency_penalty * counts
-        return logits - params.presence_penalty * in_output.to(logits.dtype)
+    def counts(self) -> tuple[torch.Tensor, Sequence[int]]:
+        """Return counts of prompt and output on the device, and the output tokens that are not in them yet."""
+        if self._counts is None:
+            self._counts = torch.zeros(2, self._vocab_size, dtype=torch.float32, device=self._device)
+            self._add(self._counts[0], self._prompt)
+        if len(self._recent) > _RECENT_TOKENS:
+            self._add(self._counts[1], self._recent)
+            self._recent = []
+        return self._counts, self._recent
+
+    def _add(self, counts: torch.Tensor, tokens: Sequence[int]) -> None:
+        ids = to_device(torch.tensor(tokens, dtype=torch.int64), self._device)
+        counts.index_add_(0, ids, counts.new_ones(()).expand(len(tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """Rows of one session's logits: each follows its history and a path of guesses."""
+
+    params: SamplingParams
+    history: History | None
+    paths: Sequence[Sequence[int]]
+    allowed: npt.NDArray[np.bool_] | None = None  # by the grammar, per row  # [rows, vocab]
+
+    @property
+    def penalised(self) -> bool:
+        return self.history is not None and self.params.penalised
 
 
 def adjust(
     logits: torch.Tensor, params: SamplingParams, history: History | None, paths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Return logits with bias and penalties.  # [rows, vocab]"""
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=logits.device)
-        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
-        logits = logits.index_add(1, ids, bias.repeat(logits.shape[0], 1))
-    if history is not None and params.penalised:
-        logits = history.penalise(logits, params, paths)
-    return logits
+    """Return logits of one session with bias and penalties.  # [rows, vocab]"""
+    return adjust_all(logits, [Continuations(params, history, paths)])
+
+
+def adjust_all(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
+    """Return logits with bias, penalties and grammars, for sessions that need the same ones.  # [rows, vocab]"""
+    if any(session.params.logit_bias for session in sessions):
+        logits = _biased(logits, sessions)
+    if sessions[0].penalised:
+        logits = _penalised(logits, sessions)
+    masks = [session.allowed for session in sessions if session.allowed is not None]
+    return restrict(logits, np.concatenate(masks)) if masks else logits
 
 
 def restrict(logits: torch.Tensor, allowed: npt.NDArray[np.bool_]) -> torch.Tensor:
     """Return logits restricted to the allowed ids. A row that allows none is unused and unchanged.  # [rows, vocab]"""
     refused = ~allowed & allowed.any(axis=-1, keepdims=True)
-    return logits.masked_fill(torch.from_numpy(refused).to(logits.device), float("-inf"))
+    return logits.masked_fill(to_device(torch.from_numpy(refused), logits.device), float("-inf"))
+
+
+def _biased(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
+    rows = [session for session in sessions for _ in session.paths]
+    places = torch.tensor([(row, token) for row, session in enumerate(rows) for token in session.params.logit_bias])
+    values = [value for session in rows for value in session.params.logit_bias.values()]
+    row, token = to_device(places.T.contiguous(), logits.device)
+    bias = to_device(torch.tensor(values, dtype=logits.dtype), logits.device)
+    return logits.index_put((row, token), logits[row, token] + bias)
+
+
+def _penalised(logits: torch.Tensor, sessions: Sequence[Continuations]) -> torch.Tensor:
+    prompts, outputs, added = [], [], []
+    for session in sessions:
+        assert session.history is not None
+        counts, recent = session.history.counts()
+        prompts.append(counts[0].expand(len(session.paths), -1))
+        outputs.append(counts[1].expand(len(session.paths), -1))
+        added += [(*recent, *path) for path in session.paths]
+    places = torch.tensor([(row, token) for row, tokens in enumerate(added) for token in tokens], dtype=torch.int64)
+    row, token = to_device(places.view(-1, 2).T.contiguous(), logits.device)
+    said = torch.cat(outputs)
+    said.index_put_((row, token), said.new_ones(()), accumulate=True)
+    params = [session.params for session in sessions for _ in session.paths]
+    numbers = [[each.repetition_penalty, each.frequency_penalty, each.presence_penalty] for each in params]
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    columns = to_device(torch.tensor(numbers, dtype=precision).T.contiguous(), logits.device)
+    repetition, frequency, presence = columns[:, :, None]
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition).to(logits.dtype)
+    repeated: torch.Tensor = torch.where((said > 0) | (torch.cat(prompts) > 0), scaled, logits)
+    return repeated.sub(frequency * said).sub(presence * (said > 0).to(logits.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Temperatures and cuts, per row. All rows have the same `kind`."""
+
+    kind: CutKind
+    temperature: torch.Tensor  # [rows, 1]
+    top_p: torch.Tensor  # [rows, 1]
+    min_p: torch.Tensor  # [rows, 1]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Cuts:
+        numbers = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float64)
+        temperature, top_p, min_p = to_device(numbers.T.contiguous(), device)[:, :, None]
+        return cls(cut_kind(params[0]), temperature, top_p, min_p)
+
+
+class CutKind(NamedTuple):
+    """The cuts that a row needs."""
+
+    top_k: int
+    top_p: bool
+    min_p: bool
+
+
+def cut_kind(params: SamplingParams) -> CutKind:
+    return CutKind(params.top_k, params.top_p < 1.0, params.min_p > 0.0)
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
-    """Apply temperature, top-k, top-p and min-p to adjusted logits.  # [rows, vocab]"""
+    """Apply temperature, top-k, top-p and min-p of one request to adjusted logits.  # [rows, vocab]"""
+    return cut(logits, Cuts.of([params] * len(logits), logits.device))
+
+
+def cut(logits: torch.Tensor, cuts: Cuts) -> Candidates:
+    """Apply temperature, top-k, top-p and min-p to adjusted logits, each row's own.  # [rows, vocab]"""
     vocab = logits.shape[-1]
-    if 0 < params.top_k < vocab:
-        values, ids = logits.topk(params.top_k, dim=-1)
-        return _cut(ids, _softmax(values, params.temperature), params)
-    probs = _softmax(logits, params.temperature)
-    if params.top_p < 1.0:
-        top, ids = _sorted_nucleus(probs, params.top_p)
-        return _cut(ids, top, params)
+    if 0 < cuts.kind.top_k < vocab:
+        values, ids = logits.topk(cuts.kind.top_k, dim=-1)
+        return _cut_sorted(ids, _softmax(values, cuts.temperature), cuts)
+    probs = _softmax(logits, cuts.temperature)
+    if cuts.kind.top_p:
+        top, ids = _sorted_nucleus(probs, cuts.top_p)
+        return _cut_sorted(ids, top, cuts)
     ids = torch.arange(vocab, device=logits.device)
-    if params.min_p > 0.0:
-        probs = probs * (probs >= params.min_p * probs.amax(dim=-1, keepdim=True))
-        probs = probs / _sums(probs)
+    if cuts.kind.min_p:
+        probs = probs * (probs >= cuts.min_p * probs.amax(dim=-1, keepdim=True))
+        probs = probs / sums(probs)
     return Candidates(ids, probs)
 
 
-def _softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def _softmax(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return the softmax in double precision.  # [rows, ids]"""
     scaled = logits.to(torch.float64) / temperature
     weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
-    return weights.div_(_sums(weights))
+    return weights.div_(sums(weights))
 
 
-def _sums(rows: torch.Tensor) -> torch.Tensor:
+def sums(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of each row, by adding the second half to the first until one number is left.  # [rows, 1]"""
     width = rows.shape[-1]
     while width > 1:
@@ -134,7 +220,7 @@ def _running(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(rows.cumsum(dim=-1)[:, :-1], (1, 0))
 
 
-def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted_nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return enough ids for the nucleus, likeliest first, equals by id. A row does not depend on the others."""
     for count in _NUCLEUS_SIZES:
         # The nucleus mostly lies in the first hundred ids and nearly always in the first thousand.
@@ -144,18 +230,18 @@ def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, to
         ids, order = ids.sort(dim=-1)
         top, order = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
         # Ids equal to the last ones may be missing, so the last ones must not be needed.
-        safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1] >= top_p
+        safe = (top * (top > top[:, -1:])).cumsum(dim=-1)[:, -1:] >= top_p
         if bool(safe.all()):
             return top, ids.gather(1, order)
     return probs.sort(dim=-1, descending=True, stable=True)
 
 
-def _cut(ids: torch.Tensor, probs: torch.Tensor, params: SamplingParams) -> Candidates:
+def _cut_sorted(ids: torch.Tensor, probs: torch.Tensor, cuts: Cuts) -> Candidates:
     """Apply top-p and min-p to rows sorted by falling probability."""
-    if params.top_p < 1.0:
-        probs = probs * (_running(probs) < params.top_p)
-    if params.min_p > 0.0:
-        probs = probs * (probs >= params.min_p * probs[:, :1])
+    if cuts.kind.top_p:
+        probs = probs * (_running(probs) < cuts.top_p)
+    if cuts.kind.min_p:
+        probs = probs * (probs >= cuts.min_p * probs[:, :1])
     return Candidates(ids, probs / probs.cumsum(dim=-1)[:, -1:])
 
 
@@ -177,12 +263,10 @@ def quantise(probs: torch.Tensor, ids: torch.Tensor, keep: int) -> Distribution:
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Return natural log probabilities of the chosen tokens and of the `top` likeliest, from unadjusted logits."""
     logs = torch.log_softmax(logits.to(torch.float64), dim=-1)
-    best = logs.topk(top, dim=-1) if top else None
+    ids = to_device(torch.tensor(tokens, dtype=torch.int64), logs.device)
+    chosen = logs.gather(1, ids[:, None])[:, 0].tolist()
+    best = logs.topk(top, dim=-1)
     return [
-        TokenLogprobs(
-            logprob=float(logs[row, token]),
-            top_ids=tuple(best.indices[row].tolist()) if best else (),
-            top_logprobs=tuple(best.values[row].tolist()) if best else (),
-        )
-        for row, token in enumerate(tokens)
+        TokenLogprobs(logprob, tuple(top_ids), tuple(top_logs))
+        for logprob, top_ids, top_logs in zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
     ]

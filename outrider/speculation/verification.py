@@ -1,20 +1,27 @@
-"""Verification of one session's guesses: from the target's logits to accepted tokens and the target's own."""
+"""Verification of a step's guesses: from the target's logits to accepted tokens and the target's own.
+
+All sessions of a step are verified together. Sessions with equal needs form a
+group, which takes a few operations whatever its size. A session's result does
+not depend on the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 
-from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import Guess, TokenLogprobs
 from outrider.speculation import acceptance, sampling
 from outrider.speculation.acceptance import Outcome, RandomSource
-from outrider.speculation.exponential_race import shared_draw
+from outrider.speculation.exponential_race import coupled_draws
 from outrider.speculation.grammar import Masks
-from outrider.speculation.sampling import History
+from outrider.speculation.noise import to_device
+from outrider.speculation.sampling import Continuations, CutKind, Cuts, History, cut_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,72 +33,131 @@ class VerifyResult:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-def verify(
-    logits: torch.Tensor,
-    block: Guess,
-    position: int,
-    params: SamplingParams,
-    history: History | None,
-    chance: RandomSource,
-    argmax: Sequence[int] = (),
-    allowed: Masks | None = None,
-) -> VerifyResult:
-    """Verify the guesses of `block` by the request's verification mode.
+@dataclass(frozen=True, slots=True)
+class SessionSampling:
+    """The sampling state of a session; `allowed` are the tokens that the grammar allows at each row of the step."""
 
-    Row 0 of `logits` is the target's prediction at `position`; row i + 1 is
-    the one after guess i.  # [1 + guesses, vocab]
-    `argmax` is the argmax of each row, if it is known already; `allowed` are
-    the tokens that the grammar allows at each row.
+    params: SamplingParams
+    history: History | None
+    chance: RandomSource
+    allowed: Masks | None = None
+
+    @property
+    def needs(self) -> _Needs:
+        params = self.params
+        cuts = None if params.greedy else cut_kind(params)
+        penalised = params.penalised and self.history is not None
+        adjusted = penalised or bool(params.logit_bias) or self.allowed is not None
+        return _Needs(adjusted, penalised, self.allowed is not None, params.mode.needs_draft_probs, cuts)
+
+
+class _Needs(NamedTuple):
+    """Common needs of the sessions of a group."""
+
+    adjusted: bool
+    penalised: bool
+    masked: bool
+    draft_probs: bool  # rejection or block
+    cuts: CutKind | None  # None: greedy
+
+
+def verify(logits: torch.Tensor, block: Guess, session: SessionSampling) -> VerifyResult:
+    """Verify the guesses of one session.  # [1 + guesses, vocab]"""
+    return verify_batch(logits, [block], [session], [0])[0]
+
+
+def verify_batch(
+    logits: torch.Tensor, blocks: Sequence[Guess], sessions: Sequence[SessionSampling], firsts: Sequence[int]
+) -> list[VerifyResult]:
+    """Verify the guesses of all sessions of a step, each by its request's verification mode.  # [rows, vocab]
+
+    Row firsts[i] is the target's prediction at the position of session i's
+    block, row firsts[i] + 1 + j the one after guess j.
     """
-    if argmax and params.logprobs is None and is_plain_argmax(params):
-        outcome = acceptance.walk(block.tokens, block.shape.parents, argmax)
-        return VerifyResult(outcome, _tokens(block, outcome), ())
-    paths = block.paths
-    adjusted = sampling.adjust(logits, params, history, paths)
-    if allowed is not None:
-        adjusted = sampling.restrict(adjusted, allowed)
-    outcome = _outcome(adjusted, block, paths, position, params, chance)
-    tokens = _tokens(block, outcome)
-    logprobs: Sequence[TokenLogprobs] = ()
-    if params.logprobs is not None:
-        rows = torch.tensor([0, *outcome.path], device=logits.device)
-        logprobs = sampling.logprobs(logits[rows], tokens, params.logprobs)
-    return VerifyResult(outcome, tokens, tuple(logprobs))
+    step = _StepRows(logits, blocks, sessions, firsts)
+    groups: dict[_Needs, list[int]] = {}
+    for index, session in enumerate(sessions):
+        groups.setdefault(session.needs, []).append(index)
+    outcomes: dict[int, Outcome] = {}
+    for needs, members in groups.items():
+        if needs.draft_probs:
+            outcomes.update(zip(members, step.verify_drawn(members, needs), strict=True))
+    walked = [(members, step.draw(members, needs)) for needs, members in groups.items() if not needs.draft_probs]
+    tokens = iter(torch.cat([drawn for _, drawn in walked]).tolist() if walked else [])
+    for index in chain.from_iterable(members for members, _ in walked):
+        drawn = list(islice(tokens, len(step.rows[index])))
+        outcomes[index] = acceptance.walk(blocks[index].tokens, blocks[index].shape.parents, drawn)
+    return step.results([outcomes[index] for index in range(len(sessions))])
 
 
-def is_plain_argmax(params: SamplingParams) -> bool:
-    """Return whether the target's token is the argmax of the unchanged logits."""
-    return params.greedy and not params.penalised and not params.logit_bias and params.grammar is None
+class _StepRows:
+    """The logits of a step with its sessions; `members` are indices of sessions with equal needs."""
 
+    def __init__(
+        self, logits: torch.Tensor, blocks: Sequence[Guess], sessions: Sequence[SessionSampling], firsts: Sequence[int]
+    ) -> None:
+        self._logits = logits
+        self._blocks = blocks
+        self._sessions = sessions
+        self.rows = [range(first, first + 1 + len(block.tokens)) for first, block in zip(firsts, blocks, strict=True)]
 
-def argmax_per_session(
-    logits: torch.Tensor, counts: Sequence[int], params: Sequence[SamplingParams]
-) -> list[list[int]]:
-    """Return the argmax of every row of a step, per session, in one operation; empty if no session needs it.
+    def draw(self, members: Sequence[int], needs: _Needs) -> torch.Tensor:
+        """Return the target's own token at each row, as a drafter with its noise draws too.  # [rows]"""
+        if needs.cuts is None and not needs.adjusted:
+            return self._select(self._logits.argmax(dim=-1), members)
+        adjusted = self._adjusted(members, needs)
+        if needs.cuts is None:
+            return adjusted.argmax(dim=-1)
+        blocks = [self._blocks[index] for index in members]
+        positions = [block.position + depth for block in blocks for depth in (0, *block.shape.depths)]
+        return coupled_draws(adjusted, self._params(members), positions)
 
-    `counts` are the rows of each session in `logits`.  # [rows, vocab]
-    """
-    if not any(is_plain_argmax(each) for each in params):
-        return [[] for _ in counts]
-    tokens = iter(logits.argmax(dim=-1).tolist())
-    return [list(islice(tokens, count)) for count in counts]
+    def verify_drawn(self, members: Sequence[int], needs: _Needs) -> list[Outcome]:
+        """Verify guesses that drafters drew from their own distributions."""
+        adjusted = self._adjusted(members, needs)
+        kept = sampling.cut(adjusted, Cuts.of(self._params(members), adjusted.device))
+        sessions = [self._sessions[index] for index in members]
+        return acceptance.verify_drawn(
+            [self._blocks[index] for index in members],
+            [session.params.mode for session in sessions],
+            [session.chance for session in sessions],
+            kept.dense(adjusted.shape[-1]),
+        )
 
+    def results(self, outcomes: Sequence[Outcome]) -> list[VerifyResult]:
+        """Return the outcomes with tokens, and with log-probabilities where they are requested."""
+        results = [
+            VerifyResult(outcome, (*(block.tokens[row - 1] for row in outcome.path), outcome.final), ())
+            for block, outcome in zip(self._blocks, outcomes, strict=True)
+        ]
+        wanted = [session.params.logprobs for session in self._sessions]
+        for top in {each for each in wanted if each is not None}:
+            members = [index for index, each in enumerate(wanted) if each == top]
+            rows = [self.rows[index][row] for index in members for row in (0, *outcomes[index].path)]
+            tokens = [token for index in members for token in results[index].tokens]
+            chosen = self._logits.index_select(0, to_device(torch.tensor(rows), self._logits.device))
+            logprobs = iter(sampling.logprobs(chosen, tokens, top))
+            for index in members:
+                own = tuple(islice(logprobs, len(results[index].tokens)))
+                results[index] = replace(results[index], logprobs=own)
+        return results
 
-def _tokens(block: Guess, outcome: Outcome) -> tuple[int, ...]:
-    return (*(block.tokens[row - 1] for row in outcome.path), outcome.final)
+    def _params(self, members: Sequence[int]) -> list[SamplingParams]:
+        return [self._sessions[index].params for index in members for _ in self.rows[index]]
 
+    def _adjusted(self, members: Sequence[int], needs: _Needs) -> torch.Tensor:
+        """Return the members' rows with bias, penalties and grammars."""
+        rows = self._select(self._logits, members)
+        if not needs.adjusted:
+            return rows
+        sessions = [(self._sessions[index], self._blocks[index].paths) for index in members]
+        return sampling.adjust_all(
+            rows, [Continuations(each.params, each.history, paths, each.allowed) for each, paths in sessions]
+        )
 
-def _outcome(
-    adjusted: torch.Tensor,
-    block: Guess,
-    paths: Sequence[Sequence[int]],
-    position: int,
-    params: SamplingParams,
-    chance: RandomSource,
-) -> Outcome:
-    if not params.mode.needs_draft_probs:
-        drawn = shared_draw(adjusted, params, [position + len(path) for path in paths])
-        return acceptance.walk(block.tokens, block.shape.parents, drawn)
-    target = sampling.candidates(adjusted, params).dense(adjusted.shape[-1])
-    rule = acceptance.block if params.mode is Verification.BLOCK else acceptance.rejection
-    return rule(block.tokens, target, block.draft_probs, position, chance)
+    def _select(self, values: torch.Tensor, members: Sequence[int]) -> torch.Tensor:
+        """Return the members' rows, without a copy where they are adjacent."""
+        rows = list(chain.from_iterable(self.rows[index] for index in members))
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return values[rows[0] : rows[0] + len(rows)]
+        return values.index_select(0, to_device(torch.tensor(rows), values.device))

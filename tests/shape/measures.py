@@ -14,6 +14,7 @@ CEILINGS = Path(__file__).with_name("ceilings.json")
 _NOT_THE_PRODUCT = "loadtest"  # measures the product from outside
 # A capability newer than the target of product lines has a measure of its own.
 _VLLM = ("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py")
+_KERNELS = "outrider/speculation/triton_"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     folders = layout.modules_by_folder(product)
     measured = [package for package in sources.packages() if package != _NOT_THE_PRODUCT]
     adapter = sum(source.lines for source in product if source.path.startswith(_VLLM))
-    lines = layout.lines_of(product, measured) - adapter
+    kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
+    lines = layout.lines_of(product, measured) - adapter - kernels
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -76,6 +78,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield _count("class names used more than once", layout.repeated_class_names(product), 0)
     yield Measure("product lines", lines, 23_500, note=f"and {beside} in {_NOT_THE_PRODUCT}", step=500)
     yield Measure("lines of the vLLM adapter", adapter, 1_500)
+    yield Measure("lines of Triton kernels", kernels, 300)
 
 
 def _cycles(product: Sequence[sources.Source]) -> Iterable[Measure]:

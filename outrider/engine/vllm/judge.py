@@ -6,8 +6,10 @@ and position, so the ranks need not agree on a generator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from outrider.engine.vllm.messages import EXTRA, PADDING, Computed, Opening, Pla
 from outrider.protocol.speculation import Guess
 from outrider.speculation.acceptance import SeededNoise
 from outrider.speculation.sampling import History
-from outrider.speculation.verification import VerifyResult, argmax_per_session, verify
+from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +77,13 @@ class Judge:
 
     def verify(self, logits: torch.Tensor, hidden: torch.Tensor | None, batch: StepRows) -> list[tuple[int, ...]]:
         """Return each request's tokens: the accepted guesses and the target's own; none for a prompt chunk."""
-        sessions = [self._sessions[name] for name in batch.requests]
-        params = [session.opening.params for session in sessions]
-        argmax = argmax_per_session(logits, batch.rows, params)
+        verified, errors = self._verify_all(logits, batch)
         committed: list[tuple[int, ...]] = []
-        first = 0
-        for index, (name, count) in enumerate(zip(batch.requests, batch.rows, strict=True)):
-            verified, error = None, ""
-            if batch.whole[index]:
-                try:
-                    verified = self._verify(name, logits[first : first + count], argmax[index])
-                except Exception as failure:  # one session must not fail the others
-                    error = f"{type(failure).__name__}: {failure}"
-            states = None if hidden is None else self._hidden_states(name, hidden[batch.starts[index] :], verified)
-            self.computed[name] = Computed(verified, states, error)
-            committed.append(() if verified is None else verified.tokens)
-            first += count
+        for name, start in zip(batch.requests, batch.starts, strict=True):
+            result = verified.get(name)
+            states = None if hidden is None else self._hidden_states(name, hidden[start:], result)
+            self.computed[name] = Computed(result, states, errors.get(name, ""))
+            committed.append(() if result is None else result.tokens)
         return committed
 
     def finish(self, output: Any) -> Any:
@@ -111,23 +104,34 @@ class Judge:
         guessed = len(self._scheduled.scheduled_spec_decode_tokens.get(name, ()))
         self._ends[name] = num_computed + self._scheduled.num_scheduled_tokens[name] - guessed
 
-    def _verify(self, name: str, logits: torch.Tensor, argmax: Sequence[int]) -> VerifyResult:
-        session, position = self._sessions[name], self._ends[name]
-        block = self._block(name, position)
-        rows = 1 + len(block.tokens)
-        verified = verify(
-            logits[:rows],
-            block,
-            position,
-            session.opening.params,
-            session.history,
-            session.noise,
-            argmax[:rows],
-            None if self._masks is None else self._masks.unpack(name),
-        )
-        if session.history is not None:
-            session.history.append(verified.tokens)
-        return verified
+    def _verify_all(self, logits: torch.Tensor, batch: StepRows) -> tuple[dict[str, VerifyResult], dict[str, str]]:
+        """Return results and errors by request; a prompt chunk has neither."""
+        firsts = accumulate(batch.rows, initial=0)
+        whole = {name: first for name, first, ends in zip(batch.requests, firsts, batch.whole, strict=False) if ends}
+        verified, errors = self._verify_each(logits, whole)
+        for name, result in verified.items():
+            if (history := self._sessions[name].history) is not None:
+                history.append(result.tokens)
+        return verified, errors
+
+    def _verify_each(
+        self, logits: torch.Tensor, firsts: Mapping[str, int]
+    ) -> tuple[dict[str, VerifyResult], dict[str, str]]:
+        """Verify all requests together; where that fails one by one, so that the others get their results."""
+        try:
+            blocks = [self._block(name, self._ends[name]) for name in firsts]
+            sessions = [self._sampling(name) for name in firsts]
+            return dict(zip(firsts, verify_batch(logits, blocks, sessions, list(firsts.values())), strict=True)), {}
+        except Exception as failure:
+            if len(firsts) == 1:
+                return {}, dict.fromkeys(firsts, f"{type(failure).__name__}: {failure}")
+        each = [self._verify_each(logits, {name: first}) for name, first in firsts.items()]
+        return dict(ChainMap(*(verified for verified, _ in each))), dict(ChainMap(*(errors for _, errors in each)))
+
+    def _sampling(self, name: str) -> SessionSampling:
+        session = self._sessions[name]
+        allowed = None if self._masks is None else self._masks.unpack(name)
+        return SessionSampling(session.opening.params, session.history, session.noise, allowed)
 
     def _block(self, name: str, position: int) -> Guess:
         tokens = tuple(

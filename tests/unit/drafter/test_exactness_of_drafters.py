@@ -29,9 +29,9 @@ from outrider.protocol.speculation import DraftSteering, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation import acceptance, noise, verification
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
-from outrider.speculation.exponential_race import shared_draw
+from outrider.speculation.exponential_race import coupled_draws
 from outrider.speculation.tree import GuessTree
-from outrider.speculation.verification import verify
+from outrider.speculation.verification import SessionSampling, verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
     LOWEST_P,
@@ -219,7 +219,7 @@ def checked(
         path = tuple(committed[len(setting.prompt) :])
         rows = [pair.target(path + tuple(block.paths[row])) for row in range(len(block.tokens) + 1)]
         logits = torch.tensor(rows, dtype=torch.float64).log()
-        return verify(logits, block, len(committed), setting.params, None, chance).tokens
+        return verify(logits, block, SessionSampling(setting.params, None, chance)).tokens
 
     return step
 
@@ -399,7 +399,7 @@ class Crowd:
 
         def step(committed: Sequence[int], block: Guess, tree: GuessTree) -> Sequence[int]:
             self.clock.now += COST_S * 10 * (seed % 4)  # the slower the target, the more a good guess is worth
-            judgement = verify(LOGITS[[committed[-1], *block.tokens]], block, len(committed), params, None, chance)
+            judgement = verify(LOGITS[[committed[-1], *block.tokens]], block, SessionSampling(params, None, chance))
             held = [tree.nodes(block)[row - 1] for row in judgement.outcome.path]
             self.accepted += len(held)
             self.accepted_late += sum(node.skipped for node in held)
@@ -488,10 +488,10 @@ class TestChiSquareSees:
         assert two_models(Verification.BLOCK, SECOND, TARGET, tree=Choosy).p(FEW) < SURELY
 
     def test_a_walk_whose_rows_share_their_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def planted(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
-            return shared_draw(logits, params, [positions[0]] * len(positions))
+        def planted(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+            return coupled_draws(logits, params, [positions[0]] * len(positions))
 
-        monkeypatch.setattr(verification, "shared_draw", planted)
+        monkeypatch.setattr(verification, "coupled_draws", planted)
         assert blend(Verification.COUPLED, NEAR, branches=3).p(FEW) < SURELY
 
     def test_a_walk_that_takes_the_first_of_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:

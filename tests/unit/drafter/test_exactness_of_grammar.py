@@ -30,7 +30,7 @@ from outrider.protocol.speculation import DraftSteering, FinishReason, TokenKind
 from outrider.speculation import sampling
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarCompiler
-from outrider.speculation.verification import verify
+from outrider.speculation.verification import SessionSampling, verify
 from outrider.testing.toy_models import byte_tokenizer
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
@@ -133,7 +133,7 @@ class Both:
         assert session.guide is not None
         allowed = session.guide.allowed(block.paths, VOCAB)
         position = len(session.committed)
-        judged = verify(answers, block, position, self.params, None, chance, allowed=allowed)
+        judged = verify(answers, block, SessionSampling(self.params, None, chance, allowed))
         tokens, reason = session.truncate_output(judged.tokens, session.guide.advance(judged.tokens))
         accepted = min(len(judged.outcome.path), len(tokens))
         self.accepted += accepted

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
@@ -22,7 +22,7 @@ from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, TokenKind
 from outrider.speculation import acceptance, noise, sampling
-from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
+from outrider.speculation.acceptance import Outcome, RandomSource, Residual, SeededNoise
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.noise import Use
 from outrider.speculation.tree import GuessTree
@@ -405,6 +405,12 @@ def cutting_after_the_draw(pair: Pair, n: int, branches: Branches) -> tuple[Path
 SEEN = 1e-3
 
 
+def plant_residuals(monkeypatch: pytest.MonkeyPatch, plant: Callable[[Residual], Residual]) -> None:
+    """Let the rules take other residuals than those they ask for."""
+    real = acceptance.residuals
+    monkeypatch.setattr(acceptance, "residuals", lambda target, wanted: real(target, [plant(each) for each in wanted]))
+
+
 @pytest.mark.parametrize("rule", RULES)
 class TestEnumerationSees:
     pair = by_path(1)
@@ -415,12 +421,16 @@ class TestEnumerationSees:
     def test_recovery_from_the_target_instead_of_the_residual(
         self, rule: Rule, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(acceptance, "residual", lambda target, draft, scale: target * scale)
+        plant_residuals(monkeypatch, lambda wanted: replace(wanted, draft=None))
         assert violation(rule, self.pair, 2) > SEEN
 
     def test_a_residual_that_is_not_cut_at_zero(self, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = acceptance.residual
-        monkeypatch.setattr(acceptance, "residual", lambda target, draft, scale: real(target, draft, scale) + 0.02)
+        real = acceptance.residuals
+
+        def planted(target: torch.Tensor, wanted: Sequence[Residual]) -> torch.Tensor:
+            return real(target, wanted) + torch.tensor([[0.0 if each.draft is None else 0.02] for each in wanted])
+
+        monkeypatch.setattr(acceptance, "residuals", planted)
         assert violation(rule, self.pair, 2) > SEEN
 
     def test_a_little_too_much_acceptance(self, rule: Rule) -> None:
@@ -435,8 +445,7 @@ class TestEnumerationSees:
 
 
 def test_enumeration_sees_a_block_rule_that_forgets_what_it_has_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = acceptance.residual
-    monkeypatch.setattr(acceptance, "residual", lambda target, draft, scale: real(target, draft, 1.0))
+    plant_residuals(monkeypatch, lambda wanted: replace(wanted, scale=1.0))
     assert violation(acceptance.block, PAIRS[0], 2) > SEEN
 
 
@@ -544,6 +553,9 @@ class Chain:
         self.pair = Pair("tables", lambda p: self.target[p[-1] + 1 if p else 0].tolist(), self._draft)
         self.rows = {path: self.pair.rows(path) for path in itertools.product(range(3), repeat=2)}
 
+    def drafts(self, pair: Path) -> tuple[Distribution, Distribution]:
+        return self.drawn_from[0], self.drawn_from[pair[0] + 1]
+
     def _draft(self, path: Path) -> Distribution:
         return self.drawn_from[path[-1] + 1 if path else 0]
 
@@ -568,13 +580,31 @@ def guesses_of(chain: Chain, draws: int, key: KeyOf) -> list[Path]:
     return [tuple(pair) for pair in torch.stack(columns, dim=1).tolist()]
 
 
+def one_by_one(rule: Rule, guesses: Sequence[Path], chain: Chain) -> list[Outcome]:
+    return [
+        rule(pair, chain.rows[pair], chain.drafts(pair), START, SeededNoise(seed)) for seed, pair in enumerate(guesses)
+    ]
+
+
+def together(rule: Rule, guesses: Sequence[Path], chain: Chain) -> list[Outcome]:
+    """As sessions of a step, thousands at a time."""
+    mode = Verification.BLOCK if rule is acceptance.block else Verification.REJECTION
+    outcomes: list[Outcome] = []
+    for start in range(0, len(guesses), 8192):
+        part = guesses[start : start + 8192]
+        outcomes += acceptance.verify_drawn(
+            [Guess(START, 0, 0, pair, chain.drafts(pair)) for pair in part],
+            [mode] * len(part),
+            [SeededNoise(start + i) for i in range(len(part))],
+            torch.cat([chain.rows[pair] for pair in part]),
+        )
+    return outcomes
+
+
 def first_three(rule: Rule, draws: int, guesses: Sequence[Path], chain: Chain) -> Counter:
     """The first three tokens of each seed's text: one block, then plain tokens, all with the production noise."""
-    texts: list[list[int]] = []
-    for seed, pair in enumerate(guesses):
-        drawn_from = (chain.drawn_from[0], chain.drawn_from[pair[0] + 1])
-        outcome = rule(pair, chain.rows[pair], drawn_from, START, SeededNoise(seed))
-        texts.append([*pair[: len(outcome.path)], outcome.final])
+    outcomes = together(rule, guesses, chain) if rule in RULES else one_by_one(rule, guesses, chain)
+    texts = [[*pair[: len(outcome.path)], outcome.final] for pair, outcome in zip(guesses, outcomes, strict=True)]
     for length in (1, 2):
         short = [seed for seed, text in enumerate(texts) if len(text) == length]
         keys = [noise.key(seed, Use.FINAL, START + length) for seed in short]
