@@ -35,7 +35,9 @@ class ScheduledSession:
 
     @classmethod
     def of(cls, session: VerifySession, pending: Sequence[int], block: Guess, *, verifies: bool) -> ScheduledSession:
-        first = session.hidden_states.first_needed(session.cache_length, len(pending), len(session.committed))
+        states, first = session.hidden_states, None
+        if states.enabled:
+            first = states.first_needed(session.cache_length, len(pending), len(session.committed))
         return cls(session, tuple(pending), block, verifies, first)
 
     @property

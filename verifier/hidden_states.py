@@ -26,7 +26,7 @@ class HiddenStateBuffer:
     def first_needed(self, cache_length: int, num_tokens: int, committed: int) -> int | None:
         """Return the first of `num_tokens` after the cached ones whose hidden state is needed; None: of none."""
         first = max(0, committed - PROMPT_WINDOW - cache_length)
-        return first if self.enabled and first < num_tokens else None
+        return first if first < num_tokens else None
 
     def add(self, states: torch.Tensor) -> None:
         """Add the states of a prompt chunk; the next states follow them."""

@@ -160,6 +160,8 @@ class VerificationLoop:
 
     def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
         num_tokens = sum(item.num_tokens for item in batch)
+        verified = [result.verified for result in step.results if result.verified is not None]
+        num_committed = sum(len(each.tokens) for each in verified)
         for item, result in zip(batch, step.results, strict=True):
             session = item.session
             if session.closed:
@@ -186,7 +188,7 @@ class VerificationLoop:
                 batch_tokens=num_tokens,
                 session_tokens=item.num_tokens,
                 cached_tokens=session.num_cached_tokens,
-                step_tokens=step.num_committed,
+                step_tokens=num_committed,
             )
             session.num_cached_tokens = 0  # the first verdict carries it
             verdict = _verdict(item, result, timings)

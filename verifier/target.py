@@ -44,10 +44,6 @@ class VerifyStep:
     forward_us: int
     step_us: int
 
-    @property
-    def num_committed(self) -> int:
-        return sum(len(result.verified.tokens) for result in self.results if result.verified is not None)
-
 
 class VerifyTarget(Protocol):
     """A model with the KV caches of many sessions, which verifies their guesses in steps.
