@@ -365,7 +365,7 @@ async def test_a_fault_of_ours_is_told_and_survived(
     async def broken() -> bool:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(house.service.sessions, "durable", broken)
+    monkeypatch.setattr(house.service.sessions.store.connection, "answers", broken)
     reply = await web.get("/fleet", headers={"x-request-id": "mine"})
     assert reply.status_code == 500
     assert reply.headers["x-request-id"] == "mine"
