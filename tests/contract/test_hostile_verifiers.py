@@ -152,7 +152,7 @@ async def pair(
 async def until_it_had_one(pair: Pair) -> list[Output]:
     """Sessions until the other verifier was given one: it says that it has endless room, so that is soon."""
     outputs = []
-    for _ in range(40):
+    for _ in range(400):
         outputs += await asyncio.gather(*(pair.answer() for _ in range(2)))
         if pair.hostile.opened:
             return outputs
