@@ -97,7 +97,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     gamma: int = 0
-    features: bool = False
+    hidden_states: bool = False
     salt: str = ""
     draft_wait_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -150,7 +150,7 @@ async def _follow(loop: VerificationLoop, request: Request, drafter: Drafter, gr
         tuple(request.prompt),
         len(request.prompt),
         request.params,
-        features=request.features,
+        hidden_states=request.hidden_states,
         cache_salt=request.salt,
     )
     guide = None

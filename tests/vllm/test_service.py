@@ -93,7 +93,7 @@ def ranks(verifier: Process) -> list[int]:
 
 async def test_sessions_of_a_mixed_fleet_move_between_engines_with_the_same_text(fleet: Cluster) -> None:
     engines = {
-        worker.model.fingerprint: worker.model.text
+        worker.model.fingerprint: worker.model.text_digest
         for worker in server_info(fleet.address).workers
         if worker.role == pb.ROLE_VERIFIER
     }

@@ -140,7 +140,7 @@ async def test_hidden_states_are_those_of_our_own_engine_without_a_gap(vllm: Vll
     def asked() -> list[Request]:
         made = requests(4, gamma=3)
         for request in made:
-            request.features, request.salt = True, "no prefix of others"
+            request.hidden_states, request.salt = True, "no prefix of others"
         return made
 
     ours = asked()
