@@ -103,7 +103,7 @@ class _NewRunner(_Runner):
         ends = batch.cu_num_logits_np
         whole = batch.num_computed_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
         layout = StepRows(
-            batch.req_ids, (ends[1:] - ends[:-1]).tolist(), whole.tolist(), batch.query_start_loc_np.tolist()
+            batch.req_ids, (ends[1:] - ends[:-1]).tolist(), whole.tolist(), batch.query_start_loc_np[:-1].tolist()
         )
         committed = self._judge.verify(logits, self._hidden_states, layout)
         width = 1 if batch.num_draft_tokens == 0 else self._width + 1
