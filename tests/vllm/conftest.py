@@ -32,7 +32,7 @@ from outrider.engine.vllm.core import CoreOptions  # noqa: E402
 from outrider.engine.vllm.loading import LoadedCore, load_core  # noqa: E402
 from outrider.observability.metrics import VerifierMetrics  # noqa: E402
 from outrider.protocol.sampling_params import SamplingParams  # noqa: E402
-from outrider.protocol.speculation import FinishReason, Guess, Verdict  # noqa: E402
+from outrider.protocol.speculation import WHOLE, Distribution, FinishReason, Guess, Verdict  # noqa: E402
 from outrider.speculation.grammar import GrammarCompiler  # noqa: E402
 from outrider.testing.toy_models import make_model  # noqa: E402
 from verifier.engine_target import EngineTarget  # noqa: E402
@@ -171,6 +171,8 @@ async def _follow(loop: VerificationLoop, request: Request, drafter: Drafter, gr
         request.verdicts.append(reply)
         guesses = tuple(drafter(request))
         if guesses and reply.finish_reason is FinishReason.NONE:
-            session.add_guess(Guess(len(session.committed), first_id, 0, guesses))
+            needed = request.params.mode.needs_draft_probs
+            probs = tuple(Distribution((token,), (WHOLE,)) for token in guesses) if needed else ()
+            session.add_guess(Guess(len(session.committed), first_id, 0, guesses, probs))
             first_id += len(guesses)
             loop.wake()

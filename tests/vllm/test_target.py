@@ -104,9 +104,17 @@ async def test_logprobs_are_those_of_our_own_engine(vllm: VllmTarget, own: Engin
 async def test_sessions_that_draw_their_guesses_are_verified_alike(
     vllm: VllmTarget, own: EngineTarget, mode: Verification
 ) -> None:
-    """Without guesses here: drafts with distributions are compared through the whole system."""
-    first, second = (requests(4, temperature=1.0, verification=mode) for _ in range(2))
-    assert await run(loop_over(vllm), first) == await run(loop_over(own), second)
+    """With certain guesses that arrive before each step, both engines see the same blocks."""
+    plain = await run(loop_over(own), requests(4, temperature=1.0, verification=mode))
+    found = []
+    for target in (own, vllm):
+        guessed = requests(4, gamma=1, temperature=1.0, verification=mode)
+        for request in guessed:
+            request.draft_wait_s = 5.0
+        texts = await run(loop_over(target), guessed, from_truth(plain, "right"))
+        found.append((texts, [request.accepted for request in guessed]))
+    assert found[0] == found[1]
+    assert sum(found[1][1]) > 0
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="one runner is enough: masks do not pass through vLLM")
