@@ -197,9 +197,9 @@ def test_workers_report_to_the_coordinator_where_it_listens() -> None:
         assert "--coordinators=coordinator:50050" in BASE_SERVICES[name]["command"]
 
 
-def test_gpus_are_reserved_one_for_each_worker() -> None:
-    for name, default in (("verifier", "0"), ("drafter", "1")):
-        for variables, wanted in (({}, default), ({f"{name.upper()}_GPU": "5"}, "5")):
+def test_a_machine_with_one_gpu_is_enough_and_others_can_be_named() -> None:
+    for name in ("verifier", "drafter"):
+        for variables, wanted in (({}, "0"), ({f"{name.upper()}_GPU": "5"}, "5")):
             service = load(BASE, **variables)["services"][f"{name}-gpu"]
             (device,) = service["deploy"]["resources"]["reservations"]["devices"]
             assert device == {"driver": "nvidia", "device_ids": [wanted], "capabilities": ["gpu"]}
@@ -256,6 +256,21 @@ def test_only_workers_get_torch() -> None:
     assert not [need for need in project["dependencies"] if need.startswith(("torch", "accelerate"))]
     for path in (ROOT / "deploy").glob("Dockerfile.*"):
         assert ("'models'" in path.read_text()) == (path.suffix == ".worker"), path.name
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_workers_on_cuda_get_the_compiler_that_triton_needs(cuda: bool, tmp_path: Path) -> None:
+    """The last stage's own command, with the packages that torch brings and with an `apt-get` that notes its calls."""
+    last_stage = (ROOT / "deploy" / "Dockerfile.worker").read_text().rpartition("\nFROM ")[2]
+    (command,) = [run for run in re.findall(r"^RUN ((?:\\\n|.)+)$", last_stage, re.MULTILINE) if "apt-get" in run]
+    (tmp_path / "lib" / "python3.11" / "site-packages" / ("triton" if cuda else "torch")).mkdir(parents=True)
+    (tmp_path / "apt-get").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    (tmp_path / "apt-get").chmod(0o755)
+    command = command.replace("/opt/venv", str(tmp_path)).replace("/var/lib/apt/lists", str(tmp_path / "lists"))
+    subprocess.run(["sh", "-ec", command], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True, timeout=10)
+    calls = (tmp_path / "calls").read_text().splitlines() if cuda else []
+    assert (tmp_path / "calls").exists() == cuda
+    assert calls == (["update", "install -y --no-install-recommends gcc libc6-dev"] if cuda else [])
 
 
 def test_prometheus_looks_where_the_services_show_their_metrics() -> None:
