@@ -17,6 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from outrider.models.gguf import QuantizedRows, quantized_rows
+
 NormKind = Literal["rms", "layer"]
 Cosines = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,8 +41,9 @@ class UnsupportedModel(Exception):
 class Linear:
     """A linear map."""
 
-    weight: torch.Tensor  # [outputs, inputs]
+    weight: torch.Tensor  # [outputs, inputs]; on the meta device where `quantized` has it
     bias: torch.Tensor | None = None
+    quantized: QuantizedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +277,9 @@ _FAMILIES: dict[str, Callable[[Any], ModelSpec]] = {
 def _linear(module: Any) -> Linear:
     weight = module.weight.detach()
     bias = getattr(module, "bias", None)
-    return Linear(weight.T if isinstance(module, Conv1D) else weight, None if bias is None else bias.detach())
+    if isinstance(module, Conv1D):
+        weight = weight.T
+    return Linear(weight, None if bias is None else bias.detach(), quantized_rows(module))
 
 
 def _joined(parent: Any, whole: str, *parts: str) -> Linear:
@@ -286,12 +291,18 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if biases and len(biases) < len(linears):
         raise UnsupportedModel("some of the joined projections have a bias and some have none")
+    bias = torch.cat(biases) if biases else None
+    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
+    if len(quantized) == len(linears) and len({part.kind for part in quantized}) == 1:
+        rows = torch.cat([part.rows for part in quantized])
+        joined = QuantizedRows(quantized[0].kind, rows, quantized[0].inputs)
+        return Linear(torch.empty(len(rows), joined.inputs, device="meta"), bias, joined)
     with torch.inference_mode(False), torch.no_grad():  # the model stays trainable
         weight = torch.cat([linear.weight for linear in linears])
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
     for module, part in zip(modules, parts_of, strict=True):
         module.weight.data = part
-    return Linear(weight, torch.cat(biases) if biases else None)
+    return Linear(weight, bias)
 
 
 def _sorted_by_kind(linear: Linear, heads: int, dim: int) -> Linear:
@@ -306,13 +317,13 @@ def _sorted_by_kind(linear: Linear, heads: int, dim: int) -> Linear:
 def _rms(module: Any, from_one: bool) -> Norm:
     """Return an RMS norm. With `from_one` (the Gemmas), the stored weight is its distance from 1."""
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    weight = module.weight.detach().float()
+    weight = module.weight.detach().to(torch.float32, copy=True)  # a view would keep the model's file mapped
     return Norm("rms", weight + 1.0 if from_one else weight, float(eps))
 
 
 def _layer_norm(module: Any) -> Norm:
-    bias = None if module.bias is None else module.bias.detach().float()
-    return Norm("layer", module.weight.detach().float(), float(module.eps), bias)
+    bias = None if module.bias is None else module.bias.detach().to(torch.float32, copy=True)
+    return Norm("layer", module.weight.detach().to(torch.float32, copy=True), float(module.eps), bias)
 
 
 def _activation(name: str) -> str:

@@ -1,12 +1,40 @@
-"""Model sources for from_pretrained, and the conversion of GGUF files to safetensors."""
+"""Model sources for from_pretrained, the conversion of GGUF files to safetensors, and the blocks of such files.
+
+A converted folder keeps the GGUF file. An index names the weights whose blocks dequantise to exactly what was
+converted. An engine may read those blocks in place of the float32 weights.
+"""
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+_FILE, INDEX = "weights.gguf", "gguf.json"
+_KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows of a weight in the blocks of a GGUF file."""
+
+    kind: int  # number of the block format in ggml
+    rows: torch.Tensor  # [outputs, bytes of a row], mapped from the file
+    inputs: int
+
+    def dequantize(self, which: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """Return rows as float32."""
+        return torch.from_numpy(
+            gguf.quants.dequantize(self.rows[which].numpy(), gguf.GGMLQuantizationType(self.kind))
+        ).view(-1, self.inputs)
 
 
 def pretrained_source(path: Path | str) -> dict[str, Any]:
@@ -31,3 +59,74 @@ def convert_gguf(source: Path, into: Path) -> None:
     for weights in into.glob("*.safetensors"):
         weights.chmod(0o644)  # services may run as other users
     AutoTokenizer.from_pretrained(**options).save_pretrained(into)
+    index_gguf(source, into)
+
+
+def index_gguf(source: Path, folder: Path) -> None:
+    """Put a GGUF file into the folder it was converted to, with an index of its blocks."""
+    (folder / _FILE).unlink(missing_ok=True)
+    try:
+        os.link(source, folder / _FILE)
+    except OSError:  # another file system
+        (folder / _FILE).symlink_to(source)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    reader = gguf.GGUFReader(source)
+    names = gguf.get_tensor_name_map(
+        {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[reader.fields["general.architecture"].contents()],
+        model.config.num_hidden_layers,
+    )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    data, index = _mapped(folder), {}
+    for name, weight in model.named_parameters():
+        tensor = tensors.get(names.get_name(name, try_suffixes=(".weight",)) or "")
+        if tensor is None or tensor.tensor_type not in _KINDS:
+            continue
+        place: dict[str, Any] = {"kind": tensor.tensor_type, "start": tensor.data_offset, "size": tensor.n_bytes}
+        for heads in {0, model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", 0)}:
+            entry = {key: int(value) for key, value in (place | {"heads": heads}).items()}
+            if len(weight) % max(1, 2 * heads) == 0 and torch.equal(_rows(data, weight, entry).dequantize(), weight):
+                index[name] = entry
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def attach_rows(model: PreTrainedModel, folder: Path) -> None:
+    """Attach the blocks of its GGUF file, mapped into memory, to each weight of a converted model that has them."""
+    if not (folder / INDEX).is_file() or not (folder / _FILE).is_file():
+        return
+    data, index = _mapped(folder), json.loads((folder / INDEX).read_text())
+    for name, weight in model.named_parameters():
+        if name in index:
+            weight.quantized = _rows(data, weight, index[name])
+
+
+def quantized_rows(module: Any) -> QuantizedRows | None:
+    """Return the blocks of a module's weight."""
+    return getattr(module.weight, "quantized", None)
+
+
+def read_embeddings_from_rows(embeddings: Any) -> None:
+    """Let an embedding dequantise the rows it is asked for, and drop its weight."""
+    quantized = quantized_rows(embeddings)
+    assert quantized is not None
+
+    def look_up(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        (ids,) = inputs
+        module.weight.data = quantized.dequantize(ids.reshape(-1))
+        return (torch.arange(ids.numel()).view(ids.shape),)
+
+    embeddings.register_forward_pre_hook(look_up)
+    embeddings.weight.data = torch.empty(0)
+    embeddings.padding_idx = None  # a gradient's business; it counts rows of the dropped weight
+
+
+def _mapped(folder: Path) -> torch.Tensor:
+    with (folder / _FILE).open("rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _rows(data: torch.Tensor, weight: torch.Tensor, entry: Mapping[str, int]) -> QuantizedRows:
+    """Return the rows of `weight` in a file's bytes. With `heads`, llama.cpp interleaved the halves of each head."""
+    rows = data[entry["start"] : entry["start"] + entry["size"]].view(len(weight), -1)
+    if entry["heads"]:
+        rows = rows.view(entry["heads"], -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+    return QuantizedRows(entry["kind"], rows, weight.shape[1])

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -63,11 +64,10 @@ def default_path() -> Path:
 def fetch_default(progress: Progress) -> Path:
     """Return the default target's folder; download and convert it first if needed."""
     target = default_path()
-    if (target / "config.json").is_file():
+    if _is_complete(target):
         return target  # no lock: the folder may be read-only
     with _lock(target):
-        if not (target / "config.json").is_file():
-            _convert_into(_default_gguf(progress), target, progress)
+        _convert_into(_default_gguf, target, progress)
     return target
 
 
@@ -76,15 +76,26 @@ def convert(source: Path, progress: Progress) -> Path:
     stamp = f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}"
     target = home() / "models" / f"{source.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
     with _lock(target):
-        if not (target / "config.json").is_file():
-            _convert_into(source, target, progress)
+        _convert_into(lambda _: source, target, progress)
     return target
 
 
-def _convert_into(source: Path, target: Path, progress: Progress) -> None:
+def _is_complete(folder: Path) -> bool:
+    """Return whether a folder was converted, and has the index of its GGUF file unless it cannot be written."""
+    return (folder / "config.json").is_file() and ((folder / "gguf.json").is_file() or not os.access(folder, os.W_OK))
+
+
+def _convert_into(find: Callable[[Progress], Path], target: Path, progress: Progress) -> None:
+    """Convert a GGUF file unless that was done before; earlier releases converted without an index."""
+    if _is_complete(target):
+        return
     # Imported on use: conversion needs torch, locating does not.
     module = importlib.import_module("outrider.models.gguf")
+    source = find(progress)
     progress(f"converting {source.name} (once)")
+    if (target / "config.json").is_file():
+        module.index_gguf(source, target)
+        return
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"
         module.convert_gguf(source, made)

@@ -27,7 +27,7 @@ from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import error_text, make_engine, startup_errors
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import pretrained_source
+from outrider.models.gguf import attach_rows, pretrained_source
 from outrider.models.hub import locate
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -54,7 +54,7 @@ def load_model(
     options: EngineOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
     rank_group: RankGroup | None = None,
-    change: Callable[[PreTrainedModel], None] = lambda _: None,
+    change: Callable[[PreTrainedModel], None] | None = None,
 ) -> LoadedModel:
     """Load a model, or a rank's share of it, and run real steps. `change` may replace weights before that.
 
@@ -89,7 +89,10 @@ def load_model(
             value=name,
             limit="a model with safetensors or GGUF",
         ) from error
-    change(model)
+    if change is not None:
+        change(model)
+    elif isinstance(path, Path) and dtype == torch.float32 and device.type == "cpu" and options.quantization == "none":
+        attach_rows(model, path)
     model = model.to(device).eval()
     with startup_errors(name, type(model).__name__):
         info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)

@@ -1,4 +1,4 @@
-"""The engine for CPUs: kernels in one C file, compiled on the machine that runs them."""
+"""The engine for CPUs: kernels in C, compiled on the machine that runs them."""
 
 from outrider.engine.native.build import NoCompiler
 from outrider.engine.native.engine import NativeEngine

@@ -1,6 +1,6 @@
-"""Compilation of kernels.c, once per machine and source, and loading of the result.
+"""Compilation of the kernels, once per machine and source, and loading of the result.
 
-`python -m outrider.engine.native.build DIRECTORY` compiles it ahead for
+`python -m outrider.engine.native.build DIRECTORY` compiles them ahead for
 machines without a compiler, such as containers.
 """
 
@@ -9,19 +9,22 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from outrider.base.config import home
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_AHEAD = Path(__file__).with_name("built")
+_FOLDER = Path(__file__).parent
+_AHEAD = _FOLDER / "built"
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 # Instruction sets that are compiled ahead, best first, with torch's name of the capability that each needs.
 _LEVELS = {"x86-64-v4": "avx512_bw", "x86-64-v3": "avx2"}
@@ -44,10 +47,23 @@ def load(built: Path) -> ctypes.CDLL:
         found = ctypes.CDLL(str(built))
     except OSError as error:
         raise NoCompiler(f"{built.name} cannot be loaded: {error}") from error
-    for name in ("arithmetic", "lanes", "page", "most_queries", "forward"):
-        getattr(found, f"outrider_{name}").restype = ctypes.c_int
+    found.outrider_packed_size.restype = found.outrider_scratch.restype = ctypes.c_int64
     found.outrider_cap.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float)
     return found
+
+
+def structures() -> SimpleNamespace:
+    """Return the kernels' structures, as their header declares them."""
+    found: dict[str, Any] = {"int32_t": ctypes.c_int32, "long": ctypes.c_long, "float": ctypes.c_float}
+    header = (_FOLDER / "model.h").read_text()
+    for body, name in re.findall(r"^typedef struct \{\n(.*?)^\} (\w+);", header, re.MULTILINE | re.DOTALL):
+        fields = []
+        for kind, declared in re.findall(r"^    (?:const )?(\w+) ([^;]+);", body, re.MULTILINE):
+            for pointer, field, count in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", declared):
+                one = ctypes.c_void_p if pointer else found[kind]
+                fields.append((field, one * int(count) if count else one))
+        found[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**found)
 
 
 def compile_for(march: str, into: Path) -> Path:
@@ -60,17 +76,17 @@ def compile_for(march: str, into: Path) -> Path:
         raise NoCompiler("there is no C compiler (cc) on this machine")
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
-        parts = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
+        sources = sorted(_FOLDER.glob("*.c"))
         # Linked without OpenMP: torch has loaded its library already, and two thread pools would compete.
         commands = (
-            [compiler, *_FLAGS, f"-march={march}", "-c", str(_SOURCE), "-o", str(parts[0])],
-            [compiler, "-shared", str(parts[0]), "-o", str(parts[1]), "-lm"],
+            [compiler, *_FLAGS, f"-march={march}", "-c", *map(str, sources)],
+            [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "kernels.so", "-lm"],
         )
         for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoCompiler(f"{compiler} failed: {done.stderr.strip()[:500]}")
-        parts[1].rename(target)  # atomic: several processes may compile at once
+        Path(scratch, "kernels.so").rename(target)  # atomic: several processes may compile at once
     return target
 
 
@@ -89,8 +105,9 @@ def _built_here() -> Path:
 
 def _digest(march: str) -> str:
     """Return a digest of everything that decides the compiled result."""
-    digest = hashlib.sha256(_SOURCE.read_bytes())
-    digest.update(" ".join(_FLAGS).encode())
+    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    for source in sorted(_FOLDER.glob("*.[ch]")):
+        digest.update(source.read_bytes())
     if march == "native":
         digest.update(_processor().encode())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The engine that runs a model spec with kernels.c: weights in panels, keys and values in blocks."""
+"""The engine that runs a model spec with the CPU kernels: weights in panels, keys and values in blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from outrider.engine import model_spec as specs
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.native.build import library
+from outrider.engine.native.build import library, structures
 from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
@@ -25,80 +25,10 @@ _MAPPING = 256 << 20
 _LINE = 64
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _NORMS = {"rms": 1, "layer": 2}
+_LAYER_NORMS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = [
-        ("weights", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    ]
-
-
-class _NativeNorm(ctypes.Structure):
-    _fields_ = [
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-    ]
-
-
-class _NativeLayer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Linear) for name in ("qkv", "out", "up", "down")),
-        *((name, _NativeNorm) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("window", ctypes.c_int32),
-        ("rope", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("unused", ctypes.c_int32),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        ("layers", ctypes.POINTER(_NativeLayer)),
-        ("final", _NativeNorm),
-        ("head", _Linear),
-        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("inner", "rotated", "gated", "activation", "parallel")),
-        ("softcap", ctypes.c_float),
-        ("unused", ctypes.c_int32),
-    ]
-
-
-class _Segment(ctypes.Structure):
-    _fields_ = [
-        ("start", ctypes.c_int32),
-        ("count", ctypes.c_int32),
-        ("base", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("table", ctypes.c_void_p),
-        ("sees", ctypes.c_void_p),
-        ("depths", ctypes.c_void_p),
-    ]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("rows", "num_segments", "num_wanted", "num_logits", "threads", "unused")),
-        ("segments", ctypes.POINTER(_Segment)),
-        ("wanted", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p * 2),
-        ("sin", ctypes.c_void_p * 2),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "hidden", "logits", "normed", "mixed", "inner", "attended", "scores")
-        ),
-        ("scores_per_thread", ctypes.c_int64),
-    ]
+_SAME = ("hidden", "heads", "kv_heads", "head_dim", "inner", "rotated", "gated", "parallel", "softcap")
+_C = structures()
 
 
 class NativeEngine(PagedEngine):
@@ -120,7 +50,7 @@ class NativeEngine(PagedEngine):
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
         self._threads = threads or torch.get_num_threads()
-        self._inner, self._vocab = spec.inner, spec.head.weight.shape[0]
+        self._vocab = spec.head.weight.shape[0]
         self._panel = 2 * self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
@@ -134,24 +64,16 @@ class NativeEngine(PagedEngine):
         per_block = (len(spec.layers), blocks, spec.kv_heads)
         self._keys = cache.take((*per_block, BLOCK_TOKENS // lanes, spec.head_dim, lanes), torch.float32)
         self._values = cache.take((*per_block, dim_streams, BLOCK_TOKENS, lanes), torch.float32)
-        self._layers = (_NativeLayer * len(spec.layers))(
+        self._layers = (_C.Layer * len(spec.layers))(
             *(self._layer(layer, i, weights) for i, layer in enumerate(spec.layers))
         )
-        self._model = _Model(
-            layers=self._layers,
+        self._model = _C.Model(
+            layers=ctypes.addressof(self._layers),
             final=self._norm(spec.final),
             head=self._linear(spec.head, weights),
             num_layers=len(spec.layers),
-            hidden=spec.hidden,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            inner=spec.inner,
-            rotated=spec.rotated,
-            gated=spec.gated,
             activation=_ACTIVATIONS[spec.activation],
-            parallel=spec.parallel,
-            softcap=spec.softcap,
+            **{name: getattr(spec, name) for name in _SAME},
         )
         # The weights are packed: drop the references to the originals.
         self._spec = replace(spec, layers=(), head=specs.Linear(torch.empty(0)))
@@ -169,33 +91,24 @@ class NativeEngine(PagedEngine):
             x = step.input_embeddings.to(torch.float32, copy=True)  # the kernels write to it
         rotations = [tuple(part.float().contiguous() for part in rotate(positions)) for rotate in spec.rotations]
         segments, alive = self._segments(step)
-        longest = max(-(-(segment.base + segment.count) // BLOCK_TOKENS) * BLOCK_TOKENS for segment in step.segments)
-        most = self._library.outrider_most_queries()
-        mixed = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        dims = -(-spec.head_dim // self._panel) * self._panel
-        per_thread = -(-most * (longest + spec.head_dim + dims + 2) // 64) * 64
         hidden = self._buffer("hidden", outputs, spec.hidden)
         logits = self._buffer("logits", step.num_logits, self._vocab)
-        step_args = _Step(
+        step_args = _C.Step(
             rows=tokens,
             num_segments=len(step.segments),
             num_wanted=outputs,
             num_logits=step.num_logits,
             threads=self._threads,
-            segments=segments,
+            segments=ctypes.addressof(segments),
             wanted=_address(alive, torch.tensor(step.outputs, dtype=torch.int32)),
             cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in rotations)),
             sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in rotations)),
             x=x.data_ptr(),
             hidden=hidden.data_ptr(),
             logits=logits.data_ptr(),
-            normed=self._buffer("normed", tokens, spec.hidden).data_ptr(),
-            mixed=self._buffer("mixed", tokens, max(mixed, self._inner, spec.hidden)).data_ptr(),
-            inner=self._buffer("inner", tokens, self._inner * (2 if spec.gated else 1)).data_ptr(),
-            attended=self._buffer("attended", tokens, max(spec.heads * spec.head_dim, spec.hidden)).data_ptr(),
-            scores=self._buffer("scores", self._threads, per_thread).data_ptr(),
-            scores_per_thread=per_thread,
         )
+        scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(step_args))
+        step_args.scratch = self._buffer("scratch", 1, scratch).data_ptr()
         if self._library.outrider_forward(ctypes.byref(self._model), ctypes.byref(step_args)):
             raise MemoryError("no memory for a step")
         if spec.logit_softcap:
@@ -213,7 +126,7 @@ class NativeEngine(PagedEngine):
     def _segments(self, step: ForwardStep) -> tuple[Any, list[torch.Tensor]]:
         """Return the kernels' segments, and the tensors that must stay alive while they are read."""
         alive: list[torch.Tensor] = []
-        segments = (_Segment * len(step.segments))()
+        segments = (_C.Segment * len(step.segments))()
         for to, segment in zip(segments, step.segments, strict=True):
             to.start, to.count, to.base = segment.start, segment.count, segment.base
             to.table = _address(alive, torch.tensor(segment.blocks, dtype=torch.int32))
@@ -230,13 +143,10 @@ class NativeEngine(PagedEngine):
             buffer = self._buffers[name] = torch.empty(max(1, height * width))
         return buffer[: height * width].view(height, width)
 
-    def _layer(self, layer: specs.Layer, index: int, weights: str) -> _NativeLayer:
-        return _NativeLayer(
+    def _layer(self, layer: specs.Layer, index: int, weights: str) -> Any:
+        return _C.Layer(
             **{name: self._linear(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
-            **{
-                name: self._norm(getattr(layer, name))
-                for name in ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")
-            },
+            **{name: self._norm(getattr(layer, name)) for name in _LAYER_NORMS},
             keys=self._keys[index].data_ptr(),
             values=self._values[index].data_ptr(),
             window=layer.window or 0,
@@ -244,9 +154,19 @@ class NativeEngine(PagedEngine):
             scale=layer.scale,
         )
 
-    def _linear(self, linear: specs.Linear, weights: str) -> _Linear:
+    def _linear(self, linear: specs.Linear, weights: str) -> Any:
+        outputs, inputs = linear.weight.shape
+        made = _C.Linear(inputs=inputs, outputs=outputs, kind=_KINDS[weights])
+        made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
+        if linear.quantized is not None and weights == "float32":
+            size = self._library.outrider_packed_size(linear.quantized.kind, ctypes.byref(made))
+            made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
+            rows = linear.quantized.rows.contiguous()
+            self._library.outrider_pack(
+                linear.quantized.kind, ctypes.c_void_p(rows.data_ptr()), ctypes.byref(made), self._threads
+            )
+            return made
         weight, scales = linear.weight.float(), None
-        outputs, inputs = weight.shape
         if weights == "int8":
             scales = weight.abs().amax(dim=1).clamp_(min=1e-12) / 127
             weight = (weight / scales[:, None]).round_().to(torch.int8)
@@ -257,19 +177,13 @@ class NativeEngine(PagedEngine):
             weight = torch.cat([weight, weight.new_zeros(missing, inputs)])
         packed = self._memory.take((len(weight) // self._panel, 2, inputs, self._panel // 2), weight.dtype)
         packed.copy_(weight.view(-1, 2, self._panel // 2, inputs).transpose(2, 3))
-        return _Linear(
-            weights=_address(self._referenced, packed),
-            scales=_address(self._referenced, scales),
-            bias=_address(self._referenced, None if linear.bias is None else linear.bias.float()),
-            inputs=inputs,
-            outputs=outputs,
-            kind=_KINDS[weights],
-        )
+        made.weights, made.scales = _address(self._referenced, packed), _address(self._referenced, scales)
+        return made
 
-    def _norm(self, norm: specs.Norm | None) -> _NativeNorm:
+    def _norm(self, norm: specs.Norm | None) -> Any:
         if norm is None:
-            return _NativeNorm()
-        return _NativeNorm(
+            return _C.Norm()
+        return _C.Norm(
             weight=_address(self._referenced, norm.weight),
             bias=_address(self._referenced, norm.bias),
             eps=norm.eps,

@@ -131,5 +131,5 @@ def test_bits_change_only_with_the_kernels_version(level: str, monkeypatch: pyte
     found = digests()
     assert (built.outrider_arithmetic(), found) == (VERSION, GOLDEN), (
         "the kernels' results have other bits, or another version, than those kept here: raise ARITHMETIC in "
-        f"kernels.c, and put the new version and digests into {Path(__file__).name}: {found}"
+        f"forward.c, and put the new version and digests into {Path(__file__).name}: {found}"
     )

@@ -1,0 +1,201 @@
+/* Attention over keys and values in pages. The largest score comes before the sums, and sums go key by key in order, so
+ * masked keys between others change nothing (trees). */
+
+#include "model.h"
+
+static void turn(float *restrict head, const float *restrict cos, const float *restrict sin, int rotated) {
+    int half = rotated / 2;
+    for (int i = 0; i < half; i++) {
+        float a = head[i], b = head[half + i];
+        head[i] = fused_one(a, cos[i], -(b * sin[i]));
+        head[half + i] = fused_one(b, cos[half + i], a * sin[half + i]);
+    }
+}
+
+INLINE long key_at(const Model *model, int page, int head, int offset, int dim) {
+    long stream = ((long)page * model->kv_heads + head) * (PAGE / LANES) + offset / LANES;
+    return (stream * model->head_dim + dim) * LANES + offset % LANES;
+}
+
+INLINE int value_panels(const Model *model) { return (model->head_dim + PANEL - 1) / PANEL; }
+
+INLINE long value_at(const Model *model, int page, int head, int dim, int offset) {
+    long stream = ((long)page * model->kv_heads + head) * 2 * value_panels(model) + dim / LANES;
+    return (stream * PAGE + offset) * LANES + dim % LANES;
+}
+
+/* Norms and rotation of queries and keys, and the copy of keys and values into their pages. */
+static void cache_row(const Model *model, const Layer *layer, const Step *step, const Segment *segment, int i,
+                      float *qkv) {
+    int row = segment->start + i, dim = model->head_dim;
+    float *queries = qkv, *keys = qkv + model->heads * dim, *values = keys + model->kv_heads * dim;
+    int slot = segment->base + i, page = segment->table[slot / PAGE], offset = slot % PAGE;
+    for (int h = 0; h < model->heads + model->kv_heads; h++) {
+        float *head = qkv + h * dim;
+        const Norm *norm = h < model->heads ? &layer->query : &layer->key;
+        if (norm->kind) normalise(norm, head, dim, head);
+        if (layer->rope >= 0)
+            turn(head, step->cos[layer->rope] + (long)row * model->rotated,
+                 step->sin[layer->rope] + (long)row * model->rotated, model->rotated);
+    }
+    for (int i = 0; i < model->heads * dim; i++) queries[i] *= layer->scale;
+    for (int h = 0; h < model->kv_heads; h++) {
+        float *to = layer->keys + key_at(model, page, h, offset, 0);
+        for (int d = 0; d < dim; d++) to[(long)d * LANES] = keys[h * dim + d];
+        for (int d = 0; d < dim; d += LANES)
+            memcpy(layer->values + value_at(model, page, h, d, offset), values + h * dim + d,
+                   4 * (size_t)(dim - d < LANES ? dim - d : LANES));
+    }
+}
+
+/* The slots of a page that a row does not attend to. */
+static void hide(const Segment *segment, int i, int window, int first, float *scores) {
+    if (!segment->sees && !window) { /* a chain: all later tokens */
+        for (int j = segment->base + i + 1 > first ? segment->base + i + 1 - first : 0; j < PAGE; j++)
+            scores[j] = -INFINITY;
+        return;
+    }
+    int position = segment->base + (segment->depths ? segment->depths[i] : i);
+    for (int j = 0; j < PAGE; j++) {
+        int slot = first + j, fresh = slot - segment->base, seen, at = slot;
+        if (fresh < 0)
+            seen = 1;
+        else if (fresh >= segment->count)
+            seen = 0;
+        else if (segment->sees) {
+            seen = segment->sees[i * segment->count + fresh];
+            at = segment->base + segment->depths[fresh];
+        } else
+            seen = fresh <= i;
+        if (!seen || (window && position - at >= window)) scores[j] = -INFINITY;
+    }
+}
+
+INLINE int all_finite(const float *x, long count) {
+    vec zeros = {0};
+    for (long i = 0; i < count; i += LANES) zeros = fused(load(x + i), (vec){0}, zeros);
+    for (int i = 0; i < LANES; i++)
+        if (zeros[i] != 0) return 0;
+    return 1;
+}
+
+/* A weight of 0 does not keep a NaN or an infinity out of a sum, so masked keys are left out. All other rows keep their
+ * bits. */
+static void weigh_seen(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int row, int begin,
+                       int end, const float *weights, float *out) {
+    int panels = value_panels(model);
+    memset(out, 0, 4 * (size_t)panels * PANEL);
+    for (int first = begin; first < end; first += PAGE, weights += PAGE) {
+        float seen[PAGE] = {0};
+        if (first + PAGE > segment->base || layer->window) hide(segment, row, layer->window, first, seen);
+        const float *values = layer->values + value_at(model, segment->table[first / PAGE], kv_head, 0, 0);
+        for (int j = 0; j < PAGE && first + j < end; j++)
+            for (int v = 0; v < panels && seen[j] == 0; v++)
+                go_on_floats(1, weights, PAGE, values + v * PANEL * PAGE, PAGE, j, j + 1,
+                             (Ahead){(const char *)values, 0}, out + v * PANEL, PANEL);
+    }
+}
+
+/* Queries of a session that share a key head: query q belongs to row q / group. */
+static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
+                   int count, const float *qkv, long qkv_stride, float *attended, float *scores) {
+    int dim = model->head_dim, group = model->heads / model->kv_heads, panels = value_panels(model);
+    int first_row = first_query / group, last_row = (first_query + count - 1) / group;
+    float *queries = scores, *out = queries + (long)MAX_ROWS * dim;
+    float *peaks = out + (long)MAX_ROWS * panels * PANEL, *totals = peaks + MAX_ROWS;
+    int rows[MAX_ROWS], heads[MAX_ROWS];
+    scores = totals + MAX_ROWS;
+    for (int q = 0; q < count; q++) {
+        rows[q] = (first_query + q) / group;
+        heads[q] = kv_head * group + (first_query + q) % group;
+        memcpy(queries + q * dim, qkv + (segment->start + rows[q]) * qkv_stride + heads[q] * dim, 4 * (size_t)dim);
+    }
+    int end = segment->base + (segment->sees ? segment->count : last_row + 1), begin = 0;
+    if (layer->window) {
+        int lowest = segment->base + (segment->depths ? 0 : first_row) - layer->window + 1;
+        begin = lowest > 0 ? lowest / PAGE * PAGE : 0;
+    }
+    int pages = (end - begin + PAGE - 1) / PAGE;
+    long stride = (long)pages * PAGE;
+    for (int q = 0; q < count; q++) peaks[q] = -INFINITY, totals[q] = 0;
+
+    for (int p = 0; p < pages; p++) {
+        int first = begin + p * PAGE, page = segment->table[first / PAGE];
+        const float *keys = layer->keys + key_at(model, page, kv_head, 0, 0);
+        const float *next = p + 1 < pages ? layer->keys + key_at(model, segment->table[first / PAGE + 1], kv_head, 0, 0)
+                                          : layer->values + value_at(model, segment->table[begin / PAGE], kv_head, 0, 0);
+        for (int part = 0; part < PAGE; part += PANEL)
+            begin_floats(count, queries, dim, keys + part * dim, dim, 0, dim, (Ahead){(const char *)next, 4 * LANES},
+                         scores + p * PAGE + part, stride);
+        int hidden = first + PAGE > segment->base || layer->window;
+        for (int q = 0; q < count; q++) {
+            float *row = scores + q * stride + p * PAGE;
+            if (model->softcap > 0)
+                cap_scores(row, PAGE, model->softcap);
+            if (hidden) hide(segment, rows[q], layer->window, first, row);
+            vec peak = load(row);
+            for (int j = LANES; j < PAGE; j += LANES) peak = larger(peak, load(row + j));
+            for (int j = 0; j < LANES; j++)
+                if (peak[j] > peaks[q]) peaks[q] = peak[j];
+        }
+    }
+    memset(out, 0, 4 * (size_t)count * panels * PANEL);
+    for (int p = 0; p < pages; p++) {
+        int page = segment->table[begin / PAGE + p];
+        int used = end - begin - p * PAGE < PAGE ? end - begin - p * PAGE : PAGE; /* later slots are undefined */
+        float *part = scores + p * PAGE;
+        for (int q = 0; q < count; q++)
+            for (int j = 0; j < PAGE; j += LANES) {
+                float *at = part + q * stride + j;
+                store(at, exponential(load(at) - peaks[q]));
+            }
+        for (int j = 0; j < used; j++)
+            for (int q = 0; q < count; q++) totals[q] += part[q * stride + j];
+        const float *values = layer->values + value_at(model, page, kv_head, 0, 0);
+        const float *next = p + 1 < pages
+                                ? layer->values + value_at(model, segment->table[begin / PAGE + p + 1], kv_head, 0, 0)
+                                : values;
+        for (int v = 0; v < panels; v++)
+            go_on_floats(count, part, stride, values + v * PANEL * PAGE, PAGE, 0, used,
+                         (Ahead){(const char *)next, 4 * LANES}, out + v * PANEL, (long)panels * PANEL);
+    }
+    for (int q = 0; q < count; q++) {
+        float *to = attended + ((long)(segment->start + rows[q]) * model->heads + heads[q]) * dim;
+        if (!all_finite(out + q * panels * PANEL, (long)panels * PANEL))
+            weigh_seen(model, layer, segment, kv_head, rows[q], begin, end, scores + q * stride, out + q * panels * PANEL);
+        float factor = 1.0f / totals[q];
+        for (int d = 0; d < dim; d++) to[d] = out[q * panels * PANEL + d] * factor;
+    }
+}
+
+int list_tasks(const Model *model, const Step *step, Task *tasks) {
+    int group = model->heads / model->kv_heads, n = 0;
+    int together = group < MAX_ROWS ? MAX_ROWS / group * group : MAX_ROWS;
+    for (int s = 0; s < step->num_segments; s++)
+        for (int first = 0; first < step->segments[s].count * group; first += together)
+            for (int h = 0; h < model->kv_heads; h++) {
+                int left = step->segments[s].count * group - first;
+                if (tasks) tasks[n] = (Task){s, h, first, left < together ? left : together};
+                n++;
+            }
+    return n;
+}
+
+void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
+    long stride = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
+#pragma omp parallel num_threads(step->threads)
+    {
+#pragma omp for schedule(static)
+        for (int row = 0; row < step->rows; row++) {
+            int s = 0;
+            while (row >= step->segments[s].start + step->segments[s].count) s++;
+            cache_row(model, layer, step, &step->segments[s], row - step->segments[s].start,
+                      step->mixed + row * stride);
+        }
+#pragma omp for schedule(dynamic)
+        for (int t = 0; t < num_tasks; t++) {
+            attend(model, layer, &step->segments[tasks[t].segment], tasks[t].kv_head, tasks[t].first, tasks[t].count,
+                   step->mixed, stride, step->attended, step->scores + omp_get_thread_num() * step->scores_per_thread);
+        }
+    }
+}

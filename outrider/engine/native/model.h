@@ -1,0 +1,95 @@
+/* The structures that engine.py fills (build.py reads their declarations), and what the files offer each other. */
+
+#pragma once
+
+#include "vectors.h"
+
+#define PAGE 32           /* tokens of a page; a multiple of every PANEL */
+#define PANEL (2 * LANES) /* outputs computed together */
+#define FAR 4096 /* prefetch distance of weights from memory for one block of rows, bytes */
+#define NEAR 640 /* and from the second-level cache into the first */
+
+/* How weights are packed. The first three: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
+ * streams of weights use more memory bandwidth than one. The others are the blocks of GGUF files, see formats.h. */
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NIBBLES = 3, BYTES = 4, NIBBLES_K = 5, BYTES_5K = 6, BYTES_6K = 7 };
+enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
+enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
+
+typedef struct {
+    const void *weights;
+    const float *scales; /* one per output, int8 only */
+    const float *bias;   /* or null */
+    int32_t inputs, outputs, kind, unused;
+} Linear;
+
+typedef struct {
+    const float *weight, *bias; /* bias may be null */
+    float eps;
+    int32_t kind;
+} Norm;
+
+typedef struct {
+    Linear qkv, out, up, down; /* up: gate and up one after the other when gated */
+    Norm attention_in, attention_out, mlp_in, mlp_out, query, key;
+    float *keys, *values; /* panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES] */
+    int32_t window;       /* 0: all */
+    int32_t rope;         /* index of cos and sin; −1: none */
+    float scale;
+    int32_t unused;
+} Layer;
+
+typedef struct {
+    Layer *layers;
+    Norm final;
+    Linear head;
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, inner;
+    int32_t rotated; /* rotated dimensions of a head */
+    int32_t gated, activation, parallel;
+    float softcap; /* 0: none */
+    int32_t unused;
+} Model;
+
+typedef struct {
+    int32_t start, count;  /* rows of the step */
+    int32_t base;          /* tokens cached before */
+    int32_t unused;
+    const int32_t *table;  /* pages */
+    const uint8_t *sees;   /* [count, count] for a tree, null for a chain */
+    const int32_t *depths; /* [count] for a tree, null for a chain */
+} Segment;
+
+typedef struct {
+    int32_t rows, num_segments, num_wanted, num_logits, threads, unused;
+    const Segment *segments;
+    const int32_t *wanted; /* rows with an output, those with logits first */
+    const float *cos[2], *sin[2];
+    float *x;      /* [rows, hidden] in: embeddings */
+    float *hidden; /* [wanted, hidden] out */
+    float *logits; /* [num_logits, outputs of the head] out */
+    float *scratch; /* of outrider_scratch() numbers; the rest is laid out in it */
+    float *normed, *mixed, *inner, *attended, *scores;
+    long scores_per_thread;
+} Step;
+
+/* The prefetch during a product: in both streams of a panel, this many bytes further with every input. */
+typedef struct {
+    const char *at;
+    long step;
+} Ahead;
+
+typedef void Accumulate(int rows, const float *x, long x_stride, const float *panel, int inputs, int first, int end,
+                        Ahead ahead, float *out, long out_stride);
+Accumulate begin_floats, go_on_floats;
+
+void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, int threads);
+void normalise(const Norm *norm, const float *x, int width, float *y);
+void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y, int threads);
+void add_normalised(const Norm *norm, const float *y, int rows, int width, float *x, float *scratch);
+void activate(float *x, int rows, const Model *model, float *y, int threads);
+
+typedef struct {
+    int32_t segment, kv_head, first, count; /* queries */
+} Task;
+
+int list_tasks(const Model *model, const Step *step, Task *tasks);
+void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks);
