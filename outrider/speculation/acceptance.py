@@ -77,30 +77,12 @@ def walk(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) ->
     return Outcome(tuple(path), drawn[row], _kind(bool(tokens), row in guessed_after))
 
 
-def rejection(
-    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
-) -> Outcome:
-    """Verify token by token (Leviathan et al. 2023, algorithm 1): accept a guess with probability min(1, target/draft).
-
-    `target` is [len(tokens) + 1, vocab]; guess i is for position + i.
-    """
-    guess = Guess(position, 0, 0, tuple(tokens), tuple(draft))
-    return verify_drawn([guess], [Verification.REJECTION], [chance], target)[0]
-
-
-def block(
-    tokens: Sequence[int], target: torch.Tensor, draft: Sequence[Distribution], position: int, chance: RandomSource
-) -> Outcome:
-    """Verify a whole block at once (Sun et al., arXiv 2403.10444, algorithm 2): never accepts less than `rejection`."""
-    guess = Guess(position, 0, 0, tuple(tokens), tuple(draft))
-    return verify_drawn([guess], [Verification.BLOCK], [chance], target)[0]
-
-
 def verify_drawn(
     guesses: Sequence[Guess], modes: Sequence[Verification], chances: Sequence[RandomSource], target: torch.Tensor
 ) -> list[Outcome]:
     """Verify chains of several sessions under `rejection` or `block`; `target` holds their rows in order.
 
+    `_count_one_by_one` and `_count_in_block` decide how many guesses are accepted. A chain has no branches.
     Numbers of the vocabulary's size are computed for all sessions together; each then decides with its own chance.
     reach[i] is the paper's p_i, the joint chance that the first i guesses hold; a rejection scales by 1.
     """
@@ -176,6 +158,10 @@ def _ratios(guesses: Sequence[Guess], starts: Sequence[int], target: torch.Tenso
 
 
 def _count_one_by_one(guess: Guess, ratios: Sequence[float], chance: RandomSource) -> int:
+    """Accept each guess with probability min(1, target/draft), up to the first that fails.
+
+    Leviathan et al. 2023, algorithm 1.
+    """
     for i, ratio in enumerate(ratios):
         if not chance.accept(min(1.0, ratio), guess.position + i, guess.position):
             return i
@@ -183,7 +169,10 @@ def _count_one_by_one(guess: Guess, ratios: Sequence[float], chance: RandomSourc
 
 
 def _count_in_block(guess: Guess, reach: Sequence[float], rests: Iterator[float], chance: RandomSource) -> int:
-    """Return the longest prefix that is accepted; each prefix has a decision of its own."""
+    """Return the longest prefix that is accepted; each prefix has a decision of its own.
+
+    Sun et al., arXiv 2403.10444, algorithm 2. It never accepts less than `_count_one_by_one`.
+    """
     accepted, n = 0, len(guess.tokens)
     for i in range(1, n + 1):
         rest = reach[n] if i == n else next(rests)

@@ -61,11 +61,6 @@ class _Needs(NamedTuple):
     cuts: CutKind | None  # None: greedy
 
 
-def verify(logits: torch.Tensor, block: Guess, session: SessionSampling) -> VerifyResult:
-    """Verify the guesses of one session.  # [1 + guesses, vocab]"""
-    return verify_batch(logits, [block], [session], [0])[0]
-
-
 def verify_batch(
     logits: torch.Tensor, blocks: Sequence[Guess], sessions: Sequence[SessionSampling], firsts: Sequence[int]
 ) -> list[VerifyResult]:

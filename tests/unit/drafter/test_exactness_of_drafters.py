@@ -31,7 +31,8 @@ from outrider.speculation import acceptance, noise, verification
 from outrider.speculation.acceptance import Outcome, RandomSource, SeededNoise
 from outrider.speculation.exponential_race import coupled_draws
 from outrider.speculation.tree import GuessTree
-from outrider.speculation.verification import SessionSampling, verify
+from outrider.speculation.verification import SessionSampling
+from tests.unit.outrider.speculation.rules import verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
     LOWEST_P,

@@ -30,8 +30,9 @@ from outrider.protocol.speculation import DraftSteering, FinishReason, TokenKind
 from outrider.speculation import sampling
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarCompiler
-from outrider.speculation.verification import SessionSampling, verify
+from outrider.speculation.verification import SessionSampling
 from outrider.testing.toy_models import byte_tokenizer
+from tests.unit.outrider.speculation.rules import verify
 from tests.unit.outrider.speculation.test_exactness import (
     EXACT,
     LOWEST_P,

@@ -14,15 +14,15 @@ from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.sessions import seeds
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution
-from outrider.speculation import acceptance
 from outrider.speculation.acceptance import SeededNoise
+from tests.unit.outrider.speculation import rules
 from tests.unit.outrider.speculation.test_exactness import LOWEST_P, chi_square
 
 TARGET = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 LENGTH = 2
 LIKELIEST = (0, 0)
 REQUESTS = 600
-RULES = {Verification.REJECTION: acceptance.rejection, Verification.BLOCK: acceptance.block}
+RULES = {Verification.REJECTION: rules.rejection, Verification.BLOCK: rules.block}
 
 Path = tuple[int, ...]
 Seeded = Callable[[SessionRecord], SamplingParams]

@@ -26,6 +26,7 @@ from outrider.speculation.acceptance import Outcome, RandomSource, Residual, See
 from outrider.speculation.exponential_race import shared_draw
 from outrider.speculation.noise import Use
 from outrider.speculation.tree import GuessTree
+from tests.unit.outrider.speculation import rules
 
 T = TypeVar("T")
 Path = tuple[int, ...]
@@ -35,7 +36,7 @@ EXACT = 1e-9
 ROUNDING = 1e-13  # a chance of less is an exact 0 that arithmetic has blurred
 DRAWS = 131_072
 LOWEST_P = 1e-4
-RULES = [acceptance.rejection, acceptance.block]
+RULES = [rules.rejection, rules.block]
 START = 10  # tokens committed before the first guess
 
 
@@ -229,14 +230,14 @@ def test_random_distributions_with_zeros_are_exact_under_both_rules(
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_block_accepts_at_least_what_rejection_accepts(pair: Pair) -> None:
     for n in (1, 2, 3) if pair.vocab < 4 else (1, 2):
-        _, by_token = outputs_of(acceptance.rejection, pair, n)
-        _, by_block = outputs_of(acceptance.block, pair, n)
+        _, by_token = outputs_of(rules.rejection, pair, n)
+        _, by_block = outputs_of(rules.block, pair, n)
         assert by_block >= by_token - EXACT
 
 
 def test_block_accepts_more_where_blocks_matter() -> None:
-    _, by_token = outputs_of(acceptance.rejection, PAIRS[0], 3)
-    _, by_block = outputs_of(acceptance.block, PAIRS[0], 3)
+    _, by_token = outputs_of(rules.rejection, PAIRS[0], 3)
+    _, by_block = outputs_of(rules.block, PAIRS[0], 3)
     assert by_block > by_token * 1.02
 
 
@@ -323,7 +324,7 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 @pytest.mark.parametrize("mode", [Verification.REJECTION, Verification.BLOCK])
 def test_guesses_that_outlive_a_step_do_not_bias_the_text(mode: Verification, schedule: Schedule) -> None:
-    rule = acceptance.block if mode is Verification.BLOCK else acceptance.rejection
+    rule = rules.block if mode is Verification.BLOCK else rules.rejection
     for pair, length in ((by_path(7), 3), (PAIRS[0], 3), (by_path(8, vocab=2), 4)):
         joint: dict[Path, float] = {}
         for text, weight in every_way(lambda b, p=pair, n=length: serve(rule, mode, p, schedule, n, b)):
@@ -338,7 +339,7 @@ def test_a_recovered_token_is_never_the_guess_that_it_replaces(seed: int) -> Non
 
     def play(branches: Branches) -> bool:
         guesses, drawn_from = honest(pair, 3, branches)
-        outcome = acceptance.block(guesses, pair.rows(guesses), drawn_from, START, branches)
+        outcome = rules.block(guesses, pair.rows(guesses), drawn_from, START, branches)
         return outcome.kind is TokenKind.RECOVERED and guesses[len(outcome.path)] == outcome.final
 
     assert sum(weight for same, weight in every_way(play) if same) < 1e-12
@@ -446,7 +447,7 @@ class TestEnumerationSees:
 
 def test_enumeration_sees_a_block_rule_that_forgets_what_it_has_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_residuals(monkeypatch, lambda wanted: replace(wanted, scale=1.0))
-    assert violation(acceptance.block, PAIRS[0], 2) > SEEN
+    assert violation(rules.block, PAIRS[0], 2) > SEEN
 
 
 def test_a_tree_that_chooses_among_drawn_siblings_by_value_would_bias_the_text() -> None:
@@ -457,7 +458,7 @@ def test_a_tree_that_chooses_among_drawn_siblings_by_value_would_bias_the_text()
         both = [branches.token(drawn_from), branches.token(drawn_from)]
         return (max(both, key=pair.target(()).__getitem__),), (drawn_from,)
 
-    assert violation(acceptance.rejection, PAIRS[0], 1, choosy) > SEEN
+    assert violation(rules.rejection, PAIRS[0], 1, choosy) > SEEN
 
 
 # --- coupled and greedy: the text is a function of target, parameters and seed ---------------------------------------
@@ -588,7 +589,7 @@ def one_by_one(rule: Rule, guesses: Sequence[Path], chain: Chain) -> list[Outcom
 
 def together(rule: Rule, guesses: Sequence[Path], chain: Chain) -> list[Outcome]:
     """As sessions of a step, thousands at a time."""
-    mode = Verification.BLOCK if rule is acceptance.block else Verification.REJECTION
+    mode = Verification.BLOCK if rule is rules.block else Verification.REJECTION
     outcomes: list[Outcome] = []
     for start in range(0, len(guesses), 8192):
         part = guesses[start : start + 8192]
@@ -698,7 +699,7 @@ class TestChiSquareSees:
                 return int(noise.exponential_race([noise.key(self.seed, Use.COUPLED, position)], IDS, weights[None])[0])
 
         def planted(tokens, target, draft, position, chance):
-            return acceptance.rejection(tokens, target, draft, position, Coupled(chance._seed))
+            return rules.rejection(tokens, target, draft, position, Coupled(chance._seed))
 
         guesses = guesses_of(chain, self.draws, lambda seed, position: noise.key(seed, Use.COUPLED, position))
         assert self._p(planted, guesses, chain) < self.surely
@@ -706,7 +707,7 @@ class TestChiSquareSees:
     def test_a_bonus_from_the_wrong_row(self) -> None:
         chain = Chain()
         guesses = guesses_of(chain, self.draws, own_noise)
-        assert self._p(bonus_from_the_wrong_row(acceptance.rejection), guesses, chain) < self.surely
+        assert self._p(bonus_from_the_wrong_row(rules.rejection), guesses, chain) < self.surely
 
 
 # --- rare tokens -----------------------------------------------------------------------------------------------------
