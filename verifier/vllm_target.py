@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import structlog
 import torch
@@ -56,6 +57,7 @@ class VllmTarget:
             for item in batch:
                 self._begin(item.session)
             self._core.step({item.session.key: _planned(item) for item in batch}, masks)
+            masks.finish()
         except Exception as error:  # vLLM's state is unknown after it
             raise TargetFailed(f"vLLM failed: {type(error).__name__}: {error}") from error
         forward = time.perf_counter()
@@ -114,19 +116,29 @@ class _ChainMasks:
 
     def __init__(self, threads: ThreadPoolExecutor, batch: Sequence[ScheduledSession], vocab_size: int) -> None:
         self.errors: dict[str, InvalidRequest] = {}
-        self._futures: dict[str, Future[Masks]] = {
-            item.session.key: threads.submit(item.session.guide.allowed, item.block.paths, vocab_size)
-            for item in batch
-            if item.session.guide is not None
-        }
+        self._started: dict[str, Future[Masks]] = {}
+        self._later: dict[str, Callable[[], Masks]] = {}  # of prompt chunks, of which few need one
+        for item in batch:
+            if item.session.guide is None:
+                continue
+            compute = partial(item.session.guide.allowed, item.block.paths, vocab_size)
+            if item.verifies:
+                self._started[item.session.key] = threads.submit(compute)
+            else:
+                self._later[item.session.key] = compute
 
     def __call__(self, request: str, guesses: Sequence[int]) -> Masks | None:
         """Return the masks of the rows that vLLM computes: it may have cut guesses.  # [1 + guesses, vocab]"""
-        future = self._futures.get(request)
-        if future is None:
-            return None
+        started, later = self._started.pop(request, None), self._later.get(request)
         try:
-            return future.result()[: 1 + len(guesses)]
+            if started is not None:
+                return started.result()[: 1 + len(guesses)]
+            # A chunk reaches the prompt's end after all where vLLM has found its beginning in the cache.
+            return None if later is None else later()[: 1 + len(guesses)]
         except InvalidRequest as error:  # the other sessions are not affected
             self.errors[request] = error
             return None
+
+    def finish(self) -> None:
+        """Wait for the masks that vLLM did not ask for: a matcher serves one thread at a time."""
+        wait(self._started.values())

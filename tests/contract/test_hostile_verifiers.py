@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from coordinator.api.service import CoordinatorService
+from coordinator.workers.shunned import ShunnedWorkers
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
@@ -104,7 +105,12 @@ class Pair:
 
     @asynccontextmanager
     async def with_hostile(self, manner: str) -> AsyncIterator[None]:
-        """Registered under a name and an address of its own, so that nothing is known of it."""
+        """Registered under a name and an address that nothing is known of.
+
+        The system may choose a port again that a verifier before this one had. Its shunning, which is for an address
+        too, would then leave this one out for 5 or 20 s.
+        """
+        self.service.sessions.worker_pool.shunned = ShunnedWorkers()
         self.hostile.manner = manner
         self.hostile.opened = 0
         server = grpc.aio.server()
@@ -152,7 +158,7 @@ async def pair(
 async def until_it_had_one(pair: Pair) -> list[Output]:
     """Sessions until the other verifier was given one: it says that it has endless room, so that is soon."""
     outputs = []
-    for _ in range(400):
+    for _ in range(40):
         outputs += await asyncio.gather(*(pair.answer() for _ in range(2)))
         if pair.hostile.opened:
             return outputs
