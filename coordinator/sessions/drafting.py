@@ -280,4 +280,5 @@ class Drafting:
 def _log_plan(control: Controller) -> None:
     if log.is_enabled_for(logging.DEBUG):  # the alternatives take a millisecond to compute
         considered = {choice.plan.label: round(choice.tokens_per_s, 1) for choice in control.best_per_mode()}
-        log.debug("plan changed", plan=control.plan.label, considered=considered)
+        wait_ms = round(control.wait_timeout_ms, 1)
+        log.debug("plan changed", plan=control.plan.label, wait_ms=wait_ms, considered=considered)
