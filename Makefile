@@ -10,6 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
+# Triton comes with vLLM, so the kernel of the sampler is tested in the same environment.
+KERNEL_TESTS = TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -W default \
+	tests/unit/outrider/speculation/test_triton_race.py
 PROTOS := $(wildcard proto/outrider/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_python_out=$(1) \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
@@ -87,10 +90,12 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.
 	@$(VLLM_TESTS)
 	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+	@$(KERNEL_TESTS)
 
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
 	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+	@$(KERNEL_TESTS)
 
 prove: dev setup  ## Slow proofs, some with the real model.
 	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e

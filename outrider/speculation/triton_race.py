@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 PARTS = 8  # of a row, for programs side by side
-LAUNCHES = 3  # of one draw: the race in parts, the best part, its id
 
 
 @functools.cache
