@@ -32,7 +32,17 @@ FREE_BYTES = 20 << 30
 TOTAL_BYTES = 24 << 30
 
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
-_NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view"}
+_NO_KERNEL = {
+    "detach_",
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+}
 _FUSED = {"rms_norm", "scaled_dot_product_attention"}  # one kernel on CUDA, several operations on the CPU
 _MADE_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 _SWEEP = 4096

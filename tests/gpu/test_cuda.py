@@ -152,10 +152,10 @@ def test_warm_up_leaves_nothing_to_capture_for_a_common_step() -> None:
     made, config = FAMILIES["llama"]
     engine = graphs_of(made(config).eval().cuda())
     engine.warm_up()
-    before = captured(engine)
+    before = set(captured(engine))  # the order changes: the last used is the last
     engine.extend([SessionTokens("s", [1, 2, 3])])
     assert GraphShape(1, 4, 256) in before
-    assert captured(engine) == before
+    assert set(captured(engine)) == before
 
 
 def test_a_capture_without_memory_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.speculation.noise import to_device
 
 FEW_TOKENS = 64  # up to here a session's scores are materialised; more would not fit in memory
 _SPLIT_TOKENS = 512  # of a context: shorter splits cost more than they gain
@@ -130,7 +131,7 @@ class Decoder:
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Copy keys and values from slots to slots."""
-        source, target = torch.tensor([old, new], device=self._cache.device)
+        source, target = to_device(torch.tensor([old, new]), self._cache.device)
         self._cache.index_copy_(2, target, self._cache.index_select(2, source))
         self._not_finite.index_copy_(0, target, self._not_finite.index_select(0, source))
 

@@ -23,6 +23,7 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep, Segment, output_indices
 from outrider.protocol.fleet import ModelInfo
+from outrider.speculation.noise import to_device
 
 _MAX_COPIED_BYTES = 1 << 30  # keys and values that attention copies at once
 _BEYOND = 1024  # guesses reach past the end of the context by less than this
@@ -104,7 +105,7 @@ class CudaGraphEngine(PagedEngine):
             inputs.append(padded.tokens)
             first = parts[-1].end
         ids, positions, slots = torch.cat(inputs, dim=1)
-        outputs = torch.tensor(output_indices(step.segments, first_of), dtype=torch.int64, device=self.device)
+        outputs = to_device(torch.tensor(output_indices(step.segments, first_of), dtype=torch.int64), self.device)
         return self._decoder.run(ids, positions, slots, outputs, parts)
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:

@@ -1,0 +1,100 @@
+"""The CUDA engine on an emulated device: graphs are captured and replayed, nothing mixes devices, little waits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.engine import SessionTokens
+from outrider.engine.cuda import engine as engines
+from outrider.engine.cuda.engine import CudaGraphEngine, GraphShape
+from outrider.engine.interface import prefill
+from tests.emulated_cuda import Counts, EmulatedDevice, emulated_cuda
+from tests.gpu.test_cuda import captured, graphs_of, story
+from tests.unit.outrider.engine.cuda.test_engine import MODELS, TOKENS, seeded
+from tests.unit.outrider.engine.test_engine import FAMILIES
+
+STEP_LAUNCHES = 2  # the inputs in one copy, and the graph
+PROMPT_LAUNCHES = {"llama": 95, "sliding window": 110, "capped scores": 150}  # of two layers and two attention groups
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedDevice]:
+    with emulated_cuda() as device:
+        yield device
+
+
+def _counts(device: EmulatedDevice, engine: CudaGraphEngine, batch: list[SessionTokens]) -> Counts:
+    """Run a step as a service does, which reads its result before the next one, and return what it took."""
+    torch.cuda.synchronize()
+    device.counts = Counts()
+    engine.extend(batch)
+    return device.counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_as_on_the_cpu(family: str) -> None:
+    made, config = FAMILIES[family]
+    torch.manual_seed(0)
+    model = made(config).eval()
+    here = story(graphs_of(copy.deepcopy(model), 1024))
+    with emulated_cuda() as device:
+        engine = graphs_of(model.cuda(), 1024)
+        there = story(engine)
+        assert captured(engine) == list(engine.buckets) != []
+        assert device.counts.replays > len(engine.buckets)
+    for wanted, found in zip(here, there, strict=True):
+        assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_common_step_is_one_copy_and_one_graph(name: str, device: EmulatedDevice) -> None:
+    engine = graphs_of(seeded(MODELS[name]).cuda(), 4096)
+    engine.warm_up()
+    common = set(captured(engine))
+    for count in (1, 3, 8):
+        counts = _counts(device, engine, [SessionTokens("s", TOKENS[:count])])
+        assert (counts.all_launches, counts.syncs.total()) == (STEP_LAUNCHES, 0), counts
+    assert set(captured(engine)) == common
+
+
+def test_32_sessions_are_one_copy_and_one_graph_too(device: EmulatedDevice) -> None:
+    engine = graphs_of(seeded(MODELS["llama"]).cuda(), 4096)
+    batch = [SessionTokens(str(i), TOKENS[i : i + 2]) for i in range(32)]
+    engine.extend(batch)
+    counts = _counts(device, engine, batch)
+    assert captured(engine) == [GraphShape(32, 2, 256)]
+    assert (counts.all_launches, counts.syncs.total()) == (STEP_LAUNCHES, 0), counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_takes_few_launches_beside_others(name: str, device: EmulatedDevice) -> None:
+    """Two attention groups: one prompt, and sessions padded to one shape."""
+    engine = graphs_of(seeded(MODELS[name]).cuda(), 4096)
+    prefill(engine, "a", TOKENS[:40])
+    counts = _counts(device, engine, [SessionTokens("p", TOKENS[:300]), SessionTokens("a", TOKENS[:4])])
+    assert counts.all_launches <= PROMPT_LAUNCHES[name], counts
+    assert counts.syncs.total() <= 2, counts  # the inputs of each group
+
+
+def test_accepting_a_branch_waits_for_nothing(device: EmulatedDevice) -> None:
+    engine = graphs_of(seeded(MODELS["llama"]).cuda(), 1024)
+    engine.extend([SessionTokens("s", TOKENS[:4], (-1, -1, 1, 2))])
+    device.counts = Counts()
+    engine.compact("s", 0, [1, 2])
+    assert (device.counts.all_launches, device.counts.syncs.total()) == (5, 0), device.counts
+
+
+def test_a_capture_that_waits_falls_back(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(engines.log, "warning", lambda event, **_: said.append(event))
+    engine = graphs_of(seeded(MODELS["llama"]).cuda(), 1024)
+    wanted = engine.extend([SessionTokens("s", TOKENS[:3])]).logits[0].cpu()
+    run = engine._decoder.run
+    monkeypatch.setattr(engine._decoder, "run", lambda ids, *more: (int(ids[0]), run(ids, *more))[1])
+    found = engine.extend([SessionTokens("t", TOKENS[:3]), SessionTokens("u", TOKENS[:3])]).logits[0].cpu()
+    assert said == ["graph capture failed, steps are slower"]
+    assert torch.allclose(found, wanted, atol=1e-5)
