@@ -154,7 +154,7 @@ class _Operations(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return out
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not (name == "copy_" and not device.holds(args[0])):
                 device.place(leaf)
         if not func.is_view and name not in _NO_KERNEL:
             device.counts.launches[name] += 1
@@ -175,7 +175,9 @@ class _Operations(TorchDispatchMode):
             if device.holds(args[0]) and any(each is index for each in elsewhere for index in indices):
                 device.wait("index from the host")
                 elsewhere = [each for each in elsewhere if not any(each is index for index in indices)]
-        if elsewhere and tensors and not device.making:
+        if elsewhere and name == "copy_":  # of an assignment: `there[rows] = here`
+            device.wait("copy by assignment")
+        elif elsewhere and not device.making:
             raise DeviceMismatch(f"{name} got tensors on the device and on the host")
 
 
@@ -194,6 +196,7 @@ class _Functions(TorchFunctionMode):
             torch.Tensor.cuda: lambda tensor, *_, **more: self._move(tensor, CUDA, **more),
             torch.Tensor.cpu: lambda tensor, **_: self._move(tensor, torch.device("cpu")),
             torch.Tensor.copy_: self._copy_,
+            torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.pin_memory: lambda tensor, *_: device.pin(tensor.clone()),
             torch.Tensor.is_pinned: lambda tensor, *_: tensor in device._pinned,
             torch.Tensor.tolist: self._tolist,
@@ -260,6 +263,11 @@ class _Functions(TorchFunctionMode):
         self._device.copied(source, there, non_blocking)
         with self._device.doing(moving=True):
             return target.copy_(source)
+
+    def _deepcopy(self, tensor: torch.Tensor, memo: Any) -> Any:
+        with self._device.doing(moving=True):
+            out = tensor.__deepcopy__(memo)
+        return self._device.place(out) if self._device.holds(tensor) else out
 
     def _tolist(self, tensor: torch.Tensor) -> Any:
         if self._device.holds(tensor):

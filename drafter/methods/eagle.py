@@ -273,7 +273,9 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
-    body = eagle.body.to(dtype).eval()
+    body = eagle.body.eval()
+    for weight in body.parameters():  # not the buffers: rotation frequencies stay in float32
+        weight.data = weight.data.to(dtype)
     body.set_attn_implementation(RAGGED_ATTENTION)
     info = ModelInfo("eagle", "", vocab_size=len(eagle.ids), context_length=eagle.shape.context)
     if options.engine == "cuda":

@@ -37,12 +37,12 @@ def best_linear(examples: Sequence[Example], embeddings: torch.Tensor, ahead: in
         first, last = max(0, example.prompt_length - 2), len(example.hidden_states) - ahead
         if last <= first:
             continue
-        states = example.hidden_states[first:last].float()
-        inputs.append(torch.cat([embeddings[example.tokens[first + 1 : last + 1]], states], dim=-1))
-        wanted.append(example.hidden_states[first + ahead : last + ahead].float())
+        hidden_states = example.hidden_states.to(embeddings)
+        inputs.append(torch.cat([embeddings[example.tokens[first + 1 : last + 1]], hidden_states[first:last]], dim=-1))
+        wanted.append(hidden_states[first + ahead : last + ahead])
         count += last - first
         if count > _MAX_POSITIONS:
             break
     x, y = torch.cat(inputs), torch.cat(wanted)
-    gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1])
+    gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1], device=x.device)
     return torch.linalg.solve(gram, x.T @ y).T, float(y.pow(2).mean().sqrt())

@@ -82,7 +82,8 @@ class Eagle(nn.Module):
         self.embeddings = target_weights.embeddings
 
     def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the layer's inputs; `states[i]` is the state before `tokens[i]`.  # [..., hidden]"""
+        """Return the layer's inputs; `states[i]` is the state before `tokens[i]`, on any device.  # [..., hidden]"""
+        states = states.to(self.mix.weight)
         embedded = self.embeddings[tokens].to(states.dtype)
         mixed: torch.Tensor = self.mix(torch.cat([embedded, states], dim=-1))
         return mixed

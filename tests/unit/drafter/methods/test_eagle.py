@@ -158,6 +158,15 @@ def test_a_gap_in_the_states_begins_anew(target: LlamaForCausalLM, eagle: Eagle,
     assert list(draft.tokens) == foretold(eagle, states[5:], PROMPT[5:], 3)
 
 
+def test_rotations_stay_exact_under_weights_in_bfloat16(eagle: Eagle) -> None:
+    """Rounded frequencies would turn the keys of far positions by a wrong angle."""
+    eagle = copy.deepcopy(eagle)
+    frequencies = eagle.body.model.rotary_emb.inv_freq.clone()
+    engine_for(eagle, DrafterSettings(kind="eagle", device="cpu", kv_tokens=512), lambda _: None)
+    assert eagle.body.dtype == torch.bfloat16
+    assert torch.equal(eagle.body.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_nothing_without_states(drafter: EagleDrafter) -> None:
     assert drafter.draft([ask_for(PROMPT, 3)]) == [Guess(len(PROMPT), 0, 0, (), done=True)]
 
