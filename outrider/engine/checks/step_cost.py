@@ -5,34 +5,45 @@ from __future__ import annotations
 import time
 
 from outrider.engine.interface import Engine, SessionTokens, prefill
+from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32)
+_GPU_TOKENS = (*TOKENS, 64, 128, 256, 512)  # the first ones all take the time in which a GPU reads the weights
+_GPU_SESSION_TOKENS = 16
 _CONTEXT = 128
 _ROUNDS = 3
 _BUDGET_S = 6.0  # a large model gets fewer rounds, so that its start is not delayed
 
 
 def measure_cost(engine: Engine) -> CostCurve:
-    """Return the best times of a few rounds."""
+    """Return the best times of a few rounds: of one session's steps on a CPU, on a GPU of many sessions' as well."""
+    on_gpu = engine.device.type == "cuda"
+    width = _GPU_SESSION_TOKENS if on_gpu else max(TOKENS)
     context = min(_CONTEXT, (min(engine.info.context_length, engine.capacity_tokens) - max(TOKENS)) // 2)
     if context < 1:
         return UNKNOWN_COST
-    session = "cost"
-    prefill(engine, session, [0] * context)
-    best = [float("inf")] * len(TOKENS)
+    most = max(1, engine.capacity_tokens // (blocks_for(context + width) * BLOCK_TOKENS))
+    counts = [tokens for tokens in (_GPU_TOKENS if on_gpu else TOKENS) if tokens <= most * width]
+    sessions = [f"cost {index}" for index in range(-(-counts[-1] // width))]
+    for session in sessions:
+        prefill(engine, session, [0] * context)
+    best = [float("inf")] * len(counts)
     started = time.perf_counter()
-    for _ in range(_ROUNDS):
-        for index, tokens in enumerate(TOKENS):
+    for round_ in range(_ROUNDS):
+        for index, tokens in enumerate(counts):
+            shares = [min(width, tokens - first) for first in range(0, tokens, width)]
+            batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
             began = time.perf_counter()
-            result = engine.extend([SessionTokens(session, [0] * tokens)])
-            result.all_logits.argmax(dim=-1).tolist()  # waits for a GPU
+            engine.extend(batch).all_logits.argmax(dim=-1).tolist()  # waits for a GPU
             best[index] = min(best[index], 1000 * (time.perf_counter() - began))
-            engine.truncate(session, context)
-        if time.perf_counter() - started > _BUDGET_S:
+            for new in batch:
+                engine.truncate(new.session, context)
+        if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:  # a GPU's first round captures graphs
             break
-    engine.free(session)
-    return CostCurve(TOKENS, rising(best))
+    for session in sessions:
+        engine.free(session)
+    return CostCurve(tuple(counts), rising(best))
 
 
 def rising(times: list[float]) -> tuple[float, ...]:
