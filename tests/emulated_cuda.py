@@ -28,8 +28,6 @@ from torch.utils._pytree import tree_leaves
 from outrider.speculation import noise, triton_race
 
 CUDA = torch.device("cuda", 0)
-FREE_BYTES = 20 << 30
-TOTAL_BYTES = 24 << 30
 
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"}
 _NO_KERNEL = {
@@ -88,6 +86,7 @@ class EmulatedDevice:
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self.free_bytes = 1 << 30  # what code is told
         self.captured: list[tuple[Any, ...]] | None = None  # the operations since a capture began
         self.making = False  # tensors made now are the device's
         self.moving = False  # operations now are copies, which `_Functions` counts
@@ -388,7 +387,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         "current_device": lambda: 0,
         "get_device_name": lambda *_: "emulated",
         "is_bf16_supported": lambda *_: True,
-        "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
+        "mem_get_info": lambda *_: (device.free_bytes, 24 << 30),
         "synchronize": lambda *_: device.wait("device"),
         "Stream": lambda *_: stream,
         "Event": lambda **_: _Event(device),

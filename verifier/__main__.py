@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
-from outrider.base.config import flags, main
+from outrider.base.config import KV_TOKENS, flags, main
 from outrider.base.logs import set_up_logs
 from outrider.base.openmp import use_threads
 from outrider.engine.loading.loader import load_model
@@ -41,8 +42,13 @@ def build(
         )
     if runs_on_vllm(settings):
         return build_on_vllm(settings, scratch, progress, tracing)
-    loaded = load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
+    options = EngineOptions.of(settings)
+    if not settings.kv_tokens and rank_group is None:
+        options = replace(options, kv_tokens=None)
+    loaded = load_model(settings.target, options, progress, rank_group)
     files = save_tokenizer(loaded.tokenizer, scratch)
+    if options.kv_tokens is None:
+        settings = settings.model_copy(update={"kv_tokens": loaded.engine.capacity_tokens})
     return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings, loaded.cost, tracing)
 
 
@@ -66,7 +72,7 @@ def build_on_vllm(
         max_sessions=settings.max_sessions,
         max_prompt_tokens=settings.prefill_rows,
         # On a GPU the cache takes the memory that is free, unless a size is given.
-        kv_tokens=settings.kv_tokens if on_cpu or "kv_tokens" in settings.model_fields_set else None,
+        kv_tokens=settings.kv_tokens or (KV_TOKENS if on_cpu else None),
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
         quantization="" if settings.quantization == "none" else settings.quantization,

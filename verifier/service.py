@@ -11,6 +11,7 @@ import grpc
 import structlog
 
 from outrider.base.aio import background, first_message
+from outrider.base.config import KV_TOKENS
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
@@ -58,7 +59,7 @@ class VerifierService(WorkerService, rpc.VerifierServicer):
             SchedulerLimits(
                 max_sessions=settings.max_sessions,
                 max_waiting=settings.max_waiting,
-                kv_tokens=settings.kv_tokens,
+                kv_tokens=settings.kv_tokens or KV_TOKENS,
                 prefill_rows=settings.prefill_rows,
                 prefill_stretch=settings.prefill_stretch,
                 guess_rows=settings.guess_rows,

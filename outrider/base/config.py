@@ -22,6 +22,7 @@ from outrider.base.endpoint import is_loopback
 from outrider.protocol.errors import OutriderError, StartupError
 
 PREFIX = "OUTRIDER_"
+KV_TOKENS = 65_536  # of a cache whose capacity is not given
 ENGINES = ("auto", "native", "cuda", "transformers", "vllm", "mock")
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -142,7 +143,12 @@ class WorkerSettings(Settings):
         "", pattern="^(|auto|on|off)$", description="Deprecated: on is --engine native or cuda, off is transformers."
     )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
-    kv_tokens: int = Field(65_536, ge=64, description="KV cache capacity, tokens of all sessions together.")
+    kv_tokens: int = Field(
+        0,
+        ge=64,
+        description="KV cache capacity, tokens of all sessions together; 0: 65,536, or for a verifier on a GPU what "
+        "fits into most of its free memory.",
+    )
     prefix_tokens: int = Field(
         -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )
@@ -194,7 +200,8 @@ def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program
     def entry(**values: Any) -> None:
         try:
             _refuse_unknown_variables(settings)
-            made = settings(**values)
+            # Defaults are not passed on: 0 stands for "by the machine" where a given number must be higher.
+            made = settings(**{name: v for name, v in values.items() if v != settings.model_fields[name].default})
         except ValidationError as error:
             first = error.errors()[0]
             flag = _flag(str(first["loc"][0]))

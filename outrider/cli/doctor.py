@@ -85,6 +85,8 @@ def _torch() -> Iterator[Finding]:
             free, total = torch.cuda.mem_get_info(i)
             text = f"{torch.cuda.get_device_name(i)}, {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
             yield Finding(f"cuda:{i}", "ok", text)
+    elif fault := importlib.import_module("outrider.engine.loading.options").gpu_fault():
+        yield Finding("device", "bad", f"torch cannot use the GPU: {fault}", "update its driver, or use --device cpu")
     else:
         text = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
         yield Finding("device", "note", f"CPU only: {text}", "for large targets install a CUDA build of torch")

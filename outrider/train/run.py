@@ -31,7 +31,6 @@ from outrider.train.methods.language_model import LanguageMethod, distilled, ear
 from outrider.train.methods.medusa import MedusaMethod
 
 _HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
-_KV_TOKENS = 65_536
 METHODS = ("eagle", "medusa", "early-exit", "distill")
 
 
@@ -143,7 +142,7 @@ def _data(
     order: TrainingOrder, prompts: Sequence[TrainingPrompt], held_out: Sequence[TrainingPrompt], watcher: Watcher
 ) -> tuple[ModelInfo, DataRecipe, list[Example], list[Example]]:
     """Return the target's description, the recipe, and the examples. The target is loaded only for this."""
-    options = EngineOptions(device=order.device, kv_tokens=_KV_TOKENS, prefix_tokens=0)
+    options = EngineOptions(device=order.device, prefix_tokens=0)
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
     recipe = DataRecipe(

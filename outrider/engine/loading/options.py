@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.base.config import WorkerSettings, selected_engine
+from outrider.base.config import KV_TOKENS, WorkerSettings, selected_engine
 from outrider.protocol.errors import StartupError
 
+_NO_GPU = ("no NVIDIA driver", "No CUDA GPUs", "might not have a CUDA gpu")  # in torch's messages
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -24,7 +25,7 @@ class EngineOptions:
     quantization: str = "none"
     engine: str = "auto"
     threads: int = 0
-    kv_tokens: int = 65_536
+    kv_tokens: int | None = KV_TOKENS  # None: what fits into most of a GPU's free memory
     prefix_tokens: int | None = None  # capacity for evictable cached blocks; None: by device
     head_ids: tuple[int, ...] | None = None  # the only ids that get logits, in this order; None: all
     layers: int | None = None  # load the first layers only
@@ -40,7 +41,7 @@ class EngineOptions:
             quantization=settings.quantization,
             engine=resolve_engine(settings.engine, settings.compile, settings.device),
             threads=settings.threads,
-            kv_tokens=settings.kv_tokens,
+            kv_tokens=settings.kv_tokens or KV_TOKENS,
             prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
             pace=settings.pace,
             blur=settings.blur,
@@ -63,14 +64,22 @@ def resolve_engine(engine: str, compile_: str, device: str) -> str:
 def pick_device(device: str, engine: str = "auto") -> torch.device:
     """Return the device to run on; `engine` decides where `device` is auto. Raises StartupError if it is missing."""
     if device == "auto":
-        if engine == "cuda" and not torch.cuda.is_available():
+        if engine == "native":
+            return torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda:0")
+        if engine == "cuda":
             raise StartupError(
                 "engine cuda needs a CUDA device, none is usable here",
                 field="engine",
                 value=engine,
                 limit="auto, native or transformers here",
             )
-        return torch.device("cuda:0" if torch.cuda.is_available() and engine != "native" else "cpu")
+        if fault := gpu_fault():
+            raise StartupError(
+                f"torch cannot use the GPU of this machine: {fault}", field="device", value=device, limit="cpu here"
+            )
+        return torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
@@ -80,6 +89,17 @@ def pick_device(device: str, engine: str = "auto") -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise StartupError("no CUDA device is usable here", field="device", value=device, limit="auto or cpu")
     return chosen
+
+
+def gpu_fault() -> str:
+    """Return why torch cannot use a GPU that this machine has, such as an old driver; nothing where there is none."""
+    if torch.version.cuda is None:
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return "" if any(sign in str(error) for sign in _NO_GPU) else str(error).partition("\n")[0]
+    return ""
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
+from outrider.base.config import KV_TOKENS
 from outrider.engine.checks.conformance import Differs, check_logits, check_supported, check_windows
 from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import Engine, SessionTokens
@@ -28,6 +29,8 @@ Progress = Callable[[str], None]
 
 _NATIVE_WEIGHTS = ("float32", "bfloat16", "int8")
 _RULE_TOKENS = 2
+_GPU_CACHE_SHARE = 0.9  # of the memory that is free once the weights are loaded, without the reserve
+_GPU_RESERVE = 2 << 30  # for activations, graphs, and the keys and values that attention copies
 _CPU_EVICTABLE_SHARE = 8  # on a CPU, evictable cached blocks take at most one part in eight of the cache
 
 
@@ -38,6 +41,7 @@ class _Candidate:
     model: PreTrainedModel
     info: ModelInfo
     options: EngineOptions
+    kv_tokens: int
     evictable_tokens: int | None
     progress: Progress
 
@@ -59,22 +63,24 @@ def make_engine(
 
     Raises StartupError where there is none.
     """
-    evictable = options.prefix_tokens
-    if evictable is None and model.device.type == "cpu":
-        evictable = options.kv_tokens // _CPU_EVICTABLE_SHARE
     with startup_errors(info.name, info.architecture):
         context = fix_rotations(model, info.context_length)
         check_supported(model, context)
+        kv_tokens = options.kv_tokens or _fitting_tokens(model, info)
+    evictable = options.prefix_tokens
+    if evictable is None and model.device.type == "cpu":
+        evictable = kv_tokens // _CPU_EVICTABLE_SHARE
     if context < info.context_length:
         progress(f"context limited to {context} of {info.context_length} tokens: beyond it all rotations change")
         info = replace(info, context_length=context)
-    candidate = _Candidate(model, info, options, evictable, progress)
+    candidate = _Candidate(model, info, options, kv_tokens, evictable, progress)
     if rank_group is not None:
         share = _transformers_engine(candidate)
         _sign_fingerprint(share, f"{share.arithmetic}, {rank_group.size} ranks")
         return TensorParallelEngine(share, rank_group) if rank_group.is_leader else share
     name, engine = _select(candidate)
     progress(f"engine {name} on {model.device}, weights in {candidate.weights}")
+    progress(f"KV cache of {engine.capacity_tokens} tokens")
     _sign_fingerprint(engine, engine.arithmetic)
     return engine
 
@@ -117,7 +123,7 @@ def _transformers_engine(candidate: _Candidate) -> TransformersEngine:
     model, info = candidate.model, candidate.info
     with startup_errors(info.name, info.architecture):
         engine = TransformersEngine(
-            model, info, kv_tokens=candidate.options.kv_tokens, evictable_tokens=candidate.evictable_tokens
+            model, info, kv_tokens=candidate.kv_tokens, evictable_tokens=candidate.evictable_tokens
         )
         check_logits(model, engine)
     return engine
@@ -135,7 +141,7 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
         engine = NativeEngine(
             spec,
             candidate.info,
-            kv_tokens=options.kv_tokens,
+            kv_tokens=candidate.kv_tokens,
             evictable_tokens=candidate.evictable_tokens,
             weights=weights,
             threads=options.threads,
@@ -146,13 +152,13 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
 
 
 def _cuda_engine(candidate: _Candidate) -> CudaGraphEngine:
-    model, options = candidate.model, candidate.options
+    model = candidate.model
     if model.device.type != "cuda" or candidate.weights not in DTYPES:
         raise UnsupportedModel(f"weights in {candidate.weights} on {model.device.type}")
     with torch.inference_mode():
         spec = build_spec(model)
         engine = CudaGraphEngine(
-            spec, candidate.info, kv_tokens=options.kv_tokens, evictable_tokens=candidate.evictable_tokens
+            spec, candidate.info, kv_tokens=candidate.kv_tokens, evictable_tokens=candidate.evictable_tokens
         )
         _check_spec(model, spec, engine)
     _drop_weights(model, spec)
@@ -169,13 +175,27 @@ _MAKERS: dict[str, Callable[[_Candidate], PagedEngine]] = {
 
 def _check_spec(model: PreTrainedModel, spec: ModelSpec, engine: PagedEngine, weights: str | None = None) -> None:
     """Raise UnsupportedModel for a model spec that differs: a release of transformers may change a family."""
-    probe = TransformersEngine(model, engine.info, kv_tokens=_RULE_TOKENS)
-    probe.extend([SessionTokens("rules", [0] * _RULE_TOKENS)])
     try:
-        check_windows(spec, probe.rules, engine.info.context_length)
+        check_windows(spec, _probe(model, engine.info).rules, engine.info.context_length)
         check_logits(model, engine, weights)
     except Differs as reason:
         raise UnsupportedModel(f"its model spec differs: {reason}") from reason
+
+
+def _probe(model: PreTrainedModel, info: ModelInfo) -> TransformersEngine:
+    """Return an engine with the smallest cache, after a step."""
+    probe = TransformersEngine(model, info, kv_tokens=_RULE_TOKENS)
+    probe.extend([SessionTokens("rules", [0] * _RULE_TOKENS)])
+    return probe
+
+
+def _fitting_tokens(model: PreTrainedModel, info: ModelInfo) -> int:
+    """Return the capacity of a cache that takes most of a GPU's free memory."""
+    if model.device.type == "cpu":
+        return KV_TOKENS
+    probe = _probe(model, info)
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return int(_GPU_CACHE_SHARE * max(free - _GPU_RESERVE, free / 2) / probe.bytes_per_token)
 
 
 def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:

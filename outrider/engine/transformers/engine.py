@@ -35,6 +35,11 @@ class TransformersEngine(PagedEngine):
         self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Return the size of a token's keys and values, known after a step."""
+        return self._store.num_bytes // self.capacity_tokens
+
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self._store, self.device)
         outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)

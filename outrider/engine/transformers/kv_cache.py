@@ -17,6 +17,10 @@ class KvStore:
         self._device = device
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for layer in self._layers.values() for part in layer)
+
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [heads, tokens, dim] of new tokens into their slots."""
         stored = self._layers.get(layer)

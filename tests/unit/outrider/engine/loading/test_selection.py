@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from outrider.base.config import ENGINES, WorkerSettings, deprecated_options, selected_engine
+from outrider.engine.cuda.engine import CudaGraphEngine
+from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.native import NativeEngine
@@ -16,6 +19,7 @@ from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.testing.toy_models import make_model
 from tests.architectures import save
+from tests.emulated_cuda import emulated_cuda
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +113,65 @@ def test_the_engine_decides_the_device_where_that_is_auto(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     assert options(engine=engine, device=device).selected_device == torch.device(chosen)
+
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.\nMore."
+
+
+@pytest.mark.parametrize(
+    ("reason", "chosen"),
+    [
+        ("Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU", "cpu"),
+        ("No CUDA GPUs are available", "cpu"),
+        ("CUDA driver initialization failed, you might not have a CUDA gpu.", "cpu"),
+        (
+            OLD_DRIVER,
+            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver.",
+        ),
+        ("CUDA unknown error - this may be due to an incorrectly set up environment", "CUDA unknown error"),
+    ],
+)
+@pytest.mark.usefixtures("no_gpu")
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, reason: str, chosen: str
+) -> None:
+    def init() -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    for device in ("cpu", "auto"):
+        if device == "cpu" or chosen == "cpu":
+            assert options(device=device).selected_device == torch.device("cpu")
+            continue
+        with pytest.raises(
+            StartupError, match=re.escape(f"torch cannot use the GPU of this machine: {chosen}")
+        ) as caught:
+            options(device=device).selected_device  # noqa: B018
+        assert (caught.value.field, caught.value.limit) == ("device", "cpu here")
+        assert "More" not in str(caught.value)
+    assert options(engine="native").selected_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("engine", "kind"), [("auto", CudaGraphEngine), ("transformers", TransformersEngine)])
+def test_the_cache_takes_most_of_a_gpus_free_memory(
+    monkeypatch: pytest.MonkeyPatch, llama: str, engine: str, kind: type
+) -> None:
+    monkeypatch.setattr(selection, "_GPU_RESERVE", 1 << 20)
+    per_token = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, width, bytes of bfloat16
+    with emulated_cuda() as device:
+        found = []
+        for device.free_bytes in (1 << 20, 4 << 20):
+            loaded = load_model(llama, options(engine=engine, device="cuda", kv_tokens=None)).engine
+            assert isinstance(loaded, kind)
+            found.append(loaded.capacity_tokens * per_token / device.free_bytes)
+    assert found == pytest.approx([0.9 * 0.5, 0.9 * 0.75], rel=0.02)
+
+
+def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
+    with emulated_cuda():
+        assert load_model(llama, options(device="cuda")).engine.capacity_tokens == 512
+    assert load_model(llama, options(device="cpu", kv_tokens=None)).engine.capacity_tokens == 65_536
 
 
 @pytest.mark.parametrize(

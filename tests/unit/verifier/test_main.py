@@ -1,0 +1,55 @@
+"""A verifier's KV cache: of the given size, or on a GPU as large as its free memory allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.base.config import command
+from outrider.engine.loading import selection
+from outrider.settings.verifier import VerifierSettings
+from tests.conftest import Models
+from tests.emulated_cuda import emulated_cuda
+from verifier.__main__ import build
+from verifier.service import VerifierService
+
+
+def _built(folder: Path, **given: object) -> VerifierService:
+    return build(VerifierSettings(**given), folder, lambda stage: None, None)  # type: ignore[arg-type]
+
+
+def _capacity(service: VerifierService) -> tuple[int, int]:
+    """Return the tokens that sessions may reserve, and those that the engine holds."""
+    return service._loop.load().kv_tokens_total, service._target._engine.capacity_tokens  # type: ignore[attr-defined]
+
+
+async def test_without_a_size_the_cache_takes_a_gpus_free_memory(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_GPU_RESERVE", 1 << 20)
+    target = str(models.target)
+    with emulated_cuda() as device:
+        device.free_bytes = 64 << 20
+        free = _capacity(_built(tmp_path, target=target, device="cuda"))
+        given = _capacity(_built(tmp_path, target=target, device="cuda", kv_tokens=4096))
+    assert free[0] == free[1] > 65_536
+    assert given == (4096, 4096)
+    assert _capacity(_built(tmp_path, target=target, device="cpu")) == (65_536, 65_536)
+
+
+@pytest.mark.parametrize(("line", "wanted"), [([], 0), (["--kv-tokens", "0"], 0), (["--kv-tokens", "4096"], 4096)])
+def test_the_command_line_may_leave_the_size_out(line: list[str], wanted: int) -> None:
+    given: list[VerifierSettings] = []
+    app = typer.Typer()
+    app.command()(command(VerifierSettings, given.append, "verifier"))
+    assert CliRunner().invoke(app, line).exit_code == 0
+    assert [settings.kv_tokens for settings in given] == [wanted]
+
+
+def test_a_size_has_a_least() -> None:
+    app = typer.Typer()
+    app.command()(command(VerifierSettings, lambda settings: None, "verifier"))
+    assert CliRunner().invoke(app, ["--kv-tokens", "63"]).exit_code == 2
