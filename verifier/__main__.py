@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -42,14 +41,10 @@ def build(
         )
     if runs_on_vllm(settings):
         return build_on_vllm(settings, scratch, progress, tracing)
-    options = EngineOptions.of(settings)
-    if not settings.kv_tokens and rank_group is None:
-        options = replace(options, kv_tokens=None)
-    loaded = load_model(settings.target, options, progress, rank_group)
+    loaded = load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
     files = save_tokenizer(loaded.tokenizer, scratch)
-    if options.kv_tokens is None:
-        settings = settings.model_copy(update={"kv_tokens": loaded.engine.capacity_tokens})
-    return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, settings, loaded.cost, tracing)
+    fitted = settings.model_copy(update={"kv_tokens": settings.kv_tokens or loaded.engine.capacity_tokens})
+    return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, fitted, loaded.cost, tracing)
 
 
 def build_on_vllm(

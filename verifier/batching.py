@@ -15,7 +15,6 @@ import torch
 from outrider.engine import SessionTokens
 from outrider.protocol.speculation import Guess
 from verifier.fair_shares import FairShares
-from verifier.hidden_states import to_wire_format
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.step_times import StepTimes
@@ -63,7 +62,7 @@ class ScheduledSession:
         if self.hidden_from is None:
             return None
         committed = len(self.pending) - self.hidden_from
-        return to_wire_format(states, [*range(committed), *(committed - 1 + row for row in path)])
+        return states[[*range(committed), *(committed - 1 + row for row in path)]]
 
 
 class Batching:

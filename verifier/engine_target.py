@@ -18,6 +18,7 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
 from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
+from verifier.hidden_states import to_wire_format
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -86,8 +87,9 @@ class EngineTarget:
             computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
         )
         verified = dict(zip(sessions, found, strict=True))
+        hidden_states = to_wire_format(computed.hidden_states)
         results = [
-            self._session_result(item, computed.hidden_states[index], verified.get(index), failed.get(index))
+            self._session_result(item, hidden_states[index], verified.get(index), failed.get(index))
             for index, item in enumerate(batch)
         ]
         finished = time.perf_counter()

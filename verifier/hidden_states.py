@@ -42,6 +42,8 @@ class HiddenStateBuffer:
         return HiddenStates(end - len(joined), joined.shape[-1], joined.numpy().tobytes())
 
 
-def to_wire_format(states: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Copy the selected states as float16 to the CPU: the next step overwrites the engine's memory."""
-    return states[torch.tensor(indices, dtype=torch.long, device=states.device)].to(torch.float16).cpu()
+def to_wire_format(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copy a step's states as float16 to the CPU, in one wait: the next step overwrites the engine's memory."""
+    if not any(map(len, states)):
+        return states
+    return torch.split(torch.cat(list(states)).to(torch.float16).cpu(), [len(each) for each in states])

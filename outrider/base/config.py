@@ -143,12 +143,7 @@ class WorkerSettings(Settings):
         "", pattern="^(|auto|on|off)$", description="Deprecated: on is --engine native or cuda, off is transformers."
     )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
-    kv_tokens: int = Field(
-        0,
-        ge=64,
-        description="KV cache capacity, tokens of all sessions together; 0: 65,536, or for a verifier on a GPU what "
-        "fits into most of its free memory.",
-    )
+    kv_tokens: int = Field(KV_TOKENS, ge=64, description="KV cache capacity, tokens of all sessions together.")
     prefix_tokens: int = Field(
         -1, ge=-1, description="Cached tokens of ended sessions to keep; -1: an eighth of --kv-tokens, on CUDA all."
     )

@@ -26,6 +26,9 @@ class VerifierSettings(WorkerSettings):
     )
     tensor_parallel: int = Field(1, ge=1, description="Number of processes that the model is split over.")
     pipeline_parallel: int = Field(1, ge=1, description="With --engine vllm: number of stages of the model.")
+    kv_tokens: int = Field(
+        0, ge=64, description="KV cache capacity, tokens of all sessions together; 0: 65,536, on a GPU what fits."
+    )
     gpu_memory: float = Field(
         0.0, ge=0, le=1, description="With --engine vllm: share of a GPU's memory to use; 0: vLLM's default."
     )

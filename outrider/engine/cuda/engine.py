@@ -127,7 +127,7 @@ class GraphBucket:
     """A shape that runs repeatedly, and its graph."""
 
     def __init__(self, shape: GraphShape, decoder: Decoder, scratch: int, device: torch.device) -> None:
-        self._inputs = PaddedInputs(shape, scratch, device, pinned=device.type == "cuda")
+        self._inputs = PaddedInputs(shape, scratch, device)
         self._decoder = decoder
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -47,8 +47,9 @@ class GraphShape:
 class PaddedInputs:
     """The inputs of a shape: filled on the host, sent in one copy, read on the device."""
 
-    def __init__(self, shape: GraphShape, scratch: int, device: torch.device, pinned: bool = False) -> None:
+    def __init__(self, shape: GraphShape, scratch: int, device: torch.device) -> None:
         self.shape = shape
+        pinned = device.type == "cuda"
         size = sum(_sizes(shape))
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
         self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
@@ -88,14 +89,12 @@ class PaddedInputs:
 
     def send(self, segments: Sequence[Segment]) -> None:
         """Fill in the inputs of these segments, and copy them to the device."""
-        if self._sent is None:
-            self._fill(segments)
-            self._on_device.copy_(self._host)
-            return
-        self._sent.synchronize()  # the last copy must have read the host memory
+        if self._sent is not None:
+            self._sent.synchronize()  # the last copy must have read the host memory
         self._fill(segments)
-        self._on_device.copy_(self._host, non_blocking=True)
-        self._sent.record(torch.cuda.current_stream(self._device))
+        self._on_device.copy_(self._host, non_blocking=self._sent is not None)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self._device))
 
     def _fill(self, segments: Sequence[Segment]) -> None:
         self._whole[:] = self._empty

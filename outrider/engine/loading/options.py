@@ -41,7 +41,7 @@ class EngineOptions:
             quantization=settings.quantization,
             engine=resolve_engine(settings.engine, settings.compile, settings.device),
             threads=settings.threads,
-            kv_tokens=settings.kv_tokens or KV_TOKENS,
+            kv_tokens=settings.kv_tokens or None,
             prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
             pace=settings.pace,
             blur=settings.blur,
@@ -70,22 +70,17 @@ def pick_device(device: str, engine: str = "auto") -> torch.device:
             return torch.device("cuda:0")
         if engine == "cuda":
             raise StartupError(
-                "engine cuda needs a CUDA device, none is usable here",
-                field="engine",
-                value=engine,
-                limit="auto, native or transformers here",
+                "engine cuda needs a CUDA device", field="engine", value=engine, limit="auto or native here"
             )
         if fault := gpu_fault():
             raise StartupError(
-                f"torch cannot use the GPU of this machine: {fault}", field="device", value=device, limit="cpu here"
+                f"torch cannot use this machine's GPU: {fault}", field="device", value=device, limit="cpu"
             )
         return torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise StartupError(
-            f"unknown device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N"
-        ) from error
+        raise StartupError(f"no device {device!r}", field="device", value=device, limit="auto, cpu, cuda:N") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise StartupError("no CUDA device is usable here", field="device", value=device, limit="auto or cpu")
     return chosen

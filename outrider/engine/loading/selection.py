@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,8 +42,7 @@ class _Candidate:
     model: PreTrainedModel
     info: ModelInfo
     options: EngineOptions
-    kv_tokens: int
-    evictable_tokens: int | None
+    cache: Mapping[str, Any]  # an engine's arguments for its KV cache
     progress: Progress
 
     @property
@@ -66,14 +66,15 @@ def make_engine(
     with startup_errors(info.name, info.architecture):
         context = fix_rotations(model, info.context_length)
         check_supported(model, context)
-        kv_tokens = options.kv_tokens or _fitting_tokens(model, info)
+        kv_tokens = options.kv_tokens or (KV_TOKENS if rank_group else _fitting_tokens(model, info))
     evictable = options.prefix_tokens
     if evictable is None and model.device.type == "cpu":
         evictable = kv_tokens // _CPU_EVICTABLE_SHARE
+    cache = {"kv_tokens": kv_tokens, "evictable_tokens": evictable}
     if context < info.context_length:
         progress(f"context limited to {context} of {info.context_length} tokens: beyond it all rotations change")
         info = replace(info, context_length=context)
-    candidate = _Candidate(model, info, options, kv_tokens, evictable, progress)
+    candidate = _Candidate(model, info, options, cache, progress)
     if rank_group is not None:
         share = _transformers_engine(candidate)
         _sign_fingerprint(share, f"{share.arithmetic}, {rank_group.size} ranks")
@@ -122,9 +123,7 @@ def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
 def _transformers_engine(candidate: _Candidate) -> TransformersEngine:
     model, info = candidate.model, candidate.info
     with startup_errors(info.name, info.architecture):
-        engine = TransformersEngine(
-            model, info, kv_tokens=candidate.kv_tokens, evictable_tokens=candidate.evictable_tokens
-        )
+        engine = TransformersEngine(model, info, **candidate.cache)
         check_logits(model, engine)
     return engine
 
@@ -138,14 +137,7 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
     with torch.inference_mode():
         spec = build_spec(model)
         candidate.progress("preparing kernels")
-        engine = NativeEngine(
-            spec,
-            candidate.info,
-            kv_tokens=candidate.kv_tokens,
-            evictable_tokens=candidate.evictable_tokens,
-            weights=weights,
-            threads=options.threads,
-        )
+        engine = NativeEngine(spec, candidate.info, **candidate.cache, weights=weights, threads=options.threads)
         _check_spec(model, spec, engine, weights)
     _drop_weights(model, spec)
     return engine
@@ -157,9 +149,7 @@ def _cuda_engine(candidate: _Candidate) -> CudaGraphEngine:
         raise UnsupportedModel(f"weights in {candidate.weights} on {model.device.type}")
     with torch.inference_mode():
         spec = build_spec(model)
-        engine = CudaGraphEngine(
-            spec, candidate.info, kv_tokens=candidate.kv_tokens, evictable_tokens=candidate.evictable_tokens
-        )
+        engine = CudaGraphEngine(spec, candidate.info, **candidate.cache)
         _check_spec(model, spec, engine)
     _drop_weights(model, spec)
     engine.warm_up(candidate.progress)
@@ -193,9 +183,8 @@ def _fitting_tokens(model: PreTrainedModel, info: ModelInfo) -> int:
     """Return the capacity of a cache that takes most of a GPU's free memory."""
     if model.device.type == "cpu":
         return KV_TOKENS
-    probe = _probe(model, info)
     free, _ = torch.cuda.mem_get_info(model.device)
-    return int(_GPU_CACHE_SHARE * max(free - _GPU_RESERVE, free / 2) / probe.bytes_per_token)
+    return int(_GPU_CACHE_SHARE * max(free - _GPU_RESERVE, free / 2) / _probe(model, info).store.token_bytes)
 
 
 def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:

@@ -28,20 +28,15 @@ class TransformersEngine(PagedEngine):
         if model.config._attn_implementation != NAME:  # noqa: SLF001 - there is no other way to ask
             raise ModelMismatch("its attention does not go through transformers' attention interface", field="target")
         self._model = model
-        self._store = KvStore(self.capacity_tokens, self.device)
+        self.store = KvStore(self.capacity_tokens, self.device)
         self._layers: int = model.config.get_text_config().num_hidden_layers
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._hidden = torch.empty(0)
         self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Return the size of a token's keys and values, known after a step."""
-        return self._store.num_bytes // self.capacity_tokens
-
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
-        ragged = RaggedStep(step, self._store, self.device)
+        ragged = RaggedStep(step, self.store, self.device)
         outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)
         token = current_step.set(ragged)
         try:
@@ -73,7 +68,7 @@ class TransformersEngine(PagedEngine):
         return {"inputs_embeds": step.input_embeddings.to(self.device, self._model.dtype)[None]}
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
-        self._store.copy(old, new)
+        self.store.copy(old, new)
 
     def _catch_hidden(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         self._hidden = inputs[0]

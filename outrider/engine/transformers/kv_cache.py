@@ -18,8 +18,9 @@ class KvStore:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for layer in self._layers.values() for part in layer)
+    def token_bytes(self) -> int:
+        """Return the size of a token's keys and values, known after the first step."""
+        return sum(part.nbytes for layer in self._layers.values() for part in layer) // self._num_slots
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [heads, tokens, dim] of new tokens into their slots."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from drafter.interface import Drafter, DraftRequest
-from drafter.methods import eagle, medusa
+from drafter.methods import eagle, early_exit, medusa, model
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
-from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import Guess, HiddenStates
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
@@ -22,7 +21,13 @@ from outrider.train import data, loop, run
 from outrider.train.run import METHODS, TrainingOrder
 from tests.emulated_cuda import emulated_cuda
 
-DRAFTERS = {"eagle": eagle.make, "medusa": medusa.make}
+DRAFTERS = {"eagle": eagle.make, "medusa": medusa.make, "early-exit": early_exit.make, "model": model.make}
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.9, repetition_penalty=1.2, logit_bias={7: 1.5}),
+    SamplingParams(temperature=0.9, seed=3, verification=Verification.REJECTION),
+)
 PROMPT = list(range(40, 52))
 
 
@@ -64,10 +69,12 @@ def test_training_runs_on_the_device(order: TrainingOrder, method: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(order: TrainingOrder) -> dict[str, Path]:
-    for method in DRAFTERS:
-        run.train(replace(order, method=method, out=order.out.with_name(f"cpu-{method}"), device="cpu"), _Silent())
-    return {method: order.out.with_name(f"cpu-{method}") for method in DRAFTERS}
+def models(order: TrainingOrder) -> dict[str, str]:
+    """Return the model of each drafter, trained on the CPU."""
+    folders = {method: order.out.with_name(f"cpu-{method}") for method in DRAFTERS if method in METHODS}
+    for method, folder in folders.items():
+        run.train(replace(order, method=method, out=folder, device="cpu"), _Silent())
+    return {method: str(folders.get(method, order.target)) for method in DRAFTERS}
 
 
 def _hidden_states(order: TrainingOrder) -> HiddenStates:
@@ -77,10 +84,10 @@ def _hidden_states(order: TrainingOrder) -> HiddenStates:
 
 
 def _drafts(drafter: Drafter, states: HiddenStates) -> list[Guess]:
-    """A chain, then a tree from the same states, then one with noise of its own."""
+    """Return chains and trees from the same states; guesses that are drawn from an own distribution are chains."""
     drafts = []
-    for more in ({}, {"branches": 2, "budget": 6, "depth": 3}):
-        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=3)):
+    for params in PARAMS:
+        for more in ({}, {"branches": 2, "budget": 6, "depth": 3})[: 1 if params.mode.needs_draft_probs else 2]:
             request = DraftRequest(
                 "s", PROMPT, len(PROMPT), len(PROMPT), 3, params, 257, hidden_states=(states,), **more
             )
@@ -91,13 +98,13 @@ def _drafts(drafter: Drafter, states: HiddenStates) -> list[Guess]:
 
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_a_drafter_drafts_on_the_device_as_on_the_cpu(
-    order: TrainingOrder, trained: dict[str, Path], method: str
+    order: TrainingOrder, models: dict[str, str], method: str
 ) -> None:
     states = _hidden_states(order)
 
     def drafts(device: str, dtype: str) -> list[Guess]:
         settings = DrafterSettings(
-            kind=method, target=order.target, model=str(trained[method]), device=device, dtype=dtype, kv_tokens=512
+            kind=method, target=order.target, model=models[method], device=device, dtype=dtype, kv_tokens=512
         )
         return _drafts(DRAFTERS[method](settings, lambda _: None), states)
 

@@ -18,7 +18,7 @@ from tests.unit.outrider.engine.cuda.test_engine import MODELS, TOKENS, seeded
 from tests.unit.outrider.engine.test_engine import FAMILIES
 
 STEP_LAUNCHES = 2  # the inputs in one copy, and the graph
-PROMPT_LAUNCHES = {"llama": 95, "sliding window": 110, "capped scores": 150}  # of two layers and two attention groups
+PROMPT_LAUNCHES = {"llama": 100, "sliding window": 110, "capped scores": 155}  # of two layers and two attention groups
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_prompt_takes_few_launches_beside_others(name: str, device: EmulatedDe
     prefill(engine, "a", TOKENS[:40])
     counts = _counts(device, engine, [SessionTokens("p", TOKENS[:300]), SessionTokens("a", TOKENS[:4])])
     assert counts.all_launches <= PROMPT_LAUNCHES[name], counts
-    assert counts.syncs.total() <= 2, counts  # the inputs of each group
+    assert counts.syncs.total() == 0, counts
 
 
 def test_accepting_a_branch_waits_for_nothing(device: EmulatedDevice) -> None:
