@@ -280,10 +280,7 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     info = ModelInfo("eagle", "", vocab_size=len(eagle.ids), context_length=eagle.shape.context)
     if options.engine == "cuda":
         raise StartupError(
-            "engine cuda cannot run kind eagle: CUDA graphs take ids, not input embeddings",
-            field="engine",
-            value="cuda",
-            limit="auto, native or transformers",
+            "eagle has no CUDA graphs", field="engine", value="cuda", limit="auto, native or transformers"
         )
     if device.type == "cuda" and options.engine == "auto":
         options = replace(options, engine="transformers")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = "<|end|>"
 TEMPLATE = (
@@ -76,19 +76,4 @@ def make_model(
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-def permuted_vocabulary(folder: Path, source: Path) -> Path:
-    """Make a copy of a model that generates the same text with permuted token ids."""
-    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    end = tokenizer.eos_token_id
-    letters = tokenizer.convert_ids_to_tokens(range(end))
-    byte_tokenizer(letters=letters[::-1]).save_pretrained(folder)
-    order = [*reversed(range(end)), end]
-    with torch.no_grad():
-        for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
-            weight.copy_(weight[order])
-    model.save_pretrained(folder)
     return folder

@@ -17,10 +17,11 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
-from outrider.testing.toy_models import byte_tokenizer, make_model, permuted_vocabulary
+from outrider.testing.toy_models import byte_tokenizer, make_model
 from outrider.v1 import common_pb2 as common
 from tests.cluster import Output, Redis, ask, generate_all, in_process
 from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.models import permuted_vocabulary
 
 pytestmark = pytest.mark.timeout(120)
 

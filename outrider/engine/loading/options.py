@@ -69,13 +69,9 @@ def pick_device(device: str, engine: str = "auto") -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda:0")
         if engine == "cuda":
-            raise StartupError(
-                "engine cuda needs a CUDA device", field="engine", value=engine, limit="auto or native here"
-            )
+            raise StartupError("engine cuda needs a CUDA device", field="engine", value=engine, limit="auto or native")
         if fault := gpu_fault():
-            raise StartupError(
-                f"torch cannot use this machine's GPU: {fault}", field="device", value=device, limit="cpu"
-            )
+            raise StartupError(f"torch cannot use the GPU: {fault}", field="device", value=device, limit="cpu")
         return torch.device("cpu")
     try:
         chosen = torch.device(device)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.speculation.noise import to_device
+
 Slots = slice | torch.Tensor  # slots in order: a contiguous run, or their numbers
 
 
@@ -39,8 +41,7 @@ class KvStore:
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Copy keys and values from slots to slots. All are read before any is written."""
-        source = torch.tensor(old, device=self._device)
-        target = torch.tensor(new, device=self._device)
+        source, target = to_device(torch.tensor([old, new]), self._device)
         for layer in self._layers.values():
             for buffer in layer:
                 buffer.index_copy_(1, target, buffer.index_select(1, source))

@@ -8,7 +8,7 @@ reads its own predictions. The head is cut to the drafted ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -145,8 +145,3 @@ class Eagle(nn.Module):
         with torch.no_grad():
             eagle.mix.weight.copy_(weights["mix"].float())
         return eagle
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Return the shape, for the card."""
-        return asdict(self.shape)

@@ -7,7 +7,7 @@ after token i + 1 + k. It does not read the tokens between.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,8 +73,3 @@ class Medusa(nn.Module):
         medusa = cls(MedusaShape(**shape), weights["ids"].long().to(target_weights.head.device), target_weights)
         medusa.heads.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "ids"})
         return medusa
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Return the shape, for the card."""
-        return asdict(self.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ class EagleMethod:
         steps: int,
     ) -> None:
         self.module = Eagle(EagleShape.like(target, layers), ids, target_weights)
-        self.shape = self.module.described
+        self.shape = asdict(self.module.shape)
         self._target_weights = target_weights
         self._steps = steps
         _begin(self.module, target, examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class MedusaMethod:
     ) -> None:
         self._target_weights = target_weights
         self.module = Medusa(MedusaShape(target_weights.hidden, heads), ids, target_weights)
-        self.shape = self.module.described
+        self.shape = asdict(self.module.shape)
         with torch.no_grad():
             for ahead, head in enumerate(self.module.heads, 1):
                 assert isinstance(head.linear, nn.Linear)

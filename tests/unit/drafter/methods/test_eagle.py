@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +220,6 @@ def test_a_full_cache_gives_up_the_idle(target: LlamaForCausalLM, eagle: Eagle) 
 
 
 def test_weights_survive_the_folder(eagle: Eagle, target: LlamaForCausalLM, tmp_path: Path) -> None:
-    again = Eagle.from_weights(eagle.described, eagle.weights(), EmbeddingsAndHead.of(target))
+    again = Eagle.from_weights(asdict(eagle.shape), eagle.weights(), EmbeddingsAndHead.of(target))
     for (name, mine), (_, theirs) in zip(eagle.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(mine.to(torch.bfloat16), theirs.to(torch.bfloat16)), name

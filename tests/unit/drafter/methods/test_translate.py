@@ -21,8 +21,9 @@ from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
-from outrider.testing.toy_models import EOS, byte_tokenizer, permuted_vocabulary
+from outrider.testing.toy_models import EOS, byte_tokenizer
 from tests.conftest import Models
+from tests.models import permuted_vocabulary
 
 TEXT = (
     "The lighthouse keeper counted ships. Three ships in the morning, three ships at night: naïve, isn't it? "

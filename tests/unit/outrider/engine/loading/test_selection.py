@@ -144,7 +144,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(
         if device == "cpu" or chosen == "cpu":
             assert options(device=device).selected_device == torch.device("cpu")
             continue
-        with pytest.raises(StartupError, match=re.escape(f"torch cannot use this machine's GPU: {chosen}")) as caught:
+        with pytest.raises(StartupError, match=re.escape(f"torch cannot use the GPU: {chosen}")) as caught:
             options(device=device).selected_device  # noqa: B018
         assert (caught.value.field, caught.value.limit) == ("device", "cpu")
         assert "More" not in str(caught.value)

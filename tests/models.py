@@ -1,0 +1,25 @@
+"""Models for tests of several packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from outrider.testing.toy_models import byte_tokenizer
+
+
+def permuted_vocabulary(folder: Path, source: Path) -> Path:
+    """Make a copy of a model that generates the same text with permuted token ids."""
+    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    end = tokenizer.eos_token_id
+    letters = tokenizer.convert_ids_to_tokens(range(end))
+    byte_tokenizer(letters=letters[::-1]).save_pretrained(folder)
+    order = [*reversed(range(end)), end]
+    with torch.no_grad():
+        for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+            weight.copy_(weight[order])
+    model.save_pretrained(folder)
+    return folder
