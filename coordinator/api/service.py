@@ -18,6 +18,7 @@ from coordinator.api.http.server import HttpServer
 from coordinator.api.preprocess import admission, from_proto, prepare
 from coordinator.api.registry_service import RegistryService
 from coordinator.api.whole_messages import WholeMessages
+from coordinator.attachment.service import AttachmentService
 from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
@@ -37,13 +38,14 @@ log = structlog.get_logger(__name__)
 
 CLIENTS = "outrider.v1.Outrider"
 REGISTRY = "outrider.v1.Registry"
+ATTACHMENT = "outrider.v1.Attachment"
 _MIB = 1024 * 1024
 
 
 class CoordinatorService(rpc.OutriderServicer):
     """Service that clients call, with the HTTP server and the registry of the same process."""
 
-    names: tuple[str, ...] = (CLIENTS, REGISTRY)
+    names: tuple[str, ...] = (CLIENTS, REGISTRY, ATTACHMENT)
 
     def __init__(self, settings: CoordinatorSettings, redis_url: str) -> None:
         self._settings = settings
@@ -51,14 +53,16 @@ class CoordinatorService(rpc.OutriderServicer):
         self.api_keys = self.credentials.keys("api_keys")
         self.fleet = FleetKeys.of(self.credentials)
         # The drafter key allows only registration.
-        allowed = {CLIENTS: self.api_keys, REGISTRY: self.fleet.registration}
+        allowed = {CLIENTS: self.api_keys, ATTACHMENT: self.api_keys, REGISTRY: self.fleet.registration}
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         connect_gauges(self.sessions)
         self._registry = RegistryService(self.sessions.registrations, settings, self.fleet)
+        self._attachment = AttachmentService(self.sessions, settings)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib
-        self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, frozenset({REGISTRY})),)
+        streaming = frozenset({REGISTRY, ATTACHMENT})
+        self.interceptors = (WholeMessages(budget, largest, settings.open_timeout_s, streaming),)
         self._http = None
         if settings.http_port >= 0:
             app = Api(self.sessions, settings, self.api_keys, budget).app()
@@ -69,6 +73,7 @@ class CoordinatorService(rpc.OutriderServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_OutriderServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]
         rpc.add_RegistryServicer_to_server(self._registry, server)  # type: ignore[no-untyped-call,unused-ignore]
+        rpc.add_AttachmentServicer_to_server(self._attachment, server)  # type: ignore[no-untyped-call,unused-ignore]
 
     async def start(self, port: int) -> None:
         self.sessions.start()
@@ -82,6 +87,7 @@ class CoordinatorService(rpc.OutriderServicer):
         return "" if self._http is None else self._http.address
 
     def drain(self) -> None:
+        self._attachment.stop()
         self.sessions.drain()
 
     def busy(self) -> bool:

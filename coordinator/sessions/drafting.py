@@ -7,9 +7,10 @@ guesses; another one is attached as soon as one is available.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -22,15 +23,13 @@ from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states import HiddenStateWindow
 from coordinator.sessions.stats import RequestStats
-from coordinator.sessions.streams import VerifierStream
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import DrafterChooser
-from coordinator.workers.target import Target
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
-from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.fleet import ModelInfo, WorkerInfo
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
@@ -45,6 +44,25 @@ class DraftingContext:
     pairs: PairHistoryStore
     gamma_max: int
     drafters: int  # per session at most
+    accepts: Callable[[WorkerInfo], bool] | None = None  # which drafters; None: any that is registered
+
+
+class VerifyingWorker(Protocol):
+    """A worker, as far as its load and the distance to it matter."""
+
+    info: WorkerInfo
+    round_trip_ms: float
+
+
+class GuessReceiver(Protocol):
+    """Verifier of a session's guesses: the stream to a verifier, or an attached engine."""
+
+    @property
+    def connection(self) -> VerifyingWorker: ...
+
+    def guess(self, guess: common.Guess) -> None: ...
+
+    def steer(self, steering: VerifySteering) -> None: ...
 
 
 def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
@@ -56,10 +74,10 @@ def share_cores(one: WorkerInfo, other: WorkerInfo) -> bool:
 class Drafting:
     """Drafters of one session and the γ control that steers them."""
 
-    def __init__(self, record: SessionRecord, target: Target, context: DraftingContext, stats: RequestStats) -> None:
+    def __init__(self, record: SessionRecord, target: ModelInfo, context: DraftingContext, stats: RequestStats) -> None:
         options = record.request.speculation
         self._record = record
-        self._chooser = DrafterChooser(context.worker_pool, options.drafter)
+        self._chooser = DrafterChooser(context.worker_pool, options.drafter, context.accepts)
         self._target = target
         self._context = context
         self._stats = stats
@@ -71,7 +89,7 @@ class Drafting:
         stats.control = self.control
         self._selection = DrafterSelection()
         self._window = HiddenStateWindow()
-        self._verifier: VerifierStream | None = None
+        self._verifier: GuessReceiver | None = None
         self._attached: dict[int, DrafterStream] = {}  # by source
         self._best: BestDrafter | None = None  # at the last choice of a plan
         self._sources = 0
@@ -86,7 +104,7 @@ class Drafting:
         return self._chooser.could_use_hidden_states(self._places)
 
     @asynccontextmanager
-    async def attached_to(self, verifier: VerifierStream, *, hidden_states: bool) -> AsyncIterator[None]:
+    async def attached_to(self, verifier: GuessReceiver, *, hidden_states: bool) -> AsyncIterator[None]:
         """Keep drafters attached while this verifier has the session."""
         self._verifier = verifier
         self._window.clear()
@@ -129,7 +147,7 @@ class Drafting:
             self._chooser.exclude(drafter.connection.info.worker_id)
             drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
 
-    async def _keep_drafting(self, verifier: VerifierStream, place: int) -> None:
+    async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""
         while True:
             connection = await self._chooser.wait_for(place)
@@ -146,14 +164,14 @@ class Drafting:
                 self._request_hidden_states()
                 self._steer()
 
-    async def _run_one_drafter(self, verifier: VerifierStream, connection: WorkerConnection) -> None:
-        history = await self._context.pairs.recall(self._target.info.fingerprint, connection.info.model.fingerprint)
+    async def _run_one_drafter(self, verifier: GuessReceiver, connection: WorkerConnection) -> None:
+        history = await self._context.pairs.recall(self._target.fingerprint, connection.info.model.fingerprint)
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
         pair = PairEstimate(self._positions)
         async with DrafterStream(
-            connection, self._record, self._target.info, span, source, pair, self.control.plan
+            connection, self._record, self._target, span, source, pair, self.control.plan
         ) as drafter:
             drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
             self._attached[source] = drafter
@@ -192,7 +210,7 @@ class Drafting:
         elif alone and history is not None:
             session.start_from(history)
 
-    def _relay(self, verifier: VerifierStream, drafter: DrafterStream, guess: common.Guess) -> None:
+    def _relay(self, verifier: GuessReceiver, drafter: DrafterStream, guess: common.Guess) -> None:
         """Send a guess to the verifier. An empty one says that the drafter has nothing to propose."""
         self._stats.record_guess(guess)
         if not guess.tokens:
@@ -222,7 +240,7 @@ class Drafting:
             tree_rows=session.tree_rows,
             paces=session.paces,
         )
-        target, model = self._target.info.fingerprint, drafter.connection.info.model.fingerprint
+        target, model = self._target.fingerprint, drafter.connection.info.model.fingerprint
         self._context.pairs.remember(target, model, history)
 
     def _steer(self) -> None:

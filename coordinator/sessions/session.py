@@ -76,7 +76,7 @@ class Session:
         self._entry = Entry(record, self._fenced, durable)
         self._task: asyncio.Task[None] | None = None
         self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s)
-        self.drafting = Drafting(record, target, context.drafting, self.stats)
+        self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         missing = len(record.tokens) - len(record.logprobs)
         self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])
         if record.finished:

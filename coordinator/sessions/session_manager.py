@@ -71,13 +71,15 @@ class SessionManager:
             mixed=settings.mixed_verifiers,
         )
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)
-        drafting = DraftingContext(self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session)
+        self.drafting = DraftingContext(
+            self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session
+        )
         self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
         self._context = SessionContext(
             self.worker_pool,
             self.write_behind,
-            drafting,
+            self.drafting,
             self.metrics,
             self._tracing,
             settings.worker_wait_s,
@@ -85,6 +87,7 @@ class SessionManager:
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}
+        self.attached: list[str] = []  # tenants of sessions that engines attached
         self.ended = EndedSessions(self.store)
         self._keys = IdempotencyKeys(self.store)
         self._tasks: list[asyncio.Task[None]] = []
@@ -138,13 +141,8 @@ class SessionManager:
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
-        if self._draining:
-            raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
         check_key(key)
-        # A session counts until its output has ended, read or not.
-        running = [session.record.tenant for session in self._sessions.values() if not session.ended]
-        self._quotas.admit(tenant(), running.count(tenant().id), len(running))
-        self._quotas.spend(tenant(), len(request.prompt))
+        self.admit(len(request.prompt))
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)
         record = SessionRecord(
@@ -166,6 +164,15 @@ class SessionManager:
             return session
         del self._sessions[record.session_id]
         return await self._find_by_key(replace(record, session_id=known_id), target)
+
+    def admit(self, num_tokens: int) -> None:
+        """Count a new session of the calling tenant, with its prompt; raise Overloaded beyond a limit."""
+        if self._draining:
+            raise Unavailable("this coordinator is shutting down", retry_after_ms=500)
+        # A session counts until its output has ended, read or not.
+        running = [session.record.tenant for session in self._sessions.values() if not session.ended] + self.attached
+        self._quotas.admit(tenant(), running.count(tenant().id), len(running))
+        self._quotas.spend(tenant(), num_tokens)
 
     async def _find_by_key(self, record: SessionRecord, target: Target) -> Session:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""

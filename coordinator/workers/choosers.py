@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
@@ -16,7 +16,7 @@ from outrider.protocol.errors import (
     ProtocolViolation,
     Unavailable,
 )
-from outrider.protocol.fleet import Role
+from outrider.protocol.fleet import Role, WorkerInfo
 
 DRAFTER_WAIT_S = 3600.0
 POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
@@ -66,9 +66,10 @@ class VerifierChooser:
 class DrafterChooser:
     """Choice of drafters for one session: its kind, one per model, and none that sent invalid guesses."""
 
-    def __init__(self, worker_pool: WorkerPool, kind: str) -> None:
+    def __init__(self, worker_pool: WorkerPool, kind: str, accepts: Callable[[WorkerInfo], bool] | None = None) -> None:
         self._worker_pool = worker_pool
         self._kind = kind
+        self._accepts = accepts
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
         self._excluded: set[str] = set()  # drafters that sent this session invalid guesses
 
@@ -110,6 +111,7 @@ class DrafterChooser:
         """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
         return (
             self._kind in ("", connection.info.kind)
+            and (self._accepts is None or self._accepts(connection.info))
             and connection.info.worker_id not in self._excluded
             and connection.info.model.fingerprint not in self._models
             and (not self._models or connection.occupancy() < 1.0)

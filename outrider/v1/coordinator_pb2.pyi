@@ -714,3 +714,74 @@ class RegisterReply(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["accepted", "send_vocabulary"] | None: ...
 
 global___RegisterReply = RegisterReply
+
+@typing.final
+class AttachRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
+    @property
+    def open(self) -> global___OpenAttached: ...
+    @property
+    def reply(self) -> outrider.v1.verifier_pb2.VerifyReply:
+        """a verdict that does not end the output, or a refused guess"""
+
+    def __init__(
+        self,
+        *,
+        open: global___OpenAttached | None = ...,
+        reply: outrider.v1.verifier_pb2.VerifyReply | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["message", b"message", "open", b"open", "reply", b"reply"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "open", b"open", "reply", b"reply"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "reply"] | None: ...
+
+global___AttachRequest = AttachRequest
+
+@typing.final
+class OpenAttached(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_LENGTH_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    MACHINE_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    MAX_GUESSES_FIELD_NUMBER: builtins.int
+    prompt_length: builtins.int
+    """number of prompt tokens"""
+    machine: builtins.str
+    """as in Worker"""
+    cache_salt: builtins.str
+    """as in OpenVerify"""
+    max_guesses: builtins.int
+    """that it verifies in a step"""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """prompt, then committed output"""
+
+    @property
+    def params(self) -> outrider.v1.common_pb2.SamplingParams:
+        """how drafters choose their guesses; greedy or coupled, with seed and max_tokens"""
+
+    @property
+    def model(self) -> outrider.v1.common_pb2.ModelInfo:
+        """with the digest of its vocabulary"""
+
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        prompt_length: builtins.int = ...,
+        params: outrider.v1.common_pb2.SamplingParams | None = ...,
+        model: outrider.v1.common_pb2.ModelInfo | None = ...,
+        machine: builtins.str = ...,
+        cache_salt: builtins.str = ...,
+        max_guesses: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model", "params", b"params"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "machine", b"machine", "max_guesses", b"max_guesses", "model", b"model", "params", b"params", "prompt_length", b"prompt_length", "tokens", b"tokens"]) -> None: ...
+
+global___OpenAttached = OpenAttached

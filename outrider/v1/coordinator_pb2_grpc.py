@@ -5,6 +5,7 @@ import warnings
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import coordinator_pb2 as outrider_dot_v1_dot_coordinator__pb2
+from outrider.v1 import verifier_pb2 as outrider_dot_v1_dot_verifier__pb2
 
 GRPC_GENERATED_VERSION = '1.73.1'
 GRPC_VERSION = grpc.__version__
@@ -337,6 +338,83 @@ class Registry(object):
             '/outrider.v1.Registry/Register',
             outrider_dot_v1_dot_coordinator__pb2.RegisterRequest.SerializeToString,
             outrider_dot_v1_dot_coordinator__pb2.RegisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AttachmentStub(object):
+    """For inference engines with clients of their own, which take guesses for their requests from here.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Attach = channel.stream_stream(
+                '/outrider.v1.Attachment/Attach',
+                request_serializer=outrider_dot_v1_dot_coordinator__pb2.AttachRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
+                _registered_method=True)
+
+
+class AttachmentServicer(object):
+    """For inference engines with clients of their own, which take guesses for their requests from here.
+    """
+
+    def Attach(self, request_iterator, context):
+        """One stream per request of the engine, which verifies as a verifier does. The first message is OpenAttached, then
+        verdicts and refusals follow; the coordinator sends steering and guesses. Half-closing ends the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AttachmentServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=outrider_dot_v1_dot_coordinator__pb2.AttachRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'outrider.v1.Attachment', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('outrider.v1.Attachment', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Attachment(object):
+    """For inference engines with clients of their own, which take guesses for their requests from here.
+    """
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.Attachment/Attach',
+            outrider_dot_v1_dot_coordinator__pb2.AttachRequest.SerializeToString,
+            outrider_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
             options,
             channel_credentials,
             insecure,

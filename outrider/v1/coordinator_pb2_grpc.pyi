@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import outrider.v1.common_pb2
 import outrider.v1.coordinator_pb2
+import outrider.v1.verifier_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -146,3 +147,41 @@ class RegistryServicer(metaclass=abc.ABCMeta):
         """A worker keeps this stream open while it serves."""
 
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+class AttachmentStub:
+    """For inference engines with clients of their own, which take guesses for their requests from here."""
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    Attach: grpc.StreamStreamMultiCallable[
+        outrider.v1.coordinator_pb2.AttachRequest,
+        outrider.v1.verifier_pb2.VerifyRequest,
+    ]
+    """One stream per request of the engine, which verifies as a verifier does. The first message is OpenAttached, then
+    verdicts and refusals follow; the coordinator sends steering and guesses. Half-closing ends the session.
+    """
+
+class AttachmentAsyncStub:
+    """For inference engines with clients of their own, which take guesses for their requests from here."""
+
+    Attach: grpc.aio.StreamStreamMultiCallable[
+        outrider.v1.coordinator_pb2.AttachRequest,
+        outrider.v1.verifier_pb2.VerifyRequest,
+    ]
+    """One stream per request of the engine, which verifies as a verifier does. The first message is OpenAttached, then
+    verdicts and refusals follow; the coordinator sends steering and guesses. Half-closing ends the session.
+    """
+
+class AttachmentServicer(metaclass=abc.ABCMeta):
+    """For inference engines with clients of their own, which take guesses for their requests from here."""
+
+    @abc.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.coordinator_pb2.AttachRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.verifier_pb2.VerifyRequest], collections.abc.AsyncIterator[outrider.v1.verifier_pb2.VerifyRequest]]:
+        """One stream per request of the engine, which verifies as a verifier does. The first message is OpenAttached, then
+        verdicts and refusals follow; the coordinator sends steering and guesses. Half-closing ends the session.
+        """
+
+def add_AttachmentServicer_to_server(servicer: AttachmentServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -84,7 +84,8 @@ class Guarded:
 
 
 def right_key(method: MethodDescriptor) -> str:
-    return API_KEY if method.containing_service.full_name == "outrider.v1.Outrider" else FLEET_KEY
+    clients = ("outrider.v1.Outrider", "outrider.v1.Attachment")
+    return API_KEY if method.containing_service.full_name in clients else FLEET_KEY
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -108,6 +109,7 @@ async def guarded(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory)
         yield Guarded(
             {
                 "outrider.v1.Outrider": coordinator,
+                "outrider.v1.Attachment": coordinator,
                 "outrider.v1.Registry": coordinator,
                 "outrider.v1.Verifier": verifier,
                 "outrider.v1.Drafter": drafter,

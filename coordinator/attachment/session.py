@@ -1,0 +1,155 @@
+"""Attached sessions: requests of an engine that serves its own clients and takes guesses from the drafters here.
+
+The engine verifies as a verifier does, on a stream that it has opened. The text is its own: a lost stream costs
+only the guesses. An engine is not trusted: its messages are checked like a verifier's, and its name for the model
+reaches no history of another tenant or target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from coordinator.persistence.session_record import SessionRecord, SessionRequest, SpeculationOptions
+from coordinator.sessions.drafting import Drafting, DraftingContext
+from coordinator.sessions.stats import RequestStats
+from coordinator.sessions.verdicts import SentMessages, VerdictReader
+from outrider.observability.metrics import CoordinatorMetrics
+from outrider.observability.tracing import OFF
+from outrider.protocol import convert, message_limits
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.speculation import MAX_GAMMA, FinishReason, VerifySteering, check_opening
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import verifier_pb2 as verify
+
+METRICS_NAME = "attached"  # of all engines' requests: their own names would not be bounded
+_MAX_UNSENT = 1024  # messages
+_SHORTEST_STEP_S = 0.001  # on average; faster verdicts are read at this rate
+_BURST = 64
+_SILENCE_S = 600.0  # between verdicts; a request may wait for its first one
+_CHAINS_ONLY = SpeculationOptions(branches=1)
+
+
+@dataclass(slots=True)
+class AttachedEngine:
+    """Engine in the place of a connection to a verifier."""
+
+    info: WorkerInfo
+    round_trip_ms: float = 0.0  # not measured: coordinators run beside their engines
+
+
+class AttachedSession:
+    """One request of an engine, to which `outbox` goes."""
+
+    def __init__(
+        self, opening: pb.OpenAttached, salt: str, tenant_id: str, context: DraftingContext, metrics: CoordinatorMetrics
+    ) -> None:
+        model = _model(opening, tenant_id)
+        engine = WorkerInfo(METRICS_NAME, Role.VERIFIER, METRICS_NAME, model, machine=opening.machine)
+        self.connection = AttachedEngine(engine)
+        self._record = _record(opening, model, salt, tenant_id)
+        self.outbox: asyncio.Queue[verify.VerifyRequest | None] = asyncio.Queue()  # None: the end
+        self._sent = SentMessages()
+        self._reader = VerdictReader(self._record, model, self._sent, time.monotonic())
+        self._stats = RequestStats(metrics.of(METRICS_NAME))
+        gamma_max = min(context.gamma_max, opening.max_guesses)
+        possible = replace(context, gamma_max=gamma_max, accepts=lambda drafter: _can_guess(drafter, model))
+        self._drafting = Drafting(self._record, model, possible, self._stats)
+
+    async def follow(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
+        """Keep drafters attached while the engine sends verdicts."""
+        self._stats.start(self._record, OFF, METRICS_NAME)
+        self.steer(VerifySteering(gamma=0))
+        failure: OutriderError | None = None
+        try:
+            async with self._drafting.attached_to(self, hidden_states=False):
+                await self._read(requests)
+            self._record.finish_reason = FinishReason.STOP
+        except OutriderError as error:
+            failure = error
+            raise
+        finally:
+            self._stats.finish(self._record, failure)
+
+    def guess(self, guess: common.Guess) -> None:
+        self._sent.sources = max(self._sent.sources, guess.source)
+        self._sent.guessed_to = max(self._sent.guessed_to, guess.position + len(guess.tokens))
+        self._send(verify.VerifyRequest(guess=guess))
+
+    def steer(self, steering: VerifySteering) -> None:
+        self._send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))
+
+    def _send(self, message: verify.VerifyRequest) -> None:
+        if self.outbox.qsize() >= _MAX_UNSENT:
+            raise PeerLost("the engine does not read its guesses")
+        self._sent.messages += 1
+        self.outbox.put_nowait(message)
+
+    async def _read(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
+        ready_at = time.monotonic()
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    request = await anext(requests, None)
+                if request is None:
+                    return
+                now = time.monotonic()
+                ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + _SHORTEST_STEP_S
+                if ready_at > now:
+                    await asyncio.sleep(ready_at - now)
+                self._receive(request)
+        except TimeoutError as error:
+            raise Expired(f"no verdict for {_SILENCE_S:g} s") from error
+
+    def _receive(self, request: pb.AttachRequest) -> None:
+        kind = request.reply.WhichOneof("message")
+        if kind == "refused":
+            self._drafting.drop_refused(self._reader.refusal(request.reply))
+            return
+        if kind != "verdict":
+            raise InvalidRequest.of("message", kind or request.WhichOneof("message") or "empty", "verdict or refused")
+        verdict = self._reader.verdict(request.reply.verdict, time.monotonic())
+        self._record.append(verdict.tokens, verdict.kinds, ())
+        self._record.finish_reason = verdict.finish_reason
+        self._stats.record_verdict(verdict, self._drafting.control.plan)
+        self._drafting.commit(verdict)
+
+
+def _can_guess(drafter: WorkerInfo, model: ModelInfo) -> bool:
+    """Return whether a drafter has the engine's vocabulary and needs none of its hidden states."""
+    return (
+        not drafter.hidden_states
+        and drafter.model.vocabulary_digest in ("", model.vocabulary_digest)
+        and drafter.model.target_digest in ("", model.weights_digest)
+    )
+
+
+def _model(opening: pb.OpenAttached, tenant_id: str) -> ModelInfo:
+    message_limits.check_bytes("open.model", opening.model, message_limits.MAX_SMALL_BYTES)
+    model = convert.model_from_proto(opening.model)
+    if not model.vocabulary_digest:
+        raise InvalidRequest.of("open.model.vocabulary_digest", "empty", "the digest of the vocabulary")
+    return replace(model, fingerprint=f"{METRICS_NAME} {tenant_id} {model.fingerprint}")
+
+
+def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: str) -> SessionRecord:
+    message_limits.check_count("open.tokens", len(opening.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    if not 1 <= opening.max_guesses <= MAX_GAMMA:
+        raise InvalidRequest.of("open.max_guesses", opening.max_guesses, f"in [1, {MAX_GAMMA}]")
+    session_id = secrets.token_hex(12)
+    tokens, prompt_length = tuple(opening.tokens), opening.prompt_length
+    params = convert.params_from_proto(opening.params)
+    check_opening(session_id, tokens, prompt_length, params, VerifySteering(), model.vocab_size, opening.cache_salt)
+    if params.mode.needs_draft_probs or params.grammar is not None or params.logprobs is not None:
+        raise InvalidRequest.of("open.params", "rejection, block, grammar or logprobs", "greedy or coupled, without")
+    if len(tokens) - prompt_length >= params.max_tokens:
+        raise InvalidRequest.of("open.params.max_tokens", params.max_tokens, "more than the committed output")
+    request = SessionRequest(tokens[:prompt_length], params, _CHAINS_ONLY, cache_salt=salt)
+    return SessionRecord(
+        session_id, request, tokens=list(tokens[prompt_length:]), model=model.fingerprint, tenant=tenant_id
+    )

@@ -1,0 +1,80 @@
+"""Which drafters guess for an engine, and what an engine's name for its model reaches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.attachment import session
+from coordinator.attachment.session import AttachedSession
+from coordinator.control.throughput_model import Mode
+from coordinator.sessions.drafting import DraftingContext
+from outrider.observability.metrics import CoordinatorMetrics
+from outrider.protocol import convert
+from outrider.protocol.errors import Expired
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import TokenKind, Verdict
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import verifier_pb2 as verify
+
+MODEL = ModelInfo("engine", "target", vocab_size=100, vocabulary_digest="words", weights_digest="weights")
+DRAFTER = WorkerInfo("drafter", Role.DRAFTER, "d:1", ModelInfo("small", "small", vocabulary_digest="words"))
+STEPS = 200
+
+
+def attached() -> AttachedSession:
+    opening = pb.OpenAttached(
+        tokens=[1, 2],
+        prompt_length=2,
+        params=convert.params_to_proto(SamplingParams(temperature=0.0, seed=1, max_tokens=STEPS + 1)),
+        model=convert.model_to_proto(MODEL),
+        max_guesses=4,
+    )
+    context: Any = DraftingContext(worker_pool=None, pairs=None, gamma_max=0, drafters=0)  # type: ignore[arg-type]
+    return AttachedSession(opening, "", "key-1", context, CoordinatorMetrics(Mode))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "fits"),
+    [
+        (DRAFTER, True),
+        (replace(DRAFTER, model=ModelInfo("any", "any")), True),
+        (replace(DRAFTER, model=replace(DRAFTER.model, vocabulary_digest="others")), False),
+        (replace(DRAFTER, model=replace(DRAFTER.model, target_digest="weights")), True),
+        (replace(DRAFTER, model=replace(DRAFTER.model, target_digest="other weights")), False),
+        (replace(DRAFTER, hidden_states=True), False),
+    ],
+)
+def test_only_drafters_of_its_vocabulary_and_weights_guess_for_an_engine(drafter: WorkerInfo, fits: bool) -> None:
+    assert session._can_guess(drafter, MODEL) is fits
+
+
+def test_an_engine_names_no_model_of_others() -> None:
+    assert attached().connection.info.model.fingerprint == "attached key-1 target"
+
+
+async def stream(*messages: pb.AttachRequest, then_s: float = 0.0) -> AsyncIterator[pb.AttachRequest]:
+    for message in messages:
+        yield message
+    await asyncio.sleep(then_s)
+
+
+async def test_verdicts_are_read_no_faster_than_engines_run() -> None:
+    verdicts = [convert.verdict_to_proto(Verdict(2 + i, (1,), 0, TokenKind.PLAIN)) for i in range(STEPS)]
+    requests = [pb.AttachRequest(reply=verify.VerifyReply(verdict=verdict)) for verdict in verdicts]
+    engine = attached()
+    started = asyncio.get_running_loop().time()
+    await engine.follow(stream(*requests))
+    least_s = (STEPS - session._BURST) * session._SHORTEST_STEP_S
+    assert asyncio.get_running_loop().time() - started >= 0.9 * least_s
+
+
+async def test_a_silent_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_SILENCE_S", 0.05)
+    with pytest.raises(Expired, match="no verdict"):
+        await attached().follow(stream(then_s=5.0))
