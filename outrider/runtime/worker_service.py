@@ -70,7 +70,7 @@ class WorkerService:
             about,
             worker_id=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             address=check_address("advertise", settings.advertise) if settings.advertise else "",
-            machine=_machine(),
+            machine=machine_id(),
             capacity=settings.max_sessions,
         )
         coordinators = [check_address("coordinators", part) for part in settings.coordinators.split(",") if part]
@@ -120,7 +120,7 @@ class WorkerService:
         return replace(self._about, load=self._worker_loop.load(), draining=self._draining)
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Return an id of the machine's boot, equal in all its containers; empty if the system has none."""
     try:
         return hashlib.sha256(_BOOT.read_bytes()).hexdigest()[:16]

@@ -71,7 +71,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
     progress(f"loading {name} with vLLM {installed_version()}")
     core = VllmCore(replace(options, model=path))
     try:
-        info = _describe(path, model, core, tokenizer, vocabulary, options)
+        info = _describe(path, model, core.config, tokenizer, vocabulary, options.quantization)
         progress("testing guesses")
         self_test(core, options)
         progress("measuring step times")
@@ -165,20 +165,29 @@ def _spread(names: Iterable[str], tokens: int, per_session: int) -> Iterator[tup
         tokens -= count
 
 
+def describe_served(vllm_config: Any) -> ModelInfo:
+    """Return the identity of the model that a vLLM with this configuration serves."""
+    config = vllm_config.model_config
+    path = Path(locate(config.model, lambda stage: None))
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    vocabulary = Vocabulary.of(tokenizer)
+    return _describe(path, _empty_model(path), vllm_config, tokenizer, vocabulary, config.quantization or "")
+
+
 def _describe(
     path: Path,
     model: PreTrainedModel,
-    core: VllmCore,
+    vllm_config: Any,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: Vocabulary,
-    options: CoreOptions,
+    quantization: str,
 ) -> ModelInfo:
     """Return the identity of the weights; vLLM's version, number format and parallelism are in the fingerprint."""
-    config = core.config.model_config
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
     samples = list(_read_samples(path, model, config.dtype))
-    info = describe(path.name, model, tokenizer, vocabulary, options.quantization or "none", samples)
-    device = str(core.config.device_config.device_type)
-    ranks = f"{options.tensor_parallel} x {options.pipeline_parallel} ranks"
+    info = describe(path.name, model, tokenizer, vocabulary, quantization or "none", samples)
+    device = str(vllm_config.device_config.device_type)
+    ranks = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks"
     arithmetic = f"vLLM {installed_version()} on {device}, {ranks}, torch {torch.__version__}"
     exact = device == "cpu" and info.dtype == "float32"
     return replace(
@@ -187,7 +196,7 @@ def _describe(
         # In float32 on a CPU the text is that of Outrider's own kernels, but for ties closer than rounding.
         text_digest=combine(info.fingerprint, kernel_arithmetic(USUAL_KERNELS)) if exact else "",
         vocab_size=config.get_vocab_size(),
-        context_length=min(info.context_length, core.context_length),
+        context_length=min(info.context_length, int(config.max_model_len)),
         device=device,
     )
 

@@ -59,9 +59,7 @@ class _OldRunner(_Runner):
     def __init__(self, runner: Any, judge: Judge) -> None:
         super().__init__(runner, judge)
         runner._sample = self.sample
-        # vLLM's own drafter is there only so that vLLM makes room for guesses.
-        runner._input_fits_in_drafter = lambda metadata: True
-        runner.propose_draft_token_ids = lambda *args, **kwargs: [[] for _ in runner.input_batch.req_ids]
+        silence_drafter(runner)
 
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
@@ -85,15 +83,10 @@ class _NewRunner(_Runner):
         calls = {"__call__": lambda sampler, logits, batch: self.sample(logits, batch)}
         runner.sampler.__class__ = type("JudgingSampler", (type(runner.sampler),), calls)
         runner.rejection_sampler = lambda logits, batch, *args, **kwargs: self.sample(logits, batch)
-        runner.speculator = _NoSpeculator(runner)
+        silence_drafter(runner)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        guesses = scheduler_output.scheduled_spec_decode_tokens
-        if guesses:
-            states = self._runner.req_states
-            slots = [states.req_id_to_index[name] for name in guesses]
-            tokens = padded(list(guesses.values()), self._width, states.draft_tokens.dtype, self._runner.device)
-            states.draft_tokens[torch.tensor(slots, device=self._runner.device)] = tokens
+        place_guesses(self._runner, scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample(self, logits: torch.Tensor, batch: Any) -> Any:
@@ -112,6 +105,25 @@ class _NewRunner(_Runner):
             counts, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, self._runner.req_states.prefill_len.gpu
         )
         return SamplerOutput(padded(committed, width, torch.int64, logits.device), None, None, counts, rejected)
+
+
+def silence_drafter(runner: Any) -> None:
+    """Leave vLLM's own drafter without guesses: it is there only so that vLLM makes room for ours."""
+    if hasattr(runner, "req_states"):
+        runner.speculator = _NoSpeculator(runner)
+        return
+    runner._input_fits_in_drafter = lambda metadata: True
+    runner.propose_draft_token_ids = lambda *args, **kwargs: [[] for _ in runner.input_batch.req_ids]
+
+
+def place_guesses(runner: Any, scheduler_output: Any) -> None:
+    """Write the guesses of a step where the newer runner reads them."""
+    guesses = scheduler_output.scheduled_spec_decode_tokens
+    if guesses:
+        states, width = runner.req_states, runner.num_speculative_steps
+        slots = [states.req_id_to_index[name] for name in guesses]
+        tokens = padded(list(guesses.values()), width, states.draft_tokens.dtype, runner.device)
+        states.draft_tokens[torch.tensor(slots, device=runner.device)] = tokens
 
 
 class _NoSpeculator:

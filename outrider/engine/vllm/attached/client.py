@@ -1,0 +1,187 @@
+"""The client of a coordinator inside vLLM's engine core: one stream per request, in a thread of its own.
+
+No call waits for the network. Without a coordinator the requests go on plain, and attach when there is one again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider.base.rpc_status import error_from_rpc
+from outrider.engine.vllm.attached.options import AttachOptions
+from outrider.engine.vllm.attached.request import AttachedRequest, as_plain
+from outrider.protocol import convert
+from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.speculation import Verdict
+from outrider.runtime.worker_service import machine_id
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import verifier_pb2 as verify
+
+log = structlog.get_logger(__name__)
+
+_RETRY_S = 0.5
+_MAX_RETRY_S = 10.0
+_MAX_UNSENT = 1024  # messages of a stream
+
+
+class _RequestStream:
+    """The client's side of a request: what the coordinator knows of it, or would know."""
+
+    def __init__(self, request: AttachedRequest, tokens: list[int], salt: str = "") -> None:
+        self.request = request
+        self.tokens = tokens
+        self.salt = salt
+        self.number = 0
+        self.closed = False
+        self.outbox: asyncio.Queue[pb.AttachRequest | None] | None = None  # None: no stream is open
+
+    def send(self, number: int, item: Verdict | verify.VerifyReply | None) -> None:
+        """Send what happened while stream `number` was in use; None: the request has ended."""
+        if item is None:
+            self.closed = True
+            messages: list[pb.AttachRequest | None] = [None]
+        elif isinstance(item, Verdict):
+            self.tokens.extend(item.tokens)
+            verdicts = [item] if number == self.number else as_plain(item)
+            replies = [verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts]
+            messages = [pb.AttachRequest(reply=reply) for reply in replies]
+        else:
+            messages = [pb.AttachRequest(reply=item)] if number == self.number else []
+        if self.outbox is not None:
+            for message in messages:
+                self.outbox.put_nowait(message)
+
+
+class AttachmentClient:
+    """Streams of all requests to one of the coordinators."""
+
+    def __init__(self, options: AttachOptions, model: ModelInfo, max_guesses: int, arrived: threading.Event) -> None:
+        self._addresses = options.addresses
+        self._channels = options.channels()
+        self._model = convert.model_to_proto(model)
+        self._max_guesses = max_guesses
+        self._arrived = arrived  # set after each message for a request
+        self._streams: dict[str, _RequestStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._channel: grpc.aio.Channel | None = None
+        self._turn = 0
+        self._not_before = 0.0
+        self._retry_s = _RETRY_S
+        self._told = ""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="outrider attachment", daemon=True).start()
+
+    def open(self, request: AttachedRequest, tokens: Iterable[int], salt: str) -> None:
+        self._loop.call_soon_threadsafe(self._start, _RequestStream(request, list(tokens), salt))
+
+    def send(self, items: Iterable[tuple[AttachedRequest, int, Verdict | verify.VerifyReply | None]]) -> None:
+        """Send what a step brought, with the number of the stream whose guesses it used; None ends a request."""
+        self._loop.call_soon_threadsafe(self._send, list(items))
+
+    def _start(self, stream: _RequestStream) -> None:
+        self._streams[stream.request.name] = stream
+        task = self._loop.create_task(self._keep_attached(stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request's stream failed", exc_info=error)
+
+    def _send(self, items: Iterable[tuple[AttachedRequest, int, Verdict | verify.VerifyReply | None]]) -> None:
+        for request, number, item in items:
+            if (stream := self._streams.get(request.name)) is not None:
+                stream.send(number, item)
+                if item is None:
+                    del self._streams[request.name]
+
+    async def _keep_attached(self, stream: _RequestStream) -> None:
+        while not stream.closed:
+            pause = self._not_before - self._loop.time()
+            if pause > 0:
+                await asyncio.sleep(min(pause, _RETRY_S))
+                continue
+            turn, lost = self._turn, OutriderError("")
+            try:
+                await self._run(stream)
+                lost = PeerLost("the coordinator ended the stream")
+            except grpc.aio.AioRpcError as error:
+                lost = error_from_rpc(error)
+            except (asyncio.InvalidStateError, asyncio.CancelledError):  # another request has left the channel
+                lost = PeerLost("the connection was closed")
+            finally:
+                stream.outbox = None
+                stream.request.receive(0, self._arrived)
+            if not isinstance(lost, PeerLost | Unavailable):
+                self._warn("requests go on without guesses", lost)
+                return
+            if not stream.closed:
+                await self._rest(turn, lost)
+
+    def _warn(self, event: str, error: OutriderError) -> None:
+        """Log once what may happen to each request and at each attempt."""
+        if error.message != self._told:
+            self._told = error.message
+            log.warning(event, error=error.message)
+
+    async def _run(self, stream: _RequestStream) -> None:
+        """Follow one stream until the request or the stream ends."""
+        if self._channel is None:
+            self._channel = self._channels.aio_channel(self._addresses[self._turn % len(self._addresses)])
+        request = stream.request
+        stub: Any = rpc.AttachmentStub(self._channel)
+        stream.outbox = asyncio.Queue()
+        stream.number += 1
+        request.receive(stream.number, self._arrived)
+        opening = pb.OpenAttached(
+            tokens=stream.tokens,
+            prompt_length=request.prompt_length,
+            params=convert.params_to_proto(request.params),
+            model=self._model,
+            machine=machine_id(),
+            cache_salt=stream.salt,
+            max_guesses=self._max_guesses,
+        )
+        call = stub.Attach()
+        writing = self._loop.create_task(_write(call, stream.outbox, opening))
+        try:
+            async for message in call:
+                self._retry_s, self._told = _RETRY_S, ""
+                request.receive(message, self._arrived)
+                if stream.outbox.qsize() > _MAX_UNSENT:
+                    raise asyncio.InvalidStateError("the coordinator does not read its messages")
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            call.cancel()
+
+    async def _rest(self, turn: int, error: OutriderError) -> None:
+        """Turn to the next coordinator after a pause, once for all requests of the lost one."""
+        if turn != self._turn:
+            return
+        self._warn("coordinator lost, requests go on without guesses", error)
+        self._turn += 1
+        self._not_before = self._loop.time() + self._retry_s
+        self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+async def _write(call: Any, outbox: asyncio.Queue[pb.AttachRequest | None], opening: pb.OpenAttached) -> None:
+    try:
+        await call.write(pb.AttachRequest(open=opening))
+        while (message := await outbox.get()) is not None:
+            await call.write(message)
+        await call.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # the reader raises the error

@@ -1,0 +1,131 @@
+"""Verification in vLLM's workers by vLLM's own draws: a guess is accepted if vLLM draws the same token there.
+
+The text is that of the same server without guesses, for a greedy request and for one with a seed. A request without a
+seed has the same distribution. vLLM's own rejection sampler promises only the distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from outrider.engine.vllm.runners import place_guesses, silence_drafter
+
+
+def install(worker: Any) -> str:
+    """Replace the verification of a worker's model runner; return which runner it is."""
+    runner = worker.model_runner
+    silence_drafter(runner)
+    verifies = getattr(runner, "rejection_sampler", None) is not None  # no stage of a pipeline but the last
+    if not hasattr(runner, "req_states"):
+        if verifies:
+            runner.rejection_sampler = OwnDraws(runner.sampler)
+        return "v1"
+    if verifies:
+        runner.rejection_sampler._verify = OwnDrawsOfNewRunner(runner.sampler, runner.num_speculative_steps)
+    execute_model = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        place_guesses(runner, scheduler_output)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute
+    return "v2"
+
+
+class OwnDraws:
+    """Rejection sampler of the older runner, whose noise is a generator's state.
+
+    So it draws position after position, and only while guesses are accepted: exactly the draws of plain steps.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __call__(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling: Any) -> Any:
+        from vllm.v1.outputs import SamplerOutput
+
+        counts: list[int] = metadata.num_draft_tokens
+        firsts = list(accumulate((1 + count for count in counts), initial=0))[:-1]
+        remaining = iter(metadata.draft_token_ids.tolist())
+        guesses = [[next(remaining) for _ in range(count)] for count in counts]
+        committed: list[list[int]] = [[] for _ in counts]
+        logprobs = None
+        going, depth = list(range(len(counts))), 0
+        while going:
+            rows = torch.tensor([firsts[request] + depth for request in going], device=logits.device)
+            drawn = self._sampler(logits=logits[rows], sampling_metadata=_of(sampling, going, committed, depth))
+            if depth == 0:
+                logprobs = drawn.logprobs_tensors
+            for request, (token,) in zip(going, drawn.sampled_token_ids.tolist(), strict=True):
+                committed[request].append(token)
+            going = [each for each in going if depth < counts[each] and committed[each][depth] == guesses[each][depth]]
+            depth += 1
+        if logprobs is not None:  # of requests without guesses; vLLM reads as many rows as it has room for tokens
+            places = torch.arange(len(counts), device=logits.device)
+            logprobs = logprobs.filter(places.repeat_interleave(depth))
+        padded = [[*tokens, *[-1] * (depth - len(tokens))] for tokens in committed]
+        return SamplerOutput(torch.tensor(padded, dtype=torch.int32, device=logits.device), logprobs)
+
+
+def _of(sampling: Any, members: Sequence[int], committed: Sequence[Sequence[int]], depth: int) -> Any:
+    """Return vLLM's sampling metadata of these requests after the tokens committed in this step.
+
+    Guesses come only for requests that need nothing else, see `request.drawn_alike`.
+    """
+    if depth == 0:
+        return sampling
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+
+    index = torch.tensor(members, device=sampling.frequency_penalties.device)
+    outputs = sampling.output_token_ids
+    tensors = ("temperature", "top_p", "top_k", "prompt_token_ids")
+    penalties = ("frequency_penalties", "presence_penalties", "repetition_penalties")
+    picked = {name: getattr(sampling, name) for name in (*tensors, *penalties)}
+    return replace(
+        sampling,
+        **{name: None if values is None else values[index] for name, values in picked.items()},
+        generators={
+            place: sampling.generators[member] for place, member in enumerate(members) if member in sampling.generators
+        },
+        output_token_ids=[] if sampling.no_penalties else [[*outputs[each], *committed[each]] for each in members],
+        max_num_logprobs=None,
+        logprob_token_ids=None,
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+        spec_token_ids=None,
+        thinking_budget_state_holder=None,
+    )
+
+
+class OwnDrawsOfNewRunner:
+    """Verification of the newer runner, whose noise is a function of seed and position: all rows are drawn at once."""
+
+    def __init__(self, sampler: Any, num_guesses: int) -> None:
+        self._sampler = sampler
+        self._width = num_guesses + 1
+
+    def __call__(self, logits: Any, draft_logits: Any, inputs: Any, pos: Any, bounds: Any, *layout: Any) -> Any:
+        """Return adjusted logits, tokens by request and their numbers, as vLLM's own method does."""
+        requests, requests_np, expanded, local_pos, lengths, guessed = layout
+        drawn, adjusted = self._sampler.sample(logits, expanded, requests, requests_np, pos, inputs, local_pos, lengths)
+        return adjusted, *walk(drawn, guessed, bounds, self._width)
+
+
+def walk(
+    drawn: torch.Tensor, guessed: torch.Tensor, bounds: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Follow each request's draws as long as they were guessed; return tokens and counts.  # [requests, width]
+
+    Row i of a request holds the draw after its i-th token, and the i-th token itself: the first is committed.
+    """
+    rows = bounds[:-1, None] + torch.arange(width, device=bounds.device)
+    last = len(drawn) - 1
+    held = (rows + 1 < bounds[1:, None]) & (drawn[rows.clamp(max=last)] == guessed[(rows + 1).clamp(max=last)])
+    counts = 1 + held.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    return drawn[rows.clamp(max=last)], counts.clamp(max=width)

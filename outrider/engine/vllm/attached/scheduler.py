@@ -1,0 +1,149 @@
+"""vLLM's own scheduler with guesses from a coordinator's drafters, for a `vllm serve` that keeps its front door.
+
+vLLM takes it by its setting `scheduler_cls`, see docs/attach.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import structlog
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from outrider.engine.vllm.attached.client import AttachmentClient
+from outrider.engine.vllm.attached.draws import install
+from outrider.engine.vllm.attached.options import AttachOptions
+from outrider.engine.vllm.attached.request import AttachedRequest, drawn_alike, guessed_with
+from outrider.engine.vllm.compatibility import check_installed
+from outrider.engine.vllm.loading import describe_served
+from outrider.engine.vllm.scheduler import decodes
+from outrider.protocol.errors import StartupError
+from outrider.protocol.speculation import Verdict, VerifyTimings
+from outrider.v1 import verifier_pb2 as verify
+
+log = structlog.get_logger(__name__)
+
+
+class AttachedScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM schedules; requests whose guessed positions it draws like others carry guesses."""
+
+    num_spec_tokens: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_installed()
+        self.verifies = False  # the workers verify guesses by their own draws
+        config = self.vllm_config
+        options = AttachOptions.of(config.additional_config)
+        if not self.num_spec_tokens or self.scheduler_config.async_scheduling:
+            raise StartupError(
+                "vLLM has no room for guesses, or schedules asynchronously",
+                limit="--speculative-config as in docs/attach.md, without --async-scheduling",
+            )
+        if config.model_config.logits_processors or getattr(config, "watermark_config", None) is not None:
+            raise StartupError("guesses are not verified with logits processors of a server or with watermarks")
+        self._max_wait_s = options.max_wait_ms / 1000
+        model = describe_served(config)
+        self._vocab_size = model.vocab_size
+        self._attached: dict[str, AttachedRequest] = {}
+        self._arrived = threading.Event()
+        self._client = AttachmentClient(options, model, self.num_spec_tokens, self._arrived)
+        self._ended_at = self._started_at = time.monotonic()  # of the last step, and of this one
+
+    def add_request(self, request: Request) -> None:
+        name, tokens = request.request_id, request.all_token_ids
+        if name not in self.requests and drawn_alike(request):
+            attached = AttachedRequest(name, tokens, request.num_prompt_tokens, guessed_with(request), self._vocab_size)
+            self._attached[name] = attached
+            self._client.open(attached, tokens, request.cache_salt or "")
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._await_guesses()
+        for request in self.running:
+            attached = self._attached.get(request.request_id)
+            request.spec_token_ids = []
+            if attached is not None and attached.stream and decodes(request):
+                request.spec_token_ids = attached.guesses(self.num_spec_tokens)
+        most, self.num_spec_tokens = self.num_spec_tokens, 0  # vLLM would pad requests with one new token to it
+        try:
+            self._started_at = time.monotonic()
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.num_spec_tokens = most
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Ignore vLLM's own guesses: there are none."""
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if self._attached:
+            self._report(scheduler_output, model_runner_output)
+        self._ended_at = time.monotonic()
+        return result
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if (attached := self._attached.pop(request.request_id, None)) is not None:
+            self._client.send([(attached, attached.stream, None)])
+        return super()._free_request(request, *args, **kwargs)
+
+    def _await_guesses(self) -> None:
+        """Wait until the guesses that γ control waits for are there, or for the maximum."""
+        deadline = self._ended_at + self._max_wait_s
+        running = [(self._attached.get(each.request_id), decodes(each)) for each in self.running]
+        attached = [(each, awaited) for each, awaited in running if each is not None]
+        while True:
+            self._arrived.clear()
+            for each, _ in attached:
+                each.read()
+            now = time.monotonic()
+            until = min(deadline, max((each.ready_at(now) for each, awaited in attached if awaited), default=now))
+            if until <= now:
+                return
+            self._arrived.wait(until - now)
+
+    def _report(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Send the verdicts of a step. Requests that it ended are no longer attached."""
+        drawn = output.sampled_token_ids
+        step_tokens = sum(map(len, drawn))
+        now = time.monotonic()
+        sent: list[tuple[AttachedRequest, int, Verdict | verify.VerifyReply]] = []
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            attached = self._attached.get(name)
+            tokens = drawn[output.req_id_to_index[name]] if drawn else ()
+            if attached is None or not tokens:
+                continue
+            timings = VerifyTimings(
+                wait_us=int(1e6 * (self._started_at - self._ended_at)),
+                step_us=int(1e6 * (now - self._started_at)),
+                sessions=len(scheduled.num_scheduled_tokens),
+                batch_tokens=scheduled.total_num_scheduled_tokens,
+                session_tokens=num_tokens,
+                step_tokens=step_tokens,
+            )
+            num_guesses = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            sent.append((attached, attached.stream, attached.verdict(tokens, num_guesses, timings)))
+            sent += [(attached, attached.stream, refused) for refused in attached.refusals]
+            attached.refusals.clear()
+        self._client.send(sent)
+
+
+_add_request = EngineCore.add_request
+
+
+def _add_verified(core: EngineCore, *args: Any, **kwargs: Any) -> None:
+    """Install the verification before the first request: vLLM has no hook between the start of its workers and that."""
+    scheduler = core.scheduler
+    if isinstance(scheduler, AttachedScheduler) and not scheduler.verifies:
+        scheduler.verifies = True
+        log.info("attached", runner=core.collective_rpc(install)[0])
+    _add_request(core, *args, **kwargs)
+
+
+EngineCore.add_request = _add_verified

