@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -47,18 +47,10 @@ class DraftingContext:
     accepts: Callable[[WorkerInfo], bool] | None = None  # which drafters; None: any that is registered
 
 
-class VerifyingWorker(Protocol):
-    """A worker, as far as its load and the distance to it matter."""
-
-    info: WorkerInfo
-    round_trip_ms: float
-
-
 class GuessReceiver(Protocol):
     """Verifier of a session's guesses: the stream to a verifier, or an attached engine."""
 
-    @property
-    def connection(self) -> VerifyingWorker: ...
+    connection: Any  # with `info` and `round_trip_ms`
 
     def guess(self, guess: common.Guess) -> None: ...
 

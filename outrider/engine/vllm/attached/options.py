@@ -15,7 +15,7 @@ from outrider.security.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class AttachOptions:
-    """Where the coordinators are, how long a step waits for their drafters, and how they are reached."""
+    """Addresses of the coordinators, the longest wait for their drafters, key and certificates."""
 
     coordinators: str = ""  # host:port,host:port
     max_wait_ms: float = 20.0  # that a step waits for guesses

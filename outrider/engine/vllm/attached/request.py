@@ -65,7 +65,7 @@ class AttachedRequest:
         self._begin(0)
 
     def receive(self, message: int | verify.VerifyRequest, arrived: threading.Event) -> None:
-        """Take a message in the client's thread; guesses that nobody reads are dropped."""
+        """Take a message in the client's thread; unread guesses beyond a limit are dropped."""
         if isinstance(message, int) or len(self.inbox) < _MAX_UNREAD:
             self.inbox.append(message)
             arrived.set()
