@@ -64,10 +64,7 @@ class DraftSession:
     """Session state, owned by the loop. The stream reads `outbox`, which ends with None."""
 
     def __init__(
-        self,
-        opening: DraftOpening,
-        calibration: Calibration | None = None,
-        grammar_cursor: GrammarCursor | None = None,
+        self, opening: DraftOpening, calibration: Calibration | None = None, grammar_cursor: GrammarCursor | None = None
     ) -> None:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"

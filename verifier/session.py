@@ -107,10 +107,7 @@ class VerifySession:
         self.committed = list(opening.tokens)
         self.outbox: asyncio.Queue[Verdict | Rejection | Ended] = asyncio.Queue()
         self.tree = GuessTree(
-            self.committed,
-            single=self.params.mode.needs_draft_probs,
-            max_nodes=MAX_NODES,
-            max_ahead=MAX_GAMMA,
+            self.committed, single=self.params.mode.needs_draft_probs, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA
         )
         assert self.params.seed is not None
         self.chance: RandomSource = SeededNoise(self.params.seed)

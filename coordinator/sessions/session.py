@@ -30,13 +30,7 @@ from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import Tracing
-from outrider.protocol.errors import (
-    Expired,
-    OutriderError,
-    Overloaded,
-    PeerLost,
-    Unavailable,
-)
+from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLost, Unavailable
 from outrider.protocol.speculation import FinishReason, Verdict
 from outrider.security.tenants import tenant
 

@@ -238,12 +238,7 @@ class EagleDrafter:
         return SessionTokens(session, tokens, logits_from=last, hidden_from=last, input_embeddings=inputs)
 
     def _tree_input(
-        self,
-        session: str,
-        builder: TreeBuilder,
-        nodes: Sequence[int],
-        outputs: dict[int, _LayerOutput],
-        num_new: int,
+        self, session: str, builder: TreeBuilder, nodes: Sequence[int], outputs: dict[int, _LayerOutput], num_new: int
     ) -> SessionTokens:
         """Return the layer's input for a tree, with outputs for the last `num_new` nodes."""
         index = {node: i for i, node in enumerate(nodes)}

@@ -8,14 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider.protocol.convert import ERROR_KEY, error_from_proto
-from outrider.protocol.errors import (
-    OutriderError,
-    Overloaded,
-    PeerLost,
-    Unauthenticated,
-    Unavailable,
-    grpc_status_name,
-)
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable, grpc_status_name
 from outrider.v1 import common_pb2 as common
 
 

@@ -15,13 +15,7 @@ from importlib.metadata import version
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from outrider.observability.collectors import (
-    PREFIX,
-    CallbackCounter,
-    CallbackGauge,
-    PerPosition,
-    UnderVllmNames,
-)
+from outrider.observability.collectors import PREFIX, CallbackCounter, CallbackGauge, PerPosition, UnderVllmNames
 from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
@@ -167,10 +161,7 @@ class CoordinatorMetrics(Metrics):
             "state",
         )
         self.violations = CallbackCounter(
-            "protocol_violations",
-            "Protocol violations by workers.",
-            ("role",),
-            self.registry,
+            "protocol_violations", "Protocol violations by workers.", ("role",), self.registry
         )
         self.round_trips = self._gauge(
             "worker_round_trip_seconds", "Round trip to a worker, smoothed.", "role", "kind", "worker"

@@ -21,13 +21,7 @@ class OutriderError(Exception):
     code: ClassVar[str] = "internal"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        field: str = "",
-        value: Any = "",
-        limit: Any = "",
-        retry_after_ms: int | None = None,
+        self, message: str, *, field: str = "", value: Any = "", limit: Any = "", retry_after_ms: int | None = None
     ) -> None:
         given = str(value)
         shown = shorten(printable(shorten(given)))
