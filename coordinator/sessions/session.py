@@ -69,7 +69,7 @@ class Session:
         self._tenant = tenant()
         self._entry = Entry(record, self._fenced, durable)
         self._task: asyncio.Task[None] | None = None
-        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s)
+        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         missing = len(record.tokens) - len(record.logprobs)
         self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])

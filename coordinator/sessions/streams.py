@@ -53,7 +53,11 @@ class WorkerStream(Generic[Out, In]):
         self._cancelled_by: OutriderError | None = None
 
     async def __aenter__(self) -> Self:
-        self._call = self._start(metadata=current().metadata(self._span))
+        try:
+            self._call = self._start(metadata=current().metadata(self._span))
+        except grpc.aio.UsageError as error:  # the channel has been closed since the worker was chosen
+            self._span.end()
+            raise PeerLost(f"{self.connection.info.address} has left") from error
         self.connection.streams.add(self)
         self._writing = asyncio.create_task(self._write())
         return self

@@ -60,11 +60,12 @@ class VerdictReader:
     def check_opened(self, opened: verify.Opened) -> None:
         _at_most("opened", opened.ByteSize(), message_limits.MAX_SMALL_BYTES, " bytes")
         model, target = opened.model, self._target
-        # Of the same weights: which texts may follow each other was decided when the verifier registered.
-        same_weights = bool(model.weights_digest) and model.weights_digest == target.weights_digest
+        text_id = model.text_digest or model.fingerprint
+        # In a fleet of mixed verifiers, the weights are what they have in common.
+        same_weights = bool(model.weights_digest) and self._record.model == model.weights_digest
         for name, value, wanted in (
             ("position", opened.position, self._record.position),
-            ("model", target.text_id if same_weights else model.text_digest or model.fingerprint, target.text_id),
+            ("model", target.text_id if same_weights else text_id, target.text_id),
             ("model.eos_token_ids", tuple(model.eos_token_ids), target.eos_token_ids),
         ):
             if value != wanted:

@@ -27,11 +27,12 @@ class NoVerifier(Unavailable):
 
 
 class VerifierChooser:
-    """Choice of verifiers for one session: none that rejected it or sent invalid replies."""
+    """Choice of verifiers for one session: those of its target, none that rejected it or sent invalid replies."""
 
-    def __init__(self, worker_pool: WorkerPool, wait_s: float) -> None:
-        """Set how long to wait for a verifier."""
+    def __init__(self, worker_pool: WorkerPool, wait_s: float, target: str) -> None:
+        """Set how long to wait for a verifier; `target` is the identity of the session's."""
         self._worker_pool = worker_pool
+        self._target = target
         self._wait_s = wait_s
         self._excluded: set[str] = set()
 
@@ -45,9 +46,7 @@ class VerifierChooser:
 
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
-        return self._worker_pool.choose(
-            Role.VERIFIER, lambda connection: connection.info.worker_id not in self._excluded, prefer=prefer
-        )
+        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer=prefer)
 
     def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
         """Record a verifier's failure and return the error that it means for the session."""
@@ -61,6 +60,11 @@ class VerifierChooser:
             if self.available() is not None:  # another verifier may accept the session
                 return PeerLost(f"{connection.info.address} rejected the session: {error.message}")
         return error
+
+    def _fits(self, connection: WorkerConnection) -> bool:
+        """Return whether a verifier may continue the session: after the last of its target, others may have come."""
+        identity = self._worker_pool.compatibility.identity(connection.info.model)
+        return identity == self._target and connection.info.worker_id not in self._excluded
 
 
 class DrafterChooser:

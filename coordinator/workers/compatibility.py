@@ -68,20 +68,21 @@ class Compatibility:
                 limit=target.weights_digest,
             )
 
-    def _identity(self, model: ModelInfo) -> str:
+    def identity(self, model: ModelInfo) -> str:
+        """Return what the verifiers of one target have in common."""
         return model.weights_digest if self._mixed and model.weights_digest else model.text_id
 
     async def _check_verifier(self, info: WorkerInfo) -> bool:
         async with self._lock:
             known = self.target
-            if known is not None and known.identity == self._identity(info.model):
+            if known is not None and known.identity == self.identity(info.model):
                 return False
             if known is not None and self._has_verifiers():
                 raise _target_mismatch(known, info)
             async with self._fleet.access(Role.VERIFIER).aio_channel(info.address) as channel:
                 stub: verifier_pb2_grpc.VerifierAsyncStub = verifier_pb2_grpc.VerifierStub(channel)  # type: ignore[assignment]
                 try:
-                    self.target = await fetch_target(info.model, self._identity(info.model), stub)
+                    self.target = await fetch_target(info.model, self.identity(info.model), stub)
                 except grpc.aio.AioRpcError as error:
                     raise worker_error(info.address, error) from error
             self._on_target(self.target.info)

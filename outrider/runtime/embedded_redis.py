@@ -75,6 +75,8 @@ class _Server:
         except _DamagedData as error:
             # A file left half written by a crash of the machine must not prevent the start.
             written = self._data / _APPEND_FOLDER
+            if not written.exists():
+                raise
             aside = written.with_name(f"{_APPEND_FOLDER}.unreadable-{int(time.time())}")
             written.rename(aside)
             log.warning("embedded redis data unreadable, starting empty", kept=str(aside), error=error.message)

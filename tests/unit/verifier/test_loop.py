@@ -11,7 +11,7 @@ import torch
 from outrider.engine import SessionTokens, StepResult
 from outrider.engine.mock import MockEngine
 from outrider.observability.metrics import VerifierMetrics
-from outrider.protocol.errors import PeerLost
+from outrider.protocol.errors import PeerLost, Unavailable
 from outrider.protocol.sampling_params import SamplingParams
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
@@ -57,6 +57,8 @@ async def test_an_error_of_the_device_ends_the_loop_and_moves_its_sessions(error
     with pytest.raises(TargetFailed, match="the device failed"):
         await asyncio.wait_for(loop.run(), 5)
     assert isinstance((await ended(session)).error, PeerLost)
+    with pytest.raises(Unavailable):
+        opened(loop, "two")
     loop.stop()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,6 +190,19 @@ def test_a_session_is_opened_where_it_is_and_with_the_target() -> None:
     ):
         with pytest.raises(ProtocolViolation):
             reader().check_opened(wrong)
+
+
+@pytest.mark.parametrize("identity", ["fingerprint", "weights"])
+def test_only_in_a_mixed_fleet_equal_weights_are_enough(identity: str) -> None:
+    record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(seed=1)), model=identity)
+    target = replace(TARGET, weights_digest="weights")
+    at = VerdictReader(record, target, SentMessages(hidden_states=False), time.monotonic())
+    model = common.ModelInfo(fingerprint="of another engine", weights_digest="weights", eos_token_ids=[EOS])
+    if identity == "weights":
+        at.check_opened(opened(model=model))
+    else:
+        with pytest.raises(ProtocolViolation, match=r"opened\.model"):
+            at.check_opened(opened(model=model))
 
 
 def test_one_refusal_per_message_and_no_long_ones() -> None:

@@ -86,6 +86,17 @@ def test_a_server_that_cannot_be_started_again_is_no_obstacle_to_the_end(
     assert not list(tmp_path.glob("*unreadable*"))
 
 
+def test_a_server_that_blames_data_that_are_not_there_is_an_error_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "refusing"
+    refusing.write_text("#!/bin/sh\necho cannot open AOF: no room >&2\nexit 1\n")
+    refusing.chmod(0o700)
+    monkeypatch.setattr("outrider.runtime.embedded_redis.get_binary_path", lambda: refusing)
+    with pytest.raises(StartupError, match="no room"), embedded_redis(tmp_path / "data"):
+        pytest.fail("it has started")
+
+
 def test_unreadable_data_are_put_aside(tmp_path: Path) -> None:
     with embedded_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
         client.set("a", "b")

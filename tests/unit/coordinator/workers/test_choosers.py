@@ -1,0 +1,30 @@
+"""Which workers a session may have."""
+
+from __future__ import annotations
+
+from coordinator.workers.choosers import VerifierChooser
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.worker_pool import WorkerPool
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+
+BEFORE = ModelInfo("target", "before", weights_digest="w")
+NOW = ModelInfo("target", "now", weights_digest="w")
+
+
+async def test_a_session_does_not_move_to_another_target() -> None:
+    """The last verifier of its target has left, and one of another has come: it is no violation of that one's."""
+    pool = WorkerPool(FleetKeys(), 10.0)
+    await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
+    session = VerifierChooser(pool, 0.0, BEFORE.text_id)
+    assert session.available() is None
+    assert VerifierChooser(pool, 0.0, NOW.text_id).available() is not None
+    same = await pool.workers.put(WorkerInfo("old", Role.VERIFIER, "127.0.0.1:2", BEFORE))
+    assert session.available() is same
+    await pool.workers.close()
+
+
+async def test_mixed_verifiers_have_their_weights_in_common() -> None:
+    pool = WorkerPool(FleetKeys(), 10.0, mixed=True)
+    known = await pool.workers.put(WorkerInfo("new", Role.VERIFIER, "127.0.0.1:1", NOW))
+    assert VerifierChooser(pool, 0.0, "w").available() is known
+    await pool.workers.close()
