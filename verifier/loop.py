@@ -139,7 +139,7 @@ class VerificationLoop:
     def _fail(self, error: TargetFailed) -> None:
         """Close all sessions, so that they continue on another verifier."""
         log.critical("target failed, the process ends", error=str(error))
-        self.drain()  # nobody would compute what is opened until then
+        self.drain()  # a session that is opened now would never be computed
         for session in self._admission.sessions():
             self.close(session, PeerLost(f"the target failed: {error}"))
 
