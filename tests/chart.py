@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,12 +48,16 @@ class Rendered:
         return found
 
     def workloads(self) -> dict[str, Object]:
-        """Return the workloads by component."""
-        return {component_of(thing): thing for thing in self.of("Deployment", "StatefulSet")}
+        """Return the workloads by component; of a LeaderWorkerSet the leaders."""
+        made = self.of("Deployment", "StatefulSet") + [stateful_set(thing) for thing in self.of("LeaderWorkerSet")]
+        return {component_of(thing): thing for thing in made}
+
+    def followers(self) -> dict[str, Object]:
+        return {f"{component_of(thing)} follower": stateful_set(thing, 1) for thing in self.of("LeaderWorkerSet")}
 
     def pods(self) -> dict[str, Object]:
         """Return pods or pod templates by component."""
-        made = {name: thing["spec"]["template"] for name, thing in self.workloads().items()}
+        made = {name: thing["spec"]["template"] for name, thing in (self.workloads() | self.followers()).items()}
         return made | {component_of(pod): pod for pod in self.of("Pod")}
 
     def container(self, component: str) -> Object:
@@ -82,6 +87,35 @@ def render(values: Object | None = None, *, release: str = RELEASE, cluster: Any
     (notes,) = [text for path, text in files.items() if path.endswith("NOTES.txt")]
     manifests = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
     return Rendered([thing for text in manifests for thing in yaml.load_all(text, _Loader) if thing], notes)
+
+
+def stateful_set(group: Object, index: int = 0) -> Object:
+    """Return the StatefulSet that LeaderWorkerSet's operator makes of leaders, or of the followers of the first leader.
+
+    Read in version 0.9 of its source: its webhook adds variables to every container. Its own labels are left out.
+    """
+    name, template = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]
+    pod = copy.deepcopy(template["workerTemplate" if index else "leaderTemplate"])
+    variables = {
+        "LWS_LEADER_ADDRESS": f"{name}-0.{name}.{NAMESPACE}",
+        "LWS_GROUP_SIZE": str(template["size"]),
+        "LWS_WORKER_INDEX": str(index),
+    }
+    for container in pod["spec"]["containers"] + pod["spec"]["initContainers"]:
+        added = [{"name": key, "value": value} for key, value in variables.items()]
+        container["env"] = added + container.get("env", [])
+    spec = {
+        "serviceName": name,
+        "selector": {"matchLabels": pod["metadata"]["labels"]},
+        "template": pod,
+        "volumeClaimTemplates": template.get("volumeClaimTemplates", []),
+    }
+    if index:
+        name, spec["replicas"] = f"{name}-0", template["size"] - 1
+    elif "replicas" in group["spec"]:
+        spec["replicas"] = group["spec"]["replicas"]
+    metadata = group["metadata"] | {"name": name}
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec}
 
 
 def component_of(thing: Object) -> str:

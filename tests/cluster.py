@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -339,6 +339,15 @@ class Cluster:
             raise
         return self
 
+    def revive(self) -> None:
+        """Start what has ended, and wait until everything is ready and listed."""
+        processes = [*([self.redis] if self._with_redis else []), *self.processes]
+        for process in processes:
+            process.ensure()
+        for process in processes:
+            process.wait_ready()
+        self.wait_whole()
+
     def wait_whole(self) -> None:
         """Wait until every coordinator serves and lists every running worker."""
         workers = {process.address for process in (*self.verifiers, *self.drafters) if process.alive}
@@ -449,6 +458,21 @@ class Output:
 
 
 Prompt = str | Sequence[int]
+
+
+def ask_stories(count: int, max_tokens: int, wishes: Sequence[Mapping[str, Any]]) -> list[pb.GenerateRequest]:
+    """Return requests that are greedy and coupled by turns; the wishes for speculation are taken in turn."""
+    return [
+        ask(
+            f"Stream {number}: once upon a time, " * (1 + number % 3),
+            temperature=0.0 if number % 2 else 0.6 + number / 20,
+            seed=1000 + number,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            **wishes[number % len(wishes)],
+        )
+        for number in range(count)
+    ]
 
 
 def ask(

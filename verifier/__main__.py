@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -17,6 +19,8 @@ from outrider.engine.loading.options import EngineOptions, pick_device, pick_dty
 from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.engine.vllm.compatibility import check_installed, installed_version
+from outrider.engine.vllm.core import CoreOptions, node_rank, run_ranks
+from outrider.models.hub import locate
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
 from outrider.protocol.errors import StartupError
@@ -50,17 +54,32 @@ def build(
 def build_on_vllm(
     settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], tracing: Tracing
 ) -> VerifierService:
-    check_installed()
-    if settings.quantization == "int8":
-        raise StartupError("int8 is a format of engine native", field="quantization", value="int8", limit="none or fp8")
     # Imported here: not everybody has vLLM.
-    from outrider.engine.vllm.core import CoreOptions
     from outrider.engine.vllm.loading import load_core
     from verifier.vllm_target import VllmTarget
 
+    loaded = load_core(settings.target, vllm_options(settings), progress)
+    files = save_tokenizer(loaded.tokenizer, scratch)
+    fitted = settings.model_copy(update={"kv_tokens": loaded.core.capacity_tokens})
+    target = VllmTarget(loaded.core, loaded.info)
+    return VerifierService(target, loaded.vocabulary, files, fitted, loaded.cost, tracing)
+
+
+def vllm_options(settings: VerifierSettings) -> CoreOptions:
+    """Return the options of vLLM; the place of the model is found later."""
+    check_installed()
+    if settings.quantization == "int8":
+        raise StartupError("int8 is a format of engine native", field="quantization", value="int8", limit="none or fp8")
+    if settings.pipeline_parallel > 1:
+        raise StartupError(
+            "pipeline parallelism does not work on vLLM yet: use --tensor-parallel, also over several machines",
+            field="pipeline_parallel",
+            value=settings.pipeline_parallel,
+            limit="1",
+        )
     device = pick_device(settings.device)
     on_cpu = device.type == "cpu"
-    options = CoreOptions(
+    return CoreOptions(
         model=Path(),
         dtype=str(pick_dtype(settings.dtype, device)).removeprefix("torch."),
         max_guesses=settings.guess_rows,
@@ -75,11 +94,6 @@ def build_on_vllm(
         max_model_len=settings.max_model_len,
         more=settings.vllm_args,
     )
-    loaded = load_core(settings.target, options, progress)
-    files = save_tokenizer(loaded.tokenizer, scratch)
-    fitted = settings.model_copy(update={"kv_tokens": loaded.core.capacity_tokens})
-    target = VllmTarget(loaded.core, loaded.info)
-    return VerifierService(target, loaded.vocabulary, files, fitted, loaded.cost, tracing)
 
 
 def runs_on_vllm(settings: VerifierSettings) -> bool:
@@ -110,7 +124,22 @@ def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> No
         run_worker("verifier", settings, built)
 
 
+def follow(settings: VerifierSettings, rank: int) -> None:
+    """Run this machine's processes of a model whose verifier is on another machine."""
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    options = replace(vllm_options(settings), model=Path(locate(settings.target, log.info)))
+    log.info("running processes of a verifier on another machine", node_rank=rank)
+    run_ranks(options)
+    log.error("a process of the model ended, so this machine's end too", node_rank=rank)
+    sys.exit(1)
+
+
 def run(settings: VerifierSettings) -> None:
+    rank = node_rank(settings.vllm_args)
+    if rank and runs_on_vllm(settings):
+        follow(settings, rank)
+        return
     if settings.tensor_parallel == 1 or runs_on_vllm(settings):
         serve(settings)
         return

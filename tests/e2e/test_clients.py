@@ -45,11 +45,7 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def whole_fleet(fleet: Cluster) -> Cluster:
     """With everybody alive, whatever the test before left."""
-    for process in fleet.processes:
-        process.ensure()
-    for process in fleet.processes:
-        process.wait_ready()
-    fleet.wait_whole()
+    fleet.revive()
     return fleet
 
 

@@ -24,6 +24,7 @@ from tests.cluster import (
     Cluster,
     Output,
     ask,
+    ask_stories,
     client,
     drafter_load,
     failure,
@@ -64,28 +65,14 @@ def fleet(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def whole(fleet: Cluster) -> Iterator[Cluster]:
     """The fleet with everybody alive, whatever the test before left."""
-    for process in [fleet.redis, *fleet.processes]:
-        process.ensure()
-    for process in [fleet.redis, *fleet.processes]:
-        process.wait_ready()
-    fleet.wait_whole()
+    fleet.revive()
     return fleet
 
 
 def requests(max_tokens: int = MAX_TOKENS) -> list[pb.GenerateRequest]:
     """Greedy and coupled by turns, with every kind of speculation."""
     wishes = ({"gamma": 4, "drafter": "model"}, {"gamma": 3, "drafter": "ngram"}, {}, {"gamma": 0}, {"gamma": 8})
-    return [
-        ask(
-            f"Stream {number}: once upon a time, " * (1 + number % 3),
-            temperature=0.0 if number % 2 else 0.6 + number / 20,
-            seed=1000 + number,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            **wishes[number % len(wishes)],
-        )
-        for number in range(STREAMS)
-    ]
+    return ask_stories(STREAMS, max_tokens, wishes)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.testing.toy_models import make_model
 from outrider.v1 import coordinator_pb2 as pb
-from tests.cluster import Cluster, Output, Process, ask, generate_resuming, server_info, until
+from tests.cluster import Cluster, Output, Process, ask_stories, free_port, generate_resuming, server_info, until
 from tests.vllm.conftest import RUNNER
 
 pytestmark = [
@@ -48,17 +48,8 @@ def fleet(model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def requests() -> list[pb.GenerateRequest]:
-    return [
-        ask(
-            f"Stream {number}: once upon a time, " * (1 + number % 3),
-            temperature=0.0 if number % 2 else 0.6 + number / 20,
-            seed=1000 + number,
-            max_tokens=LENGTH,
-            ignore_eos=True,
-            **({"gamma": 4, "drafter": "model"} if number % 3 else {}),
-        )
-        for number in range(STREAMS)
-    ]
+    drafted = {"gamma": 4, "drafter": "model"}
+    return ask_stories(STREAMS, LENGTH, ({}, drafted, drafted))
 
 
 async def texts(fleet: Cluster, dies: Process | None = None) -> list[Output]:
@@ -125,6 +116,7 @@ async def test_guesses_are_accepted_on_vllm(fleet: Cluster) -> None:
     ("flags", "message"),
     [
         (("--engine", "vllm", "--vllm-args", "--no-such-flag"), "vLLM refuses its settings"),
+        (("--engine", "vllm", "--pipeline-parallel", "2"), "pipeline parallelism does not work on vLLM yet"),
         (("--engine", "vllm", "--quantization", "int8"), "int8 is a format of engine native"),
         (("--engine", "native", "--gpu-memory", "0.5"), "--gpu-memory needs --engine vllm"),
     ],
@@ -155,4 +147,31 @@ async def test_a_model_split_over_two_processes_gives_the_same_text(
         assert isinstance(failed[0], BaseException), "there is no other verifier"
         await asyncio.to_thread(until, lambda: not verifier.alive, 60, "the end of a verifier that lost a rank")
     finally:
+        split.stop()
+
+
+@pytest.mark.prove
+async def test_a_model_split_over_two_machines_gives_the_same_text(
+    model: Path, draft: Path, fleet: Cluster, tmp_path: Path
+) -> None:
+    """Two machines are two verifiers here, with one command line but for their ranks, as the chart starts them."""
+    whole = await texts(fleet)
+    split = Cluster(tmp_path)
+    split.add_coordinator()
+    nodes = f"{VLLM_ARGS} --nnodes=2 --master-addr=127.0.0.1 --master-port={free_port()} --node-rank="
+    split.add_verifier(model, *VLLM, nodes + "0", "--tensor-parallel", "2")
+    split.add_drafter("model", draft)
+    (tmp_path / "other").mkdir()
+    follower = Cluster(tmp_path / "other").add_verifier(model, *VLLM, nodes + "1", "--tensor-parallel", "2").start()
+    try:
+        split.start()
+        assert len(ranks(split.verifiers[0])) == len(ranks(follower)) == 1
+        found = await texts(split)
+        assert [output.token_ids for output in found] == [output.token_ids for output in whole]
+        assert sum(output.stats.accepted_tokens for output in found) > 0
+        follower.terminate()
+        assert follower.wait(30) == 0
+        assert "Traceback" not in follower.log()
+    finally:
+        follower.stop()
         split.stop()

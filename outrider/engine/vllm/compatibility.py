@@ -28,6 +28,7 @@ FRAGILE_POINTS = (
     ("v1/request.py", "is_prefill_chunk", "whether a step draws for a request"),
     ("v1/engine/core.py", "def step(", "a step"),
     ("v1/engine/core.py", "def post_step(", "a step"),
+    ("v1/executor/multiproc_executor.py", "def start_worker_monitor(self, inline", "several machines"),
     ("v1/engine/core.py", "def preprocess_add_request(", "requests without vLLM's front end"),
     ("v1/engine/core.py", "def abort_requests(", "the end of a request"),
     ("v1/engine/core.py", "def add_request(", "attached: verification is installed before the first request"),

@@ -6,6 +6,7 @@ Only workers of a split model are processes of their own.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import threading
 import time
@@ -57,9 +58,7 @@ class VllmCore:
     """An engine core with the judge installed in its workers."""
 
     def __init__(self, options: CoreOptions) -> None:
-        for name, value in _VARIABLES.items():
-            os.environ.setdefault(name, value)
-        check_installed()
+        _prepare()
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
@@ -150,6 +149,27 @@ class VllmCore:
 
     def close(self) -> None:
         self._core.shutdown()
+
+
+def node_rank(more: str) -> int:
+    """Return the rank of this machine among those that run the model, from further arguments of `vllm serve`."""
+    found = re.search(r"(?:^|\s)(?:--node[-_]rank|-r)[\s=]+(\d+)", more)
+    return int(found[1]) if found else 0
+
+
+def run_ranks(options: CoreOptions) -> None:
+    """Run the processes of a machine whose rank is not 0, until one of them ends. The core on rank 0 commands them."""
+    _prepare()
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = MultiprocExecutor(_config(options), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+
+
+def _prepare() -> None:
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    check_installed()
 
 
 def _config(options: CoreOptions) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import subprocess
 import threading
 import tomllib
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 
 from outrider.base import config
 from outrider.base.config import PREFIX, Settings
+from outrider.engine.vllm.core import node_rank
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
 from outrider.settings.verifier import VerifierSettings
@@ -129,6 +132,9 @@ SCENARIOS: dict[str, Object] = {
     "scaled": {"coordinator": {"autoscaling": SCALED}, "verifier": {"autoscaling": SCALED}},
     "ingress": {"ingress": {"http": INGRESS}},
     "everything": EVERYTHING,
+    "vllm on a node": {"verifier": {"vllm": {"enabled": True}, "gpu": {"count": 4}, "sharedMemory": "8Gi"}},
+    "vllm on two nodes": yaml.safe_load((CHART / "values-vllm.yaml").read_text()),
+    "vllm and everything": EVERYTHING | {"verifier": EVERYTHING["verifier"] | {"vllm": {"enabled": True, "nodes": 3}}},
     "nothing": NOTHING,
 }
 
@@ -149,8 +155,9 @@ def test_the_oldest_kubernetes_is_the_one_that_the_chart_asks_for() -> None:
 
 @pytest.mark.parametrize("version", [OLDEST, validation.latest_version()])
 def test_kubernetes_takes_every_object(rendered: Rendered, version: str) -> None:
-    for thing in rendered.objects:
-        if thing["kind"] != "PodMonitor":
+    made = [*rendered.workloads().values(), *rendered.followers().values()]
+    for thing in rendered.objects + [workload for workload in made if workload not in rendered.objects]:
+        if thing["kind"] not in ("PodMonitor", "LeaderWorkerSet"):
             validation.validate(thing, version, strict=True)
 
 
@@ -176,6 +183,23 @@ def test_the_pod_monitor_keeps_to_the_fields_that_there_are() -> None:
     assert set(_paths(monitor["spec"], POD_MONITOR)) == POD_MONITOR
     ports = {port["name"] for role in ROLES for port in render(EVERYTHING).container(role)["ports"]}
     assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} < ports
+
+
+# Of the definition of LeaderWorkerSet 0.9, the same.
+GROUP = {
+    *("replicas", "startupPolicy", "leaderWorkerTemplate.size", "leaderWorkerTemplate.restartPolicy"),
+    *(f"leaderWorkerTemplate.{name}" for name in ("leaderTemplate", "workerTemplate", "volumeClaimTemplates")),
+}
+
+
+def test_the_group_of_pods_keeps_to_the_fields_that_there_are() -> None:
+    (group,) = render(SCENARIOS["vllm on two nodes"]).of("LeaderWorkerSet")
+    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    assert set(_paths(group["spec"], GROUP)) == GROUP - {"leaderWorkerTemplate.volumeClaimTemplates"}
+    assert group["spec"]["startupPolicy"] == "LeaderCreated", "leaders are ready only with their followers"
+    assert group["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    (group,) = render(SCENARIOS["vllm and everything"]).of("LeaderWorkerSet")
+    assert set(_paths(group["spec"], GROUP)) == GROUP - {"replicas"}, "it is scaled"
 
 
 def _paths(thing: Any, known: set[str], at: str = "") -> Iterator[str]:
@@ -206,8 +230,8 @@ def test_every_selector_finds_the_pods_of_one_component(rendered: Rendered) -> N
         spec = thing["spec"]
         selector = spec.get("podSelector") or spec["selector"]
         wanted = selector.get("matchLabels", selector)
-        found = [name for name, pod in pods.items() if wanted.items() <= pod["metadata"]["labels"].items()]
-        assert found == [component_of(thing)], thing["metadata"]["name"]
+        found = {component_of(pod) for pod in pods.values() if wanted.items() <= pod["metadata"]["labels"].items()}
+        assert found == {component_of(thing)}, thing["metadata"]["name"]
 
 
 def test_peers_of_policies_and_neighbours_of_pods_are_pods_of_ours(rendered: Rendered) -> None:
@@ -250,7 +274,7 @@ def test_ports_are_the_ones_that_the_services_are_told(rendered: Rendered) -> No
 def test_policies_open_ports_that_there_are(rendered: Rendered) -> None:
     for policy in rendered.of("NetworkPolicy"):
         ports = {port["containerPort"] for port in rendered.container(component_of(policy))["ports"]}
-        opened = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+        opened = [port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])]
         assert set(opened) == ports, policy["metadata"]["name"]
 
 
@@ -283,7 +307,8 @@ def test_scalers_and_budgets_are_of_workloads_that_there_are(rendered: Rendered)
 def test_volumes_are_mounted_and_mounts_have_volumes(rendered: Rendered) -> None:
     for component, pod in rendered.pods().items():
         spec = pod["spec"]
-        claims = rendered.workloads().get(component, {"spec": {}})["spec"].get("volumeClaimTemplates", [])
+        workload = (rendered.workloads() | rendered.followers()).get(component, {"spec": {}})
+        claims = workload["spec"].get("volumeClaimTemplates", [])
         volumes = [volume["name"] for volume in spec["volumes"]] + [claim["metadata"]["name"] for claim in claims]
         assert len(volumes) == len(set(volumes)), f"{component}: a volume comes twice"
         mounts = [
@@ -373,8 +398,10 @@ def etc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def parsed(rendered: Rendered, role: str, etc: Path) -> Settings:
     """What the service makes of its flags and variables."""
+    container, pod_name = rendered.container(role), f"{role.replace(' ', '-')}-0"
+    role = role.partition(" ")[0]
     kind = SETTINGS[role]
-    line, env = command_line(rendered.container(role), POD_NAME=f"{role}-0", OUTRIDER_THREADS="6")
+    line, env = command_line(container, POD_NAME=pod_name, OUTRIDER_THREADS="6")
     assert line.pop(0) == role, "the module that the image's `python -m` runs"
     given: list[Settings] = []
     app = typer.Typer()
@@ -573,6 +600,11 @@ def test_only_coordinators_reach_workers_and_redis(rendered: Rendered) -> None:
     for policy in rendered.of("NetworkPolicy"):
         component = component_of(policy)
         for rule in policy["spec"]["ingress"]:
+            if "ports" not in rule:
+                (peer,) = rule["from"]
+                assert component_of({"metadata": {"labels": peer["podSelector"]["matchLabels"]}}) == component
+                assert component_of(rendered.of("LeaderWorkerSet")[0]) == component
+                continue
             if component != "coordinator" and {port["port"] for port in rule["ports"]} & {50051, 50052, 6379}:
                 (peer,) = rule["from"]
                 assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "coordinator"
@@ -603,6 +635,71 @@ def test_gpus_are_asked_for() -> None:
     assert "nvidia.com/gpu" not in limits["coordinator"]
     assert "nvidia.com/gpu" not in render().container("verifier")["resources"]["limits"]
     assert "--tensor-parallel=2" in rendered.container("verifier")["args"]
+
+
+# Verifiers on vLLM.
+
+
+def vllm(gpus: int, nodes: int, **settings: int) -> Object:
+    return {
+        "verifier": {
+            "vllm": {"enabled": True, "nodes": nodes},
+            "gpu": {"count": gpus},
+            "settings": {name.replace("_", "-"): value for name, value in settings.items()},
+            "sharedMemory": "8Gi",
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "processes"),
+    [
+        (vllm(4, 1), 4),
+        (vllm(8, 2), 16),
+        (vllm(8, 2, tensor_parallel=16, pipeline_parallel=1), 16),
+        (vllm(0, 1), 1),
+        (vllm(0, 2), 2),
+        (vllm(0, 2, tensor_parallel=4), 4),
+    ],
+    ids=str,
+)
+def test_a_model_is_split_over_the_gpus_of_all_nodes(values: Object, processes: int, etc: Path) -> None:
+    rendered = render(values)
+    settings = parsed(rendered, "verifier", etc)
+    assert isinstance(settings, VerifierSettings)
+    assert (settings.engine, settings.tensor_parallel, settings.pipeline_parallel) == ("vllm", processes, 1)
+    nodes = values["verifier"]["vllm"]["nodes"]
+    assert len(rendered.of("LeaderWorkerSet")) == len(rendered.followers()) == int(nodes > 1)
+    assert node_rank(settings.vllm_args) == 0, "it serves"
+    for pod in rendered.pods().values():
+        if component_of(pod) == "verifier":
+            images = {part["image"] for part in pod["spec"]["containers"] + pod["spec"]["initContainers"]}
+            assert images == {"outrider-verifier-vllm:0.1.0"}
+
+
+def test_followers_run_the_leaders_command_line_with_a_rank_of_their_own(etc: Path) -> None:
+    rendered = render(SCENARIOS["vllm on two nodes"])
+    leader, follower = parsed(rendered, "verifier", etc), parsed(rendered, "verifier follower", etc)
+    assert isinstance(leader, VerifierSettings)
+    assert isinstance(follower, VerifierSettings)
+    assert [node_rank(settings.vllm_args) for settings in (leader, follower)] == [0, 1]
+    assert follower.vllm_args == leader.vllm_args.replace("--node-rank=0", "--node-rank=1")
+    known = argparse.ArgumentParser()
+    known.add_argument("--enable-expert-parallel", action="store_true")
+    for name in ("--nnodes", "--node-rank", "--master-addr"):
+        known.add_argument(name)
+    given = known.parse_args(shlex.split(leader.vllm_args))
+    assert (given.nnodes, given.master_addr) == ("2", f"outrider-verifier-0.outrider-verifier.{NAMESPACE}")
+    differing = {name for name, value in leader if value != getattr(follower, name)}
+    assert differing == {"vllm_args", "advertise"}
+
+
+def test_followers_serve_nothing() -> None:
+    rendered = render(SCENARIOS["vllm on two nodes"])
+    pod, container = rendered.pods()["verifier follower"], rendered.container("verifier follower")
+    assert not [key for key in container if key == "ports" or key.endswith("Probe")]
+    assert not [key for key in pod["metadata"]["annotations"] if key.startswith("prometheus.io")]
+    assert container["resources"] == rendered.container("verifier")["resources"]
 
 
 # Releases.
@@ -668,6 +765,8 @@ def test_names_stay_within_bounds(release: str) -> None:
         assert all(len(value) <= 63 for value in thing["metadata"]["labels"].values())
     for workload in rendered.of("StatefulSet"):
         assert len(workload["metadata"]["name"]) + len("-0123456789") <= 63, "a label with its revision"
+    for group in render(SCENARIOS["vllm and everything"], release=release).of("LeaderWorkerSet"):
+        assert len(group["metadata"]["name"]) + len("-99-0123456789") <= 63, "the same, of a group's followers"
     names = [(thing["kind"], thing["metadata"]["name"]) for thing in rendered.objects]
     assert len(names) == len(set(names))
 
@@ -706,6 +805,7 @@ WRONG: list[tuple[Object, str]] = [
     ({"settings": {"port": 1}}, "port"),
     ({"drafter": {"apart": "never"}}, "apart"),
     ({"verifier": {"gpu": {"count": 0.5}}}, "count"),
+    ({"verifier": {"vllm": {"nodes": 0}}}, "nodes"),
     ({"verifier": {"gpu": {"resource": "gpu"}}}, "resource"),
     ({"verifier": {"resources": {"limit": {}}}}, "limit"),
     ({"verifier": {"resources": {"limits": {"memory": "8 GB"}}}}, "memory"),
@@ -734,6 +834,14 @@ def test_helm_refuses_wrong_values_by_name(values: Object, named: str) -> None:
 @pytest.mark.parametrize(
     ("values", "why"),
     [
+        (vllm(8, 2, tensor_parallel=8), "tensor-parallel 8, but gpu.count 8 x vllm.nodes 2 = 16 GPUs"),
+        (vllm(2, 1, tensor_parallel=4), "tensor-parallel 4, but gpu.count 2 x vllm.nodes 1 = 2 GPUs"),
+        (vllm(0, 2, tensor_parallel=3), "tensor-parallel 3 cannot be divided over vllm.nodes 2"),
+        (vllm(4, 2, tensor_parallel=4, pipeline_parallel=2), "pipeline-parallel: it does not work on vLLM yet"),
+        ({"verifier": {"vllm": {"nodes": 2}}}, "several nodes need verifier.vllm.enabled"),
+        ({"verifier": {"settings": {"pipeline-parallel": 2}}}, "pipeline-parallel needs verifier.vllm.enabled"),
+        ({"verifier": {"vllm": {"enabled": True}, "settings": {"engine": "cuda"}}}, "engine is cuda, but"),
+        ({"verifier": {"vllm": {"enabled": True}, "gpu": {"count": 2}}}, "set verifier.sharedMemory"),
         ({"redis": {"bundled": False}}, "name your own Redis"),
         ({"ingress": {"grpc": {"enabled": True}}}, "name at least one host"),
         ({"auth": {"fleetKey": {"enabled": False}, "apiKeys": {"existingSecret": "api"}}}, "without auth.fleetKey"),

@@ -80,7 +80,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* Settings of a service as flags. */}}
 {{- define "outrider.settings" -}}
 {{- $values := index .root.Values .component -}}
-{{- range $flag, $value := mergeOverwrite (deepCopy .root.Values.settings) $values.settings }}
+{{- $derived := include "outrider.derivedSettings" . | fromJson -}}
+{{- range $flag, $value := mergeOverwrite (deepCopy .root.Values.settings) $values.settings $derived }}
 {{- if kindIs "bool" $value }}
 - --{{ if not $value }}no-{{ end }}{{ $flag }}
 {{- else }}
