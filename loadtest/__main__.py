@@ -12,31 +12,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from loadtest.credentials import ClientCredentials
+from loadtest.options import COMMON, OWN, signature
 from loadtest.report.summary import Percentiles, Summary
-from loadtest.settings import (
-    DEFAULT_HTTP_ENDPOINT,
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MAX_USERS,
-    DEFAULT_SECONDS,
-    DEFAULT_SPAWN_RATE,
-    DEFAULT_TIMEOUT_S,
-    DEFAULT_TIMES,
-    DEFAULT_USERS,
-    Load,
-    LoadTarget,
-)
-from loadtest.shapes import SHAPES, max_duration_s
-from loadtest.shapes import parts as parts_of
-from outrider.client.sync import DEFAULT_ENDPOINT
+from loadtest.settings import Load, LoadTarget
+from loadtest.shapes import max_duration_s, parts
 from outrider.protocol.errors import InvalidRequest, StartupError
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
@@ -48,97 +39,37 @@ LOG_LINES_SHOWN = 20
 console = Console()
 
 
-def _option(flag: str, text: str, **more: Any) -> Any:
-    """Return an option with the environment name that locust's command line uses as well."""
-    return typer.Option(flag, envvar="OUTRIDER_" + flag[2:].upper().replace("-", "_"), help=text, **more)
-
-
-def main(
-    users: Annotated[int, typer.Option(min=1, help="Concurrent users; each sends its requests in sequence.")] = (
-        DEFAULT_USERS
-    ),
-    spawn_rate: Annotated[float, typer.Option(min=0.01, help="Users added per second.")] = DEFAULT_SPAWN_RATE,
-    seconds: Annotated[
-        int, typer.Option(min=1, help="Duration of the load, after the reference outputs are ready.")
-    ] = DEFAULT_SECONDS,
-    shape: Annotated[str, _option("--shape", f"Number of users over time: {', '.join(SHAPES)}.")] = SHAPES[0],
-    times: Annotated[
-        float, _option("--times", "Peak as a multiple of the users (spike) or of the fleet's capacity (overload).")
-    ] = DEFAULT_TIMES,
-    endpoint: Annotated[
-        str, _option("--endpoint", "host:port of the coordinator for gRPC, or several, separated by commas.")
-    ] = DEFAULT_ENDPOINT,
-    http_endpoint: Annotated[
-        str, _option("--http-endpoint", "host:port of the coordinator for HTTP, or several, separated by commas.")
-    ] = DEFAULT_HTTP_ENDPOINT,
-    grpc_share: Annotated[float, _option("--grpc-share", "Relative number of users over gRPC.", min=0)] = 1.0,
-    http_share: Annotated[float, _option("--http-share", "Relative number of users over HTTP.", min=0)] = 1.0,
-    api_key: Annotated[str, _option("--api-key", "API key, or @FILE.")] = "",
-    tls_ca: Annotated[
-        str,
-        _option("--tls-ca", "PEM file: authority that signed the coordinator's certificate; system: the public ones."),
-    ] = "",
-    tls_cert: Annotated[
-        str, _option("--tls-cert", "PEM file: client certificate, if the coordinator requires one.")
-    ] = "",
-    tls_key: Annotated[str, _option("--tls-key", "PEM file: private key of --tls-cert.")] = "",
-    max_tokens: Annotated[int, _option("--max-tokens", "Maximum tokens per request.", min=1)] = DEFAULT_MAX_TOKENS,
-    kinds: Annotated[
-        str, _option("--kinds", "Kinds of prompts with weights, e.g. chat:3,code; empty: all kinds equally.")
-    ] = "",
-    gamma: Annotated[int | None, _option("--gamma", "Fixed γ under load; absent: adaptive.", min=0, max=64)] = None,
-    timeout_s: Annotated[float, _option("--timeout-s", "Deadline of a request, seconds.", min=0.1)] = (
-        DEFAULT_TIMEOUT_S
-    ),
-    max_users: Annotated[int, _option("--max-users", "Limit on the users of any shape.", min=1)] = (DEFAULT_MAX_USERS),
-    capacity: Annotated[
-        int,
-        _option("--capacity", "Sessions that the fleet runs at once, for overload; 0: as the fleet reports.", min=0),
-    ] = 0,
-    allow_remote: Annotated[bool, _option("--allow-remote", "Allow endpoints on other machines.")] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Directory for the reports; default: loadtest/results/TIME.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Path of the HTML report; default: in the report directory.")
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Path of the JSON summary; default: in the report directory.")
-    ] = None,
-) -> None:
+def main(**flags: Any) -> None:
     """Generate load on a running Outrider over gRPC and HTTP, and compare every text with its reference."""
-    load = Load(shape, users, spawn_rate, seconds, times, grpc_share, http_share, kinds, max_tokens, gamma)
+    given = {option.name: option.default for option in (*OWN, *COMMON)} | flags
+    load = Load(**{field.name: given[field.name] for field in fields(Load)})
     try:
         load.check()
-        where = LoadTarget.at(endpoint, http_endpoint, timeout_s, max_users, capacity, allow_remote=allow_remote)
-        ClientCredentials.load(api_key=api_key, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key)
-        longest = max_duration_s(parts_of(shape, users, seconds, times, capacity, max_users), spawn_rate, timeout_s)
+        where = LoadTarget.of(SimpleNamespace(**given))
+        ClientCredentials.load(**{name: given[name] for name in ("api_key", "tls_ca", "tls_cert", "tls_key")})
+        made = parts(load.shape, load.users, load.seconds, load.times, where.capacity, where.max_users)
+        longest = max_duration_s(made, load.spawn_rate, where.timeout_s)
         check_installed()
     except (InvalidRequest, StartupError) as error:
         raise typer.BadParameter(error.message) from error
-    folder = report or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = given["report"] or RESULTS / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
-    figures = json or folder / "summary.json"
-    console.print(f"{shape}: {users} users, {seconds} s, {', '.join((*where.grpc, *where.http))}; reports in {folder}")
-    line = [
-        *_options(load, where, allow_remote),
-        "--tls-ca",
-        tls_ca,
-        "--client-cert",
-        tls_cert,
-        "--client-key",
-        tls_key,
-    ]
-    summary = run(line, folder, figures, api_key, REFERENCE_S + longest + SPARE_S)
+    figures = given["json"] or folder / "summary.json"
+    endpoints = ", ".join((*where.grpc, *where.http))
+    console.print(f"{load.shape}: {load.users} users, {load.seconds} s, {endpoints}; reports in {folder}")
+    summary = run(_locust_options(given), folder, figures, given["api_key"], REFERENCE_S + longest + SPARE_S)
     if summary is None:
         console.print(f"[red]locust did not finish[/red]; the end of {folder / 'locust.log'}:")
         console.print(_tail(folder / "locust.log"), markup=False, highlight=False)
         raise typer.Exit(1)
-    draw(summary, html or folder / "report.html")
+    draw(summary, given["html"] or folder / "report.html")
     console.print(table(summary))
     if summary.verdict:
         console.print(f"[red]failed[/red]: {summary.verdict}; see {folder / 'locust.log'}")
         raise typer.Exit(1)
+
+
+main.__signature__ = signature()  # type: ignore[attr-defined]
 
 
 def check_installed() -> None:
@@ -147,28 +78,17 @@ def check_installed() -> None:
             raise StartupError(f"{package} is not installed: pip install 'outrider[loadtest]'")
 
 
-def _options(load: Load, where: LoadTarget, allow_remote: bool) -> list[str]:
+def _locust_options(given: Mapping[str, Any]) -> list[str]:
     """Return locust's options, without the API key: every user of a machine can read command lines."""
-    given = {
-        "--users": load.users,
-        "--spawn-rate": f"{load.spawn_rate:g}",
-        "--run-time": f"{load.seconds}s",
-        "--stop-timeout": f"{where.timeout_s:g}",
-        "--shape": load.shape,
-        "--times": load.times,
-        "--grpc-share": load.grpc_share,
-        "--http-share": load.http_share,
-        "--kinds": load.kinds,
-        "--max-tokens": load.max_tokens,
-        "--gamma": "" if load.gamma is None else load.gamma,
-        "--endpoint": ",".join(where.grpc),
-        "--http-endpoint": ",".join(where.http),
-        "--timeout-s": f"{where.timeout_s:g}",
-        "--max-users": where.max_users,
-        "--capacity": where.capacity,
-    }
-    line = [str(word) for flag, value in given.items() for word in (flag, value)]
-    return [*line, "--allow-remote"] if allow_remote else line
+    line = ["--users", str(given["users"]), "--spawn-rate", f"{given['spawn_rate']:g}"]
+    line += ["--run-time", f"{given['seconds']}s", "--stop-timeout", f"{given['timeout_s']:g}"]
+    for option in COMMON:
+        value = given[option.name]
+        if option.kind is bool:
+            line += [option.locust_flag] if value else []
+        elif option.name != "api_key":
+            line += [option.locust_flag, "" if value is None else str(value)]
+    return line
 
 
 def run(options: list[str], folder: Path, figures: Path, api_key: str, limit_s: float) -> Summary | None:

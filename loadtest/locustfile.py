@@ -19,11 +19,11 @@ import grpc.experimental.gevent
 from locust import LoadTestShape, User, events
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtest.arguments import add_arguments
 from loadtest.assignment import Assignment, describe_fleet, prepare_assignment
 from loadtest.attempt import Attempt
 from loadtest.credentials import ClientCredentials
 from loadtest.load_clients import GRPC, HTTP
+from loadtest.options import add_arguments
 from loadtest.report.record import Recorder
 from loadtest.report.summary import LoadRun, Summary, summarise
 from loadtest.settings import Load, LoadTarget

@@ -39,34 +39,14 @@ class LoadTarget:
     capacity: int  # sessions that the fleet runs at once; 0: as the fleet reports
 
     @classmethod
-    def at(
-        cls,
-        endpoint: str,
-        http_endpoint: str,
-        timeout_s: float,
-        max_users: int,
-        capacity: int,
-        *,
-        allow_remote: bool,
-    ) -> Self:
-        """Validate the settings; raise for an endpoint on another machine without `allow_remote`."""
-        _between("timeout_s", timeout_s, 0.1, MAX_SECONDS)
-        _between("max_users", max_users, 1, math.inf)
-        _between("capacity", capacity, 0, math.inf)
-        grpc, http = (tuple(allowed(given, allow_remote=allow_remote)) for given in (endpoint, http_endpoint))
-        return cls(grpc, http, timeout_s, max_users, capacity)
-
-    @classmethod
     def of(cls, options: Any) -> Self:
-        """Build the settings from locust's options."""
-        return cls.at(
-            options.endpoint,
-            options.http_endpoint,
-            options.timeout_s,
-            options.max_users,
-            options.capacity,
-            allow_remote=options.allow_remote,
-        )
+        """Validate the options of either command line; an endpoint on another machine needs `allow_remote`."""
+        _between("timeout_s", options.timeout_s, 0.1, MAX_SECONDS)
+        _between("max_users", options.max_users, 1, math.inf)
+        _between("capacity", options.capacity, 0, math.inf)
+        given = (options.endpoint, options.http_endpoint)
+        grpc, http = (tuple(allowed(each, allow_remote=options.allow_remote)) for each in given)
+        return cls(grpc, http, options.timeout_s, options.max_users, options.capacity)
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coordinator.api.http.connections import Connection
 from coordinator.api.http.server import _UvicornServer
 from loadtest.__main__ import app as loadtest
-from loadtest.arguments import add_arguments
+from loadtest.options import add_arguments
 from outrider.base.config import PREFIX, VARIABLES, Settings
 from outrider.cli.app import app
 from outrider.settings.coordinator import CoordinatorSettings
