@@ -37,6 +37,7 @@ class DraftingLoop:
         self._closed: list[DraftSession] = []
         self._calibrations: dict[bool, Calibration] = {}  # key: whether the session is greedy
         self._wake = asyncio.Event()
+        self.wake = self._wake.set  # runs a step after a commit or a steering message
         self._step_ms = DecayedMean(_SMOOTHING, 0.0)
         self._draining = False
         metrics.bind_gauge(metrics.sessions, lambda: len(self._sessions))
@@ -58,10 +59,6 @@ class DraftingLoop:
         self._sessions[session.key] = session
         self._wake.set()
         return session
-
-    def wake(self) -> None:
-        """Run a step after a commit or a steering message."""
-        self._wake.set()
 
     def close(self, session: DraftSession) -> None:
         """End a session; idempotent."""

@@ -89,19 +89,11 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
 
 
 def _opening(request: pb.DraftRequest) -> DraftOpening:
-    if request.WhichOneof("message") != "open":
-        raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
-    given = request.open
-    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    fields, given = convert.opening_fields(request), request.open
     message_limits.check_count("open.eos_token_ids", len(given.eos_token_ids), "ids", message_limits.MAX_EOS_IDS)
     return DraftOpening(
-        session_id=given.session_id,
-        epoch=given.epoch,
-        tokens=tuple(given.tokens),
-        prompt_length=given.prompt_length,
-        params=convert.params_from_proto(given.params),
+        **fields,
         vocab_size=given.vocab_size,
-        cache_salt=given.cache_salt,
         steering=convert.draft_steering_from_proto(given.steer),
         vocabulary_digest=given.vocabulary_digest,
         eos_token_ids=tuple(given.eos_token_ids),

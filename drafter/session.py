@@ -11,14 +11,13 @@ from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_HIDDEN_POSITIONS,
     DraftSteering,
     Guess,
     HiddenStates,
-    check_opening,
+    SessionOpening,
     path_to,
 )
 from outrider.speculation.open_guesses import OpenGuesses
@@ -31,14 +30,9 @@ _SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOpening:
+class DraftOpening(SessionOpening):
     """Content of a stream's first message."""
 
-    session_id: str
-    epoch: int
-    tokens: tuple[int, ...]
-    prompt_length: int
-    params: SamplingParams
     vocab_size: int
     steering: DraftSteering = field(default_factory=DraftSteering)
     cache_salt: str = ""
@@ -48,15 +42,7 @@ class DraftOpening:
     def check(self) -> None:
         if self.vocab_size < 1:
             raise InvalidRequest.of("open.vocab_size", self.vocab_size, "at least 1")
-        check_opening(
-            self.session_id,
-            self.tokens,
-            self.prompt_length,
-            self.params,
-            self.steering,
-            self.vocab_size,
-            self.cache_salt,
-        )
+        self.check_for(self.vocab_size, self.steering, self.cache_salt)
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
 
 

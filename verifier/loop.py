@@ -21,13 +21,13 @@ from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
-from outrider.protocol.speculation import FinishReason, Verdict, VerifyTimings
+from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifyTimings
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.tree import tallies
 from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
 from verifier.limits import SchedulerLimits
-from verifier.session import VerifyOpening, VerifySession, last_kind
+from verifier.session import VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
 from verifier.target import SessionResult, TargetFailed, VerifyStep, VerifyTarget
 
@@ -50,6 +50,8 @@ class VerificationLoop:
         self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
         self._wake = asyncio.Event()
+        # Schedules again after a guess, a steering message, or a read of a stalled stream.
+        self.wake = self._wake.set
         self._step_ms = 0.0
         self._draining = False
         metrics.bind_gauge(metrics.cache_idle, lambda: target.evictable_tokens / limits.kv_tokens)
@@ -68,10 +70,6 @@ class VerificationLoop:
             return self._admission.open(opening, guide)
         finally:
             self._wake.set()  # an older epoch of the session may have been closed even if this one is refused
-
-    def wake(self) -> None:
-        """Schedule again after a guess, a steering message, or a read of a stalled stream."""
-        self._wake.set()
 
     def close(self, session: VerifySession, error: OutriderError | None = None) -> None:
         """End a session; idempotent."""
@@ -104,7 +102,10 @@ class VerificationLoop:
             self._wake.clear()
             self._admission.free_closed()
             self._admission.admit_waiting()
-            self._match_prefixes()
+            for session in self._admission.running.values():
+                if not session.begun:
+                    session.begun = True
+                    self._target.match_prefix(session)
             batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
             if not batch:
                 await self._wait(wait_s)
@@ -120,7 +121,6 @@ class VerificationLoop:
                 for item in batch:
                     self.close(item.session, PeerLost(f"the target's forward pass failed: {error}"))
                 continue
-            self._record(batch, step)
             self._commit(batch, step, started)
 
     def stop(self) -> None:
@@ -129,12 +129,6 @@ class VerificationLoop:
         self._thread.shutdown(wait=True)
         self._target.close()
         self._admission.free_closed()
-
-    def _match_prefixes(self) -> None:
-        for session in self._admission.running.values():
-            if not session.begun:
-                session.begun = True
-                self._target.match_prefix(session)
 
     def _fail(self, error: TargetFailed) -> None:
         """Close all sessions, so that they continue on another verifier."""
@@ -151,16 +145,14 @@ class VerificationLoop:
             if timer is not None:
                 timer.cancel()
 
-    def _record(self, batch: Sequence[ScheduledSession], step: VerifyStep) -> None:
+    def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
+        """Record a step, commit its tokens and send its verdicts."""
         num_tokens = sum(item.num_tokens for item in batch)
         self._step_ms += _SMOOTHING * (step.step_us / 1000 - self._step_ms)
         self._metrics.record_step(
             sessions=len(batch), tokens=num_tokens, forward_us=step.forward_us, step_us=step.step_us
         )
         self._batching.record(batch, step.step_us / 1000)
-
-    def _commit(self, batch: Sequence[ScheduledSession], step: VerifyStep, started: float) -> None:
-        num_tokens = sum(item.num_tokens for item in batch)
         verified = [result.verified for result in step.results if result.verified is not None]
         num_committed = sum(len(each.tokens) for each in verified)
         for item, result in zip(batch, step.results, strict=True):
@@ -215,7 +207,7 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         position=position,
         tokens=tuple(tokens),
         accepted=accepted,
-        last=last_kind(outcome.kind, accepted, len(tokens)),
+        last=outcome.kind if len(tokens) > accepted else TokenKind.NONE,  # the output may end before it
         proposed=block.shape.depth,
         finish_reason=reason,
         timings=timings,

@@ -148,19 +148,11 @@ class VerifierService(WorkerService, rpc.VerifierServicer):
 
 
 def _opening(request: pb.VerifyRequest) -> VerifyOpening:
-    if request.WhichOneof("message") != "open":
-        raise InvalidRequest.of("first message", request.WhichOneof("message") or "empty", "open")
-    given = request.open
-    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    fields, given = convert.opening_fields(request), request.open
     return VerifyOpening(
-        session_id=given.session_id,
-        epoch=given.epoch,
-        tokens=tuple(given.tokens),
-        prompt_length=given.prompt_length,
-        params=convert.params_from_proto(given.params),
+        **fields,
         steering=convert.verify_steering_from_proto(given.steer),
         hidden_states=given.hidden_states,
-        cache_salt=given.cache_salt,
         tenant=given.tenant,
     )
 

@@ -12,16 +12,14 @@ import torch
 from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
     FinishReason,
     Guess,
-    TokenKind,
+    SessionOpening,
     Verdict,
     VerifySteering,
-    check_opening,
 )
 from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarMatcher
@@ -35,14 +33,9 @@ _MAX_MASK_S = 0.02  # time for the grammar masks of a step: the other sessions w
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyOpening:
+class VerifyOpening(SessionOpening):
     """Content of a stream's first message."""
 
-    session_id: str
-    epoch: int
-    tokens: tuple[int, ...]
-    prompt_length: int
-    params: SamplingParams
     steering: VerifySteering = field(default_factory=VerifySteering)
     hidden_states: bool = False
     cache_salt: str = ""
@@ -50,15 +43,7 @@ class VerifyOpening:
 
     def check(self, model: ModelInfo) -> None:
         """Raise InvalidRequest for the first invalid field."""
-        check_opening(
-            self.session_id,
-            self.tokens,
-            self.prompt_length,
-            self.params,
-            self.steering,
-            model.vocab_size,
-            self.cache_salt,
-        )
+        self.check_for(model.vocab_size, self.steering, self.cache_salt)
         check_salt("open.tenant", self.tenant)
         if self.epoch > MAX_EPOCH:
             raise InvalidRequest.of("open.epoch", self.epoch, f"at most {MAX_EPOCH}")
@@ -231,8 +216,3 @@ class VerifySession:
     def end(self, error: OutriderError | None = None) -> None:
         self.closed = True
         self.outbox.put_nowait(Ended(error))
-
-
-def last_kind(kind: TokenKind, accepted: int, committed: int) -> TokenKind:
-    """Return the kind of the token after the accepted ones; NONE if the output ended before it."""
-    return kind if committed > accepted else TokenKind.NONE

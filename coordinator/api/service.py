@@ -25,7 +25,7 @@ from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
 from outrider.observability.request_context import REQUEST_ID, bind_context
 from outrider.protocol import convert
-from outrider.protocol.errors import OutriderError, grpc_status_name
+from outrider.protocol.errors import OutriderError
 from outrider.security.auth_interceptor import AuthInterceptor
 from outrider.security.credentials import Credentials
 from outrider.settings.coordinator import CoordinatorSettings
@@ -181,7 +181,7 @@ def _logged(method: str, **about: str) -> Iterator[dict[str, str]]:
         yield about
         status = "OK"
     except OutriderError as error:
-        status = grpc_status_name(error)
+        status = error.grpc_status
         raise
     except Exception:
         status = "INTERNAL"

@@ -22,7 +22,7 @@ from outrider.observability.tracing import OFF
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
-from outrider.protocol.speculation import MAX_GAMMA, FinishReason, VerifySteering, check_opening
+from outrider.protocol.speculation import MAX_GAMMA, FinishReason, SessionOpening, VerifySteering
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import verifier_pb2 as verify
@@ -144,7 +144,8 @@ def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: st
     session_id = secrets.token_hex(12)
     tokens, prompt_length = tuple(opening.tokens), opening.prompt_length
     params = convert.params_from_proto(opening.params)
-    check_opening(session_id, tokens, prompt_length, params, VerifySteering(), model.vocab_size, opening.cache_salt)
+    given = SessionOpening(session_id, 0, tokens, prompt_length, params)
+    given.check_for(model.vocab_size, VerifySteering(), opening.cache_salt)
     if params.mode.needs_draft_probs or params.grammar is not None or params.logprobs is not None:
         raise InvalidRequest.of("open.params", "rejection, block, grammar or logprobs", "greedy or coupled, without")
     if len(tokens) - prompt_length >= params.max_tokens:

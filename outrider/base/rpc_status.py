@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider.protocol.convert import ERROR_KEY, error_from_proto
-from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable, grpc_status_name
+from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unauthenticated, Unavailable
 from outrider.v1 import common_pb2 as common
 
 
@@ -37,4 +37,4 @@ def _trailing(error: Any) -> list[tuple[str, str | bytes]]:
 
 
 def grpc_status(error: OutriderError) -> grpc.StatusCode:
-    return grpc.StatusCode[grpc_status_name(error)]
+    return grpc.StatusCode[error.grpc_status]

@@ -41,9 +41,9 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Metrics:
     """Metrics of every service."""
 
-    def __init__(self, service: str, refused: str, *labels: str) -> None:
-        """Make the set; `refused` is the noun in the metric `{refused}_refused`, `labels` those of a worker."""
-        self._labels = labels
+    def __init__(self, service: str, refused: str, **own: str) -> None:
+        """Make the set; `refused` is the noun in the metric `{refused}_refused`, `own` are the labels of a worker."""
+        self._own = own
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         build = Info(f"{PREFIX}build", "Service and version.", registry=self.registry)
@@ -67,7 +67,7 @@ class Metrics:
 
     def bind_gauge(self, gauge: CallbackGauge, source: Callable[[], float]) -> None:
         """Let a gauge of this service's own labels show what `source` returns when it is read."""
-        gauge.source = lambda: [(self._labels, source())]
+        gauge.source = lambda: [(tuple(self._own.values()), source())]
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -77,6 +77,17 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, *labels: str) -> CallbackGauge:
         return CallbackGauge(name, text, labels, self.registry)
+
+    # The same with a worker's own labels.
+
+    def _own_counter(self, name: str, text: str) -> Counter:
+        return self._counter(name, text, *self._own).labels(**self._own)
+
+    def _own_histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return self._histogram(name, text, buckets, *self._own).labels(**self._own)
+
+    def _own_gauge(self, name: str, text: str) -> CallbackGauge:
+        return self._gauge(name, text, *self._own)
 
 
 class CoordinatorMetrics(Metrics):
@@ -273,43 +284,29 @@ class TargetMetrics:
 
 class VerifierMetrics(Metrics):
     def __init__(self, model: str) -> None:
-        super().__init__("verifier", "verifier_sessions", model)
-        name = "model_name"
-        self.sessions = self._gauge("verifier_sessions", "Sessions with space in the KV cache.", name)
-        self.waiting = self._gauge("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.", name)
-        self.cache_usage = self._gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.", name)
-        self.cache_idle = self._gauge(
+        super().__init__("verifier", "verifier_sessions", model_name=model)
+        gauge, counter, histogram = self._own_gauge, self._own_counter, self._own_histogram
+        self.sessions = gauge("verifier_sessions", "Sessions with space in the KV cache.")
+        self.waiting = gauge("verifier_sessions_waiting", "Sessions waiting for space in the KV cache.")
+        self.cache_usage = gauge("kv_cache_usage_ratio", "Share of the KV cache that sessions hold.")
+        self.cache_idle = gauge(
             "kv_cache_idle_ratio",
             "Share of the KV cache in evictable blocks of ended sessions, kept for prefix matches.",
-            name,
         )
-        self.queued = self._histogram(
+        self.queued = histogram(
             "request_queue_time_seconds",
             "From a session's opening until it had space in the KV cache.",
             _FIRST_TOKEN_S,
-            name,
-        ).labels(model)
-        self.prefix_queries = self._counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix index.", name
-        ).labels(model)
-        self.prefix_hits = self._counter("prefix_cache_hits", "Of these, tokens found in the KV cache.", name).labels(
-            model
         )
-        self.step_s = self._histogram(
-            "verifier_step_seconds", "Time of a step: forward pass, sampling and acceptance.", _STEP_S, name
-        ).labels(model)
-        self.forward_s = self._histogram(
-            "verifier_forward_seconds", "Time of a step's forward pass.", _STEP_S, name
-        ).labels(model)
-        self.batch = self._histogram("verifier_batch_sessions", "Sessions that shared a step.", _SESSIONS, name).labels(
-            model
+        self.prefix_queries = counter("prefix_cache_queries", "Tokens looked up in the prefix index.")
+        self.prefix_hits = counter("prefix_cache_hits", "Of these, tokens found in the KV cache.")
+        self.step_s = histogram(
+            "verifier_step_seconds", "Time of a step: forward pass, sampling and acceptance.", _STEP_S
         )
-        self.tokens = self._histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS, name).labels(
-            model
-        )
-        self.guesses_refused = self._counter(
-            "verifier_guesses_refused", "Guesses and steering messages rejected.", name
-        ).labels(model)
+        self.forward_s = histogram("verifier_forward_seconds", "Time of a step's forward pass.", _STEP_S)
+        self.batch = histogram("verifier_batch_sessions", "Sessions that shared a step.", _SESSIONS)
+        self.tokens = histogram("verifier_step_rows", "Tokens of a step's batch.", _STEP_TOKENS)
+        self.guesses_refused = counter("verifier_guesses_refused", "Guesses and steering messages rejected.")
 
     def record_prefix_lookup(self, *, tokens: int, num_cached_tokens: int) -> None:
         self.prefix_queries.inc(tokens)
@@ -324,18 +321,13 @@ class VerifierMetrics(Metrics):
 
 class DrafterMetrics(Metrics):
     def __init__(self, model: str, kind: str) -> None:
-        super().__init__("drafter", "drafter_sessions", model, kind)
-        names = ("model_name", "kind")
-        self.sessions = self._gauge("drafter_sessions", "Open sessions.", *names)
-        self.step_s = self._histogram(
-            "drafter_step_seconds", "Time of a drafting step for all waiting sessions.", _STEP_S, *names
-        ).labels(model, kind)
-        self.batch = self._histogram(
-            "drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS, *names
-        ).labels(model, kind)
-        self.guessed = self._counter("drafter_guessed_tokens", "Tokens guessed, sent or not.", *names).labels(
-            model, kind
+        super().__init__("drafter", "drafter_sessions", model_name=model, kind=kind)
+        self.sessions = self._own_gauge("drafter_sessions", "Open sessions.")
+        self.step_s = self._own_histogram(
+            "drafter_step_seconds", "Time of a drafting step for all waiting sessions.", _STEP_S
         )
+        self.batch = self._own_histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
+        self.guessed = self._own_counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")
 
     def record_step(self, *, sessions: int, tokens: int, seconds: float) -> None:
         self.step_s.observe(seconds)

@@ -72,6 +72,23 @@ def _present(value: Any) -> Any:
     return present_fields(value) if isinstance(value, Message) else value
 
 
+def opening_fields(request: Any) -> dict[str, Any]:
+    """Return what the first message of a stream to a worker has in common with those to others."""
+    kind = request.WhichOneof("message")
+    if kind != "open":
+        raise InvalidRequest.of("first message", kind or "empty", "open")
+    given = request.open
+    message_limits.check_count("open.tokens", len(given.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
+    return {
+        "session_id": given.session_id,
+        "epoch": given.epoch,
+        "tokens": tuple(given.tokens),
+        "prompt_length": given.prompt_length,
+        "params": params_from_proto(given.params),
+        "cache_salt": given.cache_salt,
+    }
+
+
 def draft_steering_to_proto(steering: DraftSteering) -> drafter.DraftSteering:
     return drafter.DraftSteering(**_outgoing(steering))
 

@@ -1,4 +1,4 @@
-"""Exception tree, and the table that maps it to gRPC and HTTP statuses.
+"""Exception tree, with the gRPC and HTTP status of each kind.
 
 One place per protocol turns an exception into a status (`error_interceptor` for
 gRPC), and one place turns a status back into an exception (`error_from_rpc`).
@@ -19,6 +19,8 @@ class OutriderError(Exception):
     """Base class of Outrider's errors. `code` is stable, the message is for people."""
 
     code: ClassVar[str] = "internal"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
 
     def __init__(
         self, message: str, *, field: str = "", value: Any = "", limit: Any = "", retry_after_ms: int | None = None
@@ -39,7 +41,7 @@ class OutriderError(Exception):
 class InvalidRequest(OutriderError):
     """Error for a request that can never succeed."""
 
-    code = "invalid_request"
+    code, grpc_status, http_status = "invalid_request", "INVALID_ARGUMENT", 400
 
     @classmethod
     def of(cls, field: str, value: Any, limit: str) -> InvalidRequest:
@@ -50,31 +52,31 @@ class InvalidRequest(OutriderError):
 class Unauthenticated(OutriderError):
     """Error for a call without an accepted API key."""
 
-    code = "unauthenticated"
+    code, grpc_status, http_status = "unauthenticated", "UNAUTHENTICATED", 401
 
 
 class NotFound(OutriderError):
     """Error for something that does not exist, or no longer does."""
 
-    code = "not_found"
+    code, grpc_status, http_status = "not_found", "NOT_FOUND", 404
 
 
 class Overloaded(OutriderError):
     """Error for missing capacity; the same request may succeed later."""
 
-    code = "overloaded"
+    code, grpc_status, http_status = "overloaded", "RESOURCE_EXHAUSTED", 429
 
 
 class Unavailable(OutriderError):
     """Error for a service without workers yet, or one that is shutting down."""
 
-    code = "unavailable"
+    code, grpc_status, http_status = "unavailable", "UNAVAILABLE", 503
 
 
 class PeerLost(OutriderError):
     """Error for a stream whose peer disconnected before the end."""
 
-    code = "peer_lost"
+    code, grpc_status, http_status = "peer_lost", "UNAVAILABLE", 502
 
 
 class ProtocolViolation(PeerLost):
@@ -87,79 +89,34 @@ class ProtocolViolation(PeerLost):
 class Fenced(OutriderError):
     """Error for a session that another coordinator took over with a higher epoch."""
 
-    code = "fenced"
+    code, grpc_status, http_status = "fenced", "ABORTED", 409
 
 
 class Conflict(OutriderError):
     """Error for a request that contradicts the state it refers to."""
 
-    code = "conflict"
+    code, grpc_status, http_status = "conflict", "FAILED_PRECONDITION", 409
 
 
 class Expired(OutriderError):
     """Error for a passed deadline."""
 
-    code = "expired"
+    code, grpc_status, http_status = "expired", "DEADLINE_EXCEEDED", 504
 
 
 class ModelMismatch(OutriderError):
     """Error for two models that cannot work together."""
 
-    code = "model_mismatch"
+    code, grpc_status, http_status = "model_mismatch", "FAILED_PRECONDITION", 409
 
 
 class StartupError(OutriderError):
     """Error for a service that cannot start: port, model path, configuration."""
 
-    code = "startup"
+    code, grpc_status, http_status = "startup", "INTERNAL", 500
 
 
-KINDS: dict[str, type[OutriderError]] = {
-    kind.code: kind
-    for kind in (
-        OutriderError,
-        InvalidRequest,
-        Unauthenticated,
-        NotFound,
-        Overloaded,
-        Unavailable,
-        PeerLost,
-        Fenced,
-        Conflict,
-        Expired,
-        ModelMismatch,
-        StartupError,
-    )
-}
-
-# The gRPC status's name and the HTTP status of each kind.
-STATUS: dict[type[OutriderError], tuple[str, int]] = {
-    OutriderError: ("INTERNAL", 500),
-    InvalidRequest: ("INVALID_ARGUMENT", 400),
-    Unauthenticated: ("UNAUTHENTICATED", 401),
-    NotFound: ("NOT_FOUND", 404),
-    Overloaded: ("RESOURCE_EXHAUSTED", 429),
-    Unavailable: ("UNAVAILABLE", 503),
-    PeerLost: ("UNAVAILABLE", 502),
-    Fenced: ("ABORTED", 409),
-    Conflict: ("FAILED_PRECONDITION", 409),
-    Expired: ("DEADLINE_EXCEEDED", 504),
-    ModelMismatch: ("FAILED_PRECONDITION", 409),
-    StartupError: ("INTERNAL", 500),
-}
-
-
-def http_status(error: OutriderError) -> int:
-    return _statuses(error)[1]
-
-
-def grpc_status_name(error: OutriderError) -> str:
-    return _statuses(error)[0]
-
-
-def _statuses(error: OutriderError) -> tuple[str, int]:
-    """Return the statuses of an error; a kind without an entry has its parent's."""
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+KINDS = {OutriderError.code: OutriderError} | {kind.code: kind for kind in OutriderError.__subclasses__()}  # by code
 
 
 def _bounded(text: str, most: int) -> str:

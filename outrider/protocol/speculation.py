@@ -315,25 +315,27 @@ class Verdict:
         return (TokenKind.ACCEPTED,) * self.accepted + (self.last,) * rest
 
 
-def check_opening(
-    session_id: str,
-    tokens: Sequence[int],
-    prompt_length: int,
-    params: SamplingParams,
-    steering: DraftSteering | VerifySteering,
-    vocab_size: int,
-    cache_salt: str = "",
-) -> None:
-    """Raise InvalidRequest for an invalid first message of a session's stream to a verifier or drafter."""
-    if not 1 <= len(session_id) <= MAX_ID_CHARACTERS:
-        raise InvalidRequest.of("open.session_id", session_id, f"1 to {MAX_ID_CHARACTERS} characters")
-    if not tokens:
-        raise InvalidRequest.of("open.tokens", "empty", "at least one token")
-    if not 1 <= prompt_length <= len(tokens):
-        raise InvalidRequest.of("open.prompt_length", prompt_length, f"in [1, {len(tokens)}]")
-    check_tokens("open.tokens", tokens, vocab_size)
-    check_salt("open.cache_salt", cache_salt)
-    params.check(vocab_size)
-    steering.check()
-    if params.seed is None:
-        raise InvalidRequest.of("params.seed", "absent", "given: only the coordinator draws one")
+@dataclass(frozen=True, slots=True)
+class SessionOpening:
+    """What the first message of a session's stream tells every worker."""
+
+    session_id: str
+    epoch: int
+    tokens: tuple[int, ...]
+    prompt_length: int
+    params: SamplingParams
+
+    def check_for(self, vocab_size: int, steering: DraftSteering | VerifySteering, cache_salt: str) -> None:
+        """Raise InvalidRequest for the first invalid field."""
+        if not 1 <= len(self.session_id) <= MAX_ID_CHARACTERS:
+            raise InvalidRequest.of("open.session_id", self.session_id, f"1 to {MAX_ID_CHARACTERS} characters")
+        if not self.tokens:
+            raise InvalidRequest.of("open.tokens", "empty", "at least one token")
+        if not 1 <= self.prompt_length <= len(self.tokens):
+            raise InvalidRequest.of("open.prompt_length", self.prompt_length, f"in [1, {len(self.tokens)}]")
+        check_tokens("open.tokens", self.tokens, vocab_size)
+        check_salt("open.cache_salt", cache_salt)
+        self.params.check(vocab_size)
+        steering.check()
+        if self.params.seed is None:
+            raise InvalidRequest.of("params.seed", "absent", "given: only the coordinator draws one")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from coordinator.api.http.responses import Error
-from outrider.protocol.errors import InvalidRequest, OutriderError, http_status, shorten
+from outrider.protocol.errors import InvalidRequest, OutriderError, shorten
 
 _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
@@ -25,7 +25,7 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 
 
 
 def body_of(error: OutriderError, status: int | None = None) -> Error:
-    status = status or http_status(error)
+    status = status or error.http_status
     kind = _TYPES.get(status, "invalid_request_error" if status < _SERVER else "server_error")
     code = "model_not_found" if error.field == "model" else _CODES.get(status, error.code)
     message, param = _in_http_terms(error.message), _in_http_terms(error.field) or None
@@ -33,7 +33,7 @@ def body_of(error: OutriderError, status: int | None = None) -> Error:
 
 
 def respond(error: OutriderError, status: int | None = None) -> JSONResponse:
-    status = status or http_status(error)
+    status = status or error.http_status
     headers = {}
     retry_after_ms = error.retry_after_ms or _RETRY_AFTER_MS.get(status)
     if retry_after_ms is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import cast
 
@@ -41,9 +42,29 @@ class SlowStore:
         return found
 
 
-async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> None:
-    store = SlowStore()
-    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore()
+
+
+@pytest.fixture
+async def registrations(store: SlowStore) -> AsyncIterator[Registrations]:
+    """With a store that is asked, and whose answer comes when the test lets it."""
+    made = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
+    yield made
+    await made.worker_pool.workers.close()
+
+
+@pytest.fixture
+def prompt(store: SlowStore, registrations: Registrations) -> Registrations:
+    """With a store that answers at once."""
+    store.answer.set()
+    return registrations
+
+
+async def test_a_worker_that_left_does_not_come_back_from_an_older_record(
+    store: SlowStore, registrations: Registrations
+) -> None:
     worker_pool = registrations.worker_pool
     await registrations.admit(DRAFTER)
     looking = asyncio.create_task(registrations.synchronise())
@@ -55,7 +76,6 @@ async def test_a_worker_that_left_does_not_come_back_from_an_older_record() -> N
     store.records[DRAFTER.worker_id] = DRAFTER  # it reports to another coordinator now
     await registrations.synchronise()
     assert [connection.info.worker_id for connection in worker_pool.connections()] == [DRAFTER.worker_id]
-    await worker_pool.workers.close()
 
 
 class HeldStream:
@@ -68,53 +88,41 @@ class HeldStream:
         return 0.0
 
 
-async def test_a_worker_that_registers_again_has_the_connection_that_its_sessions_hold() -> None:
+async def test_a_worker_that_registers_again_has_the_connection_that_its_sessions_hold(
+    prompt: Registrations,
+) -> None:
     """Its registration broke off, the streams of sessions did not: they are to hear that it drains."""
-    store = SlowStore()
-    store.answer.set()
-    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
-    worker_pool = registrations.worker_pool
-    held = await registrations.admit(DRAFTER)
-    stream = HeldStream()
-    held.streams.add(stream)
-    await registrations.remove(DRAFTER.worker_id)
-    await registrations.synchronise()
-    assert not worker_pool.connections(), "no new session goes there"
-    again = await registrations.admit(replace(DRAFTER, draining=True, capacity=9))
+    held = await prompt.admit(DRAFTER)
+    held.streams.add(HeldStream())
+    await prompt.remove(DRAFTER.worker_id)
+    await prompt.synchronise()
+    assert not prompt.worker_pool.connections(), "no new session goes there"
+    again = await prompt.admit(replace(DRAFTER, draining=True, capacity=9))
     assert again is held
     assert (held.info.draining, held.info.capacity) == (True, 9)
-    assert worker_pool.connections() == [held]
-    await worker_pool.workers.close()
+    assert prompt.worker_pool.connections() == [held]
 
 
-async def test_a_connection_without_sessions_is_closed_when_its_worker_has_left() -> None:
-    store = SlowStore()
-    store.answer.set()
-    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
-    worker_pool = registrations.worker_pool
-    held = await registrations.admit(DRAFTER)
+async def test_a_connection_without_sessions_is_closed_when_its_worker_has_left(prompt: Registrations) -> None:
+    held = await prompt.admit(DRAFTER)
     stream = HeldStream()
     held.streams.add(stream)
-    await registrations.remove(DRAFTER.worker_id)
+    await prompt.remove(DRAFTER.worker_id)
     held.streams.discard(stream)
-    await registrations.synchronise()
-    again = await registrations.admit(DRAFTER)
+    await prompt.synchronise()
+    again = await prompt.admit(DRAFTER)
     assert again is not held
     assert held._probing.done()
-    await worker_pool.workers.close()
+    await prompt.worker_pool.workers.close()
     assert again._probing.done()
 
 
-async def test_another_worker_of_the_same_name_has_a_connection_of_its_own() -> None:
-    store = SlowStore()
-    store.answer.set()
-    registrations = Registrations(WorkerPool(FleetKeys(), 10.0), cast(Store, store), 500)
-    worker_pool = registrations.worker_pool
-    held = await registrations.admit(DRAFTER)
+async def test_another_worker_of_the_same_name_has_a_connection_of_its_own(prompt: Registrations) -> None:
+    held = await prompt.admit(DRAFTER)
     held.streams.add(HeldStream())
-    await registrations.remove(DRAFTER.worker_id)
-    other = await registrations.admit(replace(DRAFTER, address="127.0.0.1:2"))
+    await prompt.remove(DRAFTER.worker_id)
+    other = await prompt.admit(replace(DRAFTER, address="127.0.0.1:2"))
     assert other is not held
     assert held.info.address == "127.0.0.1:1"
-    await worker_pool.workers.close()
+    await prompt.worker_pool.workers.close()
     assert held._probing.done()

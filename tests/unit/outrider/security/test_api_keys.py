@@ -11,7 +11,7 @@ import pytest
 from coordinator.api.service import CoordinatorService
 from outrider.base import config
 from outrider.base.config import has_secrets
-from outrider.protocol.errors import KINDS, STATUS, StartupError, Unauthenticated
+from outrider.protocol.errors import KINDS, StartupError, Unauthenticated
 from outrider.security.api_keys import ApiKeys, bearer
 from outrider.security.channels import Channels
 from outrider.security.credentials import Credentials
@@ -134,8 +134,7 @@ def test_api_keys_need_a_fleet_key() -> None:
 
 def test_the_error_has_its_statuses() -> None:
     assert KINDS["unauthenticated"] is Unauthenticated
-    status, http = STATUS[Unauthenticated]
-    assert (status, http) == ("UNAUTHENTICATED", 401)
+    assert (Unauthenticated.grpc_status, Unauthenticated.http_status) == ("UNAUTHENTICATED", 401)
 
 
 def test_a_key_has_a_holder(tmp_path: Path) -> None:
