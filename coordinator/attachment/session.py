@@ -141,16 +141,15 @@ def _record(opening: pb.OpenAttached, model: ModelInfo, salt: str, tenant_id: st
     message_limits.check_count("open.tokens", len(opening.tokens), "tokens", message_limits.MAX_OPEN_TOKENS)
     if not 1 <= opening.max_guesses <= MAX_GAMMA:
         raise InvalidRequest.of("open.max_guesses", opening.max_guesses, f"in [1, {MAX_GAMMA}]")
-    session_id = secrets.token_hex(12)
-    tokens, prompt_length = tuple(opening.tokens), opening.prompt_length
     params = convert.params_from_proto(opening.params)
-    given = SessionOpening(session_id, 0, tokens, prompt_length, params)
+    given = SessionOpening(secrets.token_hex(12), 0, tuple(opening.tokens), opening.prompt_length, params)
     given.check_for(model.vocab_size, VerifySteering(), opening.cache_salt)
+    tokens, prompt_length = given.tokens, given.prompt_length
     if params.mode.needs_draft_probs or params.grammar is not None or params.logprobs is not None:
         raise InvalidRequest.of("open.params", "rejection, block, grammar or logprobs", "greedy or coupled, without")
     if len(tokens) - prompt_length >= params.max_tokens:
         raise InvalidRequest.of("open.params.max_tokens", params.max_tokens, "more than the committed output")
     request = SessionRequest(tokens[:prompt_length], params, _CHAINS_ONLY, cache_salt=salt)
     return SessionRecord(
-        session_id, request, tokens=list(tokens[prompt_length:]), model=model.fingerprint, tenant=tenant_id
+        given.session_id, request, tokens=list(tokens[prompt_length:]), model=model.fingerprint, tenant=tenant_id
     )

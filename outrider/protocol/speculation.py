@@ -317,7 +317,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """What the first message of a session's stream tells every worker."""
+    """Content of the first message of a session's stream that all workers get."""
 
     session_id: str
     epoch: int
