@@ -131,7 +131,9 @@ class WorkerSettings(Settings):
     metrics_tls: bool = Field(False, description="Serve /metrics over HTTPS, with --tls-cert.")
     max_sessions: int = Field(64, ge=1, description="Maximum number of concurrent sessions.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
-    dtype: str = Field("auto", description="auto, float32, bfloat16 or float16; auto: float32 on CPU, else bfloat16.")
+    dtype: str = Field(
+        "auto", description="auto, float32, bfloat16 or float16; auto: on a CPU, weights as they are; else bfloat16."
+    )
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
     engine: str = Field(
         "auto",

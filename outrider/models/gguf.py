@@ -71,10 +71,9 @@ def index_gguf(source: Path, folder: Path) -> None:
         (folder / _FILE).symlink_to(source)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     reader = gguf.GGUFReader(source)
-    names = gguf.get_tensor_name_map(
-        {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[reader.fields["general.architecture"].contents()],
-        model.config.num_hidden_layers,
-    )
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = architectures[reader.fields["general.architecture"].contents()]
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     data, index = _mapped(folder), {}
     for name, weight in model.named_parameters():
@@ -105,14 +104,13 @@ def quantized_rows(module: Any) -> QuantizedRows | None:
 
 
 def read_embeddings_from_rows(embeddings: Any) -> None:
-    """Let an embedding dequantise the rows it is asked for, and drop its weight."""
-    quantized = quantized_rows(embeddings)
-    assert quantized is not None
+    """Let an embedding that has rows dequantise those it is asked for, and drop its weight."""
+    if (quantized := quantized_rows(embeddings)) is None:
+        return
 
     def look_up(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        (ids,) = inputs
-        module.weight.data = quantized.dequantize(ids.reshape(-1))
-        return (torch.arange(ids.numel()).view(ids.shape),)
+        module.weight.data = quantized.dequantize(inputs[0].reshape(-1))
+        return (torch.arange(inputs[0].numel()).view(inputs[0].shape),)
 
     embeddings.register_forward_pre_hook(look_up)
     embeddings.weight.data = torch.empty(0)

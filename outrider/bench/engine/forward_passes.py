@@ -63,8 +63,9 @@ def measure(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> PassTimes
     read_bytes, steps[_READ] = _memory_read(engine.device)
     product_flop, steps[_PRODUCT] = _matmul(engine.device, eager.dtype)
     taken |= _alternate({**steps, _EAGER: eager.step}, extent.rounds)
-    stored = 1 if plan.quantization == "int8" else eager.dtype.itemsize
-    cached = torch.float32.itemsize if isinstance(engine, NativeEngine) else eager.dtype.itemsize
+    stored, cached = eager.dtype.itemsize * eager.weights(), eager.dtype.itemsize
+    if isinstance(engine, NativeEngine):
+        stored, cached = engine.weight_bytes, torch.float32.itemsize
     return PassTimes(
         name=engine.info.name,
         engine=type(engine).__name__,
@@ -78,7 +79,7 @@ def measure(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> PassTimes
         read_bytes=read_bytes,
         product=taken[_PRODUCT],
         product_flop=product_flop,
-        token_bytes=stored * eager.weights() + cached * eager.cached(),
+        token_bytes=stored + cached * eager.cached(),
         memory_mb=memory,
     )
 

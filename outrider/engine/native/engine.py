@@ -34,6 +34,7 @@ _C = structures()
 class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
+    With `tiles`, products of GGUF blocks and of weights that are bfloat16 run in AMX tiles where there are any.
     A result of `extend` is valid until the next one.
     """
 
@@ -46,18 +47,19 @@ class NativeEngine(PagedEngine):
         evictable_tokens: int | None = None,
         weights: str = "float32",
         threads: int = 0,
+        tiles: bool = False,
     ) -> None:
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
+        self._may_tile, self._tiled = tiles and bool(self._library.outrider_tiles()), False
         self._threads = threads or torch.get_num_threads()
         self._vocab = spec.head.weight.shape[0]
-        self._panel = 2 * self._library.outrider_lanes()
+        self._lanes = lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._buffers: dict[str, torch.Tensor] = {}
         blocks = self.capacity_tokens // BLOCK_TOKENS
-        lanes = self._panel // 2
-        dim_streams = 2 * -(-spec.head_dim // self._panel)
+        dim_streams = 2 * -(-spec.head_dim // (2 * lanes))
         self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
         # With large pages, all layers would reach a new page in the same step, and that step would clear 60 of them.
         cache = _MappedMemory(large_pages=False)
@@ -75,12 +77,13 @@ class NativeEngine(PagedEngine):
             activation=_ACTIVATIONS[spec.activation],
             **{name: getattr(spec, name) for name in _SAME},
         )
+        self.weight_bytes = self._memory.taken
         # The weights are packed: drop the references to the originals.
         self._spec = replace(spec, layers=(), head=specs.Linear(torch.empty(0)))
 
     @property
     def arithmetic(self) -> str:
-        return kernel_arithmetic(self._library.outrider_arithmetic())
+        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled)
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)
@@ -117,7 +120,7 @@ class NativeEngine(PagedEngine):
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
-        lanes = self._panel // 2
+        lanes = self._lanes
         self._keys[:, new_block, :, new_offset // lanes, :, new_offset % lanes] = self._keys[
             :, old_block, :, old_offset // lanes, :, old_offset % lanes
         ]
@@ -159,6 +162,7 @@ class NativeEngine(PagedEngine):
         made = _C.Linear(inputs=inputs, outputs=outputs, kind=_KINDS[weights])
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
         if linear.quantized is not None and weights == "float32":
+            made.tiles = self._tiled = self._may_tile
             size = self._library.outrider_packed_size(linear.quantized.kind, ctypes.byref(made))
             made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
             rows = linear.quantized.rows.contiguous()
@@ -167,16 +171,22 @@ class NativeEngine(PagedEngine):
             )
             return made
         weight, scales = linear.weight.float(), None
+        half = weight.to(torch.bfloat16)
+        if self._may_tile and weights != "int8" and (weights == "bfloat16" or torch.equal(half.float(), weight)):
+            made.kind, made.tiles, self._tiled = _KINDS["bfloat16"], True, True
+            half = torch.nn.functional.pad(half, (0, -inputs % 32, 0, -outputs % 32))
+            packed = self._memory.take((len(half) // 32, half.shape[1] // 32, 2, 16, 32), torch.bfloat16)
+            packed.copy_(half.view(-1, 2, 16, packed.shape[1], 32).permute(0, 3, 1, 2, 4))
+            made.weights = _address(self._referenced, packed)
+            return made
         if weights == "int8":
             scales = weight.abs().amax(dim=1).clamp_(min=1e-12) / 127
             weight = (weight / scales[:, None]).round_().to(torch.int8)
         elif weights == "bfloat16":
-            weight = weight.to(torch.bfloat16)
-        missing = -outputs % self._panel
-        if missing:
-            weight = torch.cat([weight, weight.new_zeros(missing, inputs)])
-        packed = self._memory.take((len(weight) // self._panel, 2, inputs, self._panel // 2), weight.dtype)
-        packed.copy_(weight.view(-1, 2, self._panel // 2, inputs).transpose(2, 3))
+            weight = half
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % (2 * self._lanes)))
+        packed = self._memory.take((len(weight) // (2 * self._lanes), 2, inputs, self._lanes), weight.dtype)
+        packed.copy_(weight.view(-1, 2, self._lanes, inputs).transpose(2, 3))
         made.weights, made.scales = _address(self._referenced, packed), _address(self._referenced, scales)
         return made
 
@@ -201,9 +211,11 @@ class _MappedMemory:
         self._advice = "MADV_HUGEPAGE" if large_pages else "MADV_NOHUGEPAGE"
         self._mapping = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self.taken = 0  # bytes
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
+        self.taken += size
         if self._used + size > self._mapping.numel():
             self._mapping = self._map(max(size, _MAPPING))
             self._used = 0

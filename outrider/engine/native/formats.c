@@ -94,18 +94,21 @@ int64_t outrider_packed_size(int type, Linear *linear) {
 void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int threads) {
     const int kind = linear->kind;
     long blocks = linear->inputs / BLOCK, row_bytes = (long)linear->inputs / PACKED[type].inputs * PACKED[type].bytes;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static, UNIT) num_threads(threads)
     for (int output = 0; output < linear->outputs; output++)
         for (int block = 0; block < blocks; block++) {
-            char *unit = (char *)linear->weights + (output / UNIT * blocks + block) * unit_size(kind);
+            long at = linear->tiles ? (output / 32 * blocks + block) * 2 + output / UNIT % 2 : output / UNIT * blocks + block;
+            char *unit = (char *)linear->weights + at * unit_size(kind);
             char *quants = unit + numbers_size(kind);
             int lane = output % UNIT;
             Decoded from = decode(type, rows + (long)output * row_bytes, block);
             for (int n = 0; n < FORMATS[kind].numbers; n++) put_number(kind, unit, n, lane, from.numbers[n]);
             for (int k = 0; k < BLOCK; k++)
-                if (FORMATS[kind].bits == 4)
+                if (FORMATS[kind].bits == 8)
+                    quants[linear->tiles ? lane * BLOCK + k : k * UNIT + lane] = from.quants[k];
+                else if (linear->tiles) /* four outputs in the 16 bits of an input */
+                    quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)(from.quants[k] << lane % 2 * 4);
+                else /* eight inputs in the 32 bits of an output */
                     quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)(from.quants[k] << k % 2 * 4);
-                else
-                    quants[k * UNIT + lane] = from.quants[k];
         }
 }

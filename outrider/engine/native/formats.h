@@ -1,8 +1,8 @@
 /* Blocks of GGUF files, repacked once and read by the products as they are.
  *
  * A unit holds 16 outputs by 32 inputs: numbers of 16 lanes (scales and minima), then the quants. Units of the same
- * outputs follow each other: [outputs / 16, inputs / 32, unit]. A weight is scale · quant (+ minimum), rounded once, which
- * is what dequantisation gives.
+ * outputs follow each other: [outputs / 16, inputs / 32, unit]; for tiles, two of them in turn: [outputs / 32, inputs / 32,
+ * 2, unit]. A weight is scale · quant (+ minimum), rounded once, which is what dequantisation gives.
  */
 
 #pragma once

@@ -24,32 +24,32 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         normalise_rows(&layer->attention_in, step->x, rows, hidden, step->normed, threads);
         in = step->normed;
     }
-    product(&layer->qkv, in, rows, step->mixed, mixed, 0, threads);
+    product(&layer->qkv, in, rows, step->mixed, mixed, 0, step);
     if (model->parallel) { /* the feed-forward part reads the input of attention, or its own norm of it */
         if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
-        product(&layer->up, step->normed, rows, step->inner, inner, 0, threads);
+        product(&layer->up, step->normed, rows, step->inner, inner, 0, step);
     }
     attention(model, layer, step, tasks, num_tasks);
     if (layer->attention_out.kind) {
-        product(&layer->out, step->attended, rows, step->normed, hidden, 0, threads);
+        product(&layer->out, step->attended, rows, step->normed, hidden, 0, step);
         add_normalised(&layer->attention_out, step->normed, rows, hidden, step->x, step->mixed);
     } else
-        product(&layer->out, step->attended, rows, step->x, hidden, 1, threads);
+        product(&layer->out, step->attended, rows, step->x, hidden, 1, step);
     if (!model->parallel) {
         in = step->x;
         if (layer->mlp_in.kind) {
             normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
             in = step->normed;
         }
-        product(&layer->up, in, rows, step->inner, inner, 0, threads);
+        product(&layer->up, in, rows, step->inner, inner, 0, step);
     }
     float *activated = model->gated ? step->mixed : step->inner; /* packed rows: `mixed` is free again */
     activate(step->inner, rows, model, activated, threads);
     if (layer->mlp_out.kind) {
-        product(&layer->down, activated, rows, step->normed, hidden, 0, threads);
+        product(&layer->down, activated, rows, step->normed, hidden, 0, step);
         add_normalised(&layer->mlp_out, step->normed, rows, hidden, step->x, step->attended);
     } else
-        product(&layer->down, activated, rows, step->x, hidden, 1, threads);
+        product(&layer->down, activated, rows, step->x, hidden, 1, step);
 }
 
 /* The version of the arithmetic: equal versions mean equal bits. */
@@ -63,6 +63,7 @@ static long larger_of(long a, long b) { return a > b ? a : b; }
 static long lay_out(const Model *model, Step *step) {
     long rows = step->rows, longest = 0, at = 0, heads = (long)model->heads * model->head_dim;
     long mixed = heads + 2l * model->kv_heads * model->head_dim, inner = (long)model->inner * (model->gated ? 2 : 1);
+    int widest = (int)larger_of(larger_of(model->hidden, heads), model->inner);
     for (int s = 0; s < step->num_segments; s++)
         longest = larger_of(longest, step->segments[s].base + step->segments[s].count + PAGE);
     /* of attention: queries, sums, peaks and totals, and scores of whole pages */
@@ -74,7 +75,8 @@ static long lay_out(const Model *model, Step *step) {
                  {&step->mixed, rows * larger_of(larger_of(mixed, model->inner), model->hidden)},
                  {&step->inner, rows * inner},
                  {&step->attended, rows * larger_of(heads, model->hidden)},
-                 {&step->scores, step->threads * step->scores_per_thread}};
+                 {&step->scores, step->threads * step->scores_per_thread},
+                 {&step->tiles, tiles_scratch(widest, step->rows, step->threads) / 4}};
     for (int i = 0; i < (int)(sizeof parts / sizeof *parts); i++) {
         *parts[i].part = step->scratch + at;
         at += (parts[i].size + 15) / 16 * 16;
@@ -101,7 +103,7 @@ int outrider_forward(const Model *model, Step *step) {
             memcpy(to, from, 4 * (size_t)model->hidden);
     }
     if (step->num_logits)
-        product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step->threads);
+        product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);
     return 0;
 }
 

@@ -19,7 +19,8 @@ typedef struct {
     const void *weights;
     const float *scales; /* one per output, int8 only */
     const float *bias;   /* or null */
-    int32_t inputs, outputs, kind, unused;
+    int32_t inputs, outputs, kind;
+    int32_t tiles; /* packed for tiles.c */
 } Linear;
 
 typedef struct {
@@ -67,7 +68,7 @@ typedef struct {
     float *hidden; /* [wanted, hidden] out */
     float *logits; /* [num_logits, outputs of the head] out */
     float *scratch; /* of outrider_scratch() numbers; the rest is laid out in it */
-    float *normed, *mixed, *inner, *attended, *scores;
+    float *normed, *mixed, *inner, *attended, *scores, *tiles;
     long scores_per_thread;
 } Step;
 
@@ -81,7 +82,9 @@ typedef void Accumulate(int rows, const float *x, long x_stride, const float *pa
                         Ahead ahead, float *out, long out_stride);
 Accumulate begin_floats, go_on_floats;
 
-void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, int threads);
+void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+long tiles_scratch(int inputs, int rows, int threads);
 void normalise(const Norm *norm, const float *x, int width, float *y);
 void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y, int threads);
 void add_normalised(const Norm *norm, const float *y, int rows, int width, float *x, float *scratch);

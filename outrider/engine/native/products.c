@@ -153,9 +153,13 @@ static void product_panel(const Linear *linear, int panel, const float *x, int r
 }
 
 /* y[rows][outputs] (+)= x[rows][inputs] · weights. */
-void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, int threads) {
+void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int panels = (linear->outputs + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(threads)
+    if (linear->tiles) {
+        product_tiles(linear, x, rows, y, y_stride, add, step);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(step->threads)
     for (int panel = 0; panel < panels; panel++) {
         float out[SLICE * PANEL];
         for (int r = 0; r < rows; r += SLICE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import gguf
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.base.config import home
 from outrider.engine import SessionTokens
-from outrider.engine.model_spec import build_spec
+from outrider.engine.model_spec import Linear, build_spec
 from outrider.engine.native import NativeEngine, build
 from outrider.models.gguf import QuantizedRows, read_embeddings_from_rows
 from outrider.protocol.fleet import ModelInfo
@@ -29,8 +30,9 @@ def random_rows(kind: str, outputs: int, inputs: int, generator: torch.Generator
     block, size = gguf.GGML_QUANT_SIZES[number]
     rows = torch.randint(256, (outputs, inputs // block, size), dtype=torch.uint8, generator=generator)
     halves = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[kind]
+    least = {"Q4_0": 24, "Q4_1": 24, "Q6_K": 1}.get(kind, 8)
     for at in halves:
-        rows[:, :, at + 1] = rows[:, :, at + 1] % 8 + (8 if kind == "Q8_0" or "K" in kind else 24) + 128 * (at == 2)
+        rows[:, :, at + 1] = rows[:, :, at + 1] % (2 if least == 1 else 8) + least + 128 * (at == 2)
     return QuantizedRows(int(number), rows.view(outputs, -1), inputs)
 
 
@@ -55,8 +57,10 @@ def model(kind: str, mixed: str | None = None) -> Any:
     return made
 
 
-def engine(made: Any, threads: int = 1) -> NativeEngine:
-    return NativeEngine(build_spec(made), ModelInfo("m", "f", vocab_size=VOCAB), kv_tokens=1024, threads=threads)
+def engine(made: Any, threads: int = 1, *, tiles: bool = False) -> NativeEngine:
+    return NativeEngine(
+        build_spec(made), ModelInfo("m", "f", vocab_size=VOCAB), kv_tokens=1024, threads=threads, tiles=tiles
+    )
 
 
 def logits(runs: NativeEngine) -> torch.Tensor:
@@ -78,7 +82,7 @@ def test_blocks_give_the_bits_of_float32(kind: str, level: str, monkeypatch: pyt
     built = build.load(build.compile_for(level, home() / "kernels"))
     monkeypatch.setattr("outrider.engine.native.engine.library", lambda: built)
     made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
-    blocks = engine(made, threads=2 if kind == "Q4_1" else 1)
+    blocks = engine(made, threads=2 if kind == "Q8_0" else 1)
     assert blocks._layers[0].down.kind > 2
     found = logits(blocks).clone()
     for size in (1, 2, 13, 40):
@@ -97,3 +101,69 @@ def test_an_embedding_dequantises_the_rows_that_it_is_asked_for() -> None:
     read_embeddings_from_rows(embeddings)
     assert torch.equal(embeddings(ids), before)
     assert embeddings.weight.numel() < before.numel() + 1
+
+
+needs_tiles = pytest.mark.skipif(not build.library().outrider_tiles(), reason="this processor has no AMX tiles")
+
+
+def added(sums: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a tile adds: [rows, outputs] + [rows, 32] · [outputs, 32], by hand. Doubles hold products of bfloat16."""
+    chains = torch.zeros(2, *sums.shape)
+    for k in range(32):
+        chains[k % 2] = (chains[k % 2].double() + x[:, None, k].double() * weights[None, :, k].double()).float()
+    return sums + (chains[0] + chains[1])
+
+
+@needs_tiles
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(19, 256, generator=generator)
+    quantized = random_rows("Q4_1" if kind == "bfloat16" else kind, 40, 256, generator)
+    weight = quantized.dequantize()
+    upper = (weight.view(torch.int32) & -65536).view(torch.float32)
+    if kind == "bfloat16":
+        weight, quantized = upper, None
+    runs = engine(model("Q4_1"), tiles=True)
+    linear = runs._linear(Linear(weight, None, quantized), "float32")
+    assert linear.tiles
+    scratch, found = torch.zeros(1 << 20), torch.zeros(19, 40)
+    step = build.structures().Step(threads=1, tiles=scratch.data_ptr())
+    addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, found)]
+    runs._library.product_tiles(ctypes.byref(linear), addresses[0], 19, addresses[1], 40, 0, ctypes.byref(step))
+    x1, w2 = x.bfloat16().float(), (weight - upper).bfloat16().float()
+    x2 = (x - x1).bfloat16().float()
+    sums = torch.zeros(19, 40)
+    for k in range(0, 256, 32):
+        block = slice(k, k + 32)
+        sums = added(sums, upper[:, block], x1[:, block])
+        sums = sums if kind == "bfloat16" else added(sums, w2[:, block], x1[:, block])
+        sums = added(sums, upper[:, block], x2[:, block])
+    assert torch.equal(found, sums)
+
+
+@needs_tiles
+@pytest.mark.parametrize("kind", [*KINDS, "mixed", "bfloat16"])
+def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> None:
+    """And within rounding those of float32: weights and rows have 16 bits at least in their two parts."""
+    if kind == "bfloat16":
+        made = float32(model("Q4_1"))
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16).float()
+    else:
+        made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
+    tiled = engine(made, threads=2 if kind == "Q8_0" else 1, tiles=True)
+    assert tiled._layers[0].down.tiles
+    found = logits(tiled).clone()
+    exact = logits(engine(made))
+    distance = (found - exact).norm(dim=-1).max() / exact.norm(dim=-1).mean()
+    assert 0 < distance < 1e-4
+    for size in (1, 2, 9, 16, 17, 33, 40):
+        tiled.free("s")
+        tiled.blocks.pool.evict_all()
+        for at in range(0, 80, size):
+            neighbours = [SessionTokens(f"n{i}", TOKENS[i : i + 5 * i + 1]) for i in range(size % 3)]
+            part = SessionTokens("s", TOKENS[at : at + size])
+            assert torch.equal(tiled.extend([*neighbours, part]).logits[-1], found[at : at + size])
+            for each in neighbours:
+                tiled.free(each.session)
