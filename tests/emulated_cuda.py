@@ -395,6 +395,7 @@ def emulated_cuda() -> Iterator[EmulatedDevice]:
         "graph": lambda graph, *_, **__: _capture(device, graph),
         "graph_pool_handle": lambda: (0, 1),
         "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: device.captured is not None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from outrider.engine.cuda import engine as engines
 from outrider.engine.cuda.engine import CudaGraphEngine, GraphShape
 from outrider.engine.interface import prefill
 from tests.emulated_cuda import Counts, EmulatedDevice, emulated_cuda
-from tests.gpu.test_cuda import captured, graphs_of, story
+from tests.gpu import test_cuda as gpu
+from tests.gpu.test_cuda import captured, graphs_of
 from tests.unit.outrider.engine.cuda.test_engine import MODELS, TOKENS, seeded
 from tests.unit.outrider.engine.test_engine import FAMILIES
 
@@ -36,18 +38,30 @@ def _counts(device: EmulatedDevice, engine: CudaGraphEngine, batch: list[Session
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_on_the_cpu(family: str) -> None:
-    made, config = FAMILIES[family]
-    torch.manual_seed(0)
-    model = made(config).eval()
-    here = story(graphs_of(copy.deepcopy(model), 1024))
-    with emulated_cuda() as device:
-        engine = graphs_of(model.cuda(), 1024)
-        there = story(engine)
-        assert captured(engine) == list(engine.buckets) != []
-        assert device.counts.replays > len(engine.buckets)
-    for wanted, found in zip(here, there, strict=True):
-        assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5)
+def test_a_devices_test_of_a_family(family: str, device: EmulatedDevice) -> None:
+    """Prompts, trees and rollbacks, in float32 and bfloat16; every bucket is captured."""
+    gpu.test_every_family_answers_as_on_the_cpu(family)
+    assert device.counts.replays > 0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        gpu.test_engine_answers_as_on_the_cpu,
+        gpu.test_draws_on_the_device,
+        partial(gpu.test_the_fast_engine_is_the_one_that_is_taken, dtype="float32"),
+        gpu.test_int8_is_refused_on_a_gpu,
+    ],
+)
+@pytest.mark.usefixtures("device")
+def test_a_devices_other_tests(test: Callable[..., None], tmp_path: Path) -> None:
+    test(tmp_path)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_devices_tests_of_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.test_warm_up_leaves_nothing_to_capture_for_a_common_step()
+    gpu.test_a_capture_without_memory_falls_back(monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODELS)
