@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +24,17 @@ PROMPTS = (
 MODES = ("greedy", "coupled", "block")
 
 
+COMMAND = (sys.executable, "-c", "from outrider.cli.app import main; main()", "bench", "drafters")
+SURROUNDINGS = environment() | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+
+
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from outrider.cli.app import main; main()", "bench", "drafters", *flags],
+        [*COMMAND, *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment() | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+        env=SURROUNDINGS,
         timeout=200,
         check=False,
     )
@@ -84,6 +90,30 @@ def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> N
     assert all(word in done.stdout for word in (*MODES, "ngram", "prompt lookup"))
 
 
+@pytest.mark.prove
+def test_ctrl_c_keeps_the_results_so_far(models: Models, tmp_path: Path) -> None:
+    written, prompts = tmp_path / "drafters.json", tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(PROMPTS[0]))
+    flags = ("--target", str(models.target), "--drafters", "ngram", "--prompts", str(prompts), "--json", str(written))
+    flags = (*flags, "--modes", "coupled", "--tokens", "64", "--rounds", "5000", "--threads", "1", "--early-exit", "1")
+    running = subprocess.Popen(
+        [*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=SURROUNDINGS
+    )
+    assert running.stderr is not None
+    for line in iter(running.stderr.readline, ""):
+        told_so_far = re.match(r"(\d+) of 10001 answers, now coupled chat: outrider", line)
+        if told_so_far is not None and int(told_so_far[1]) > 30:
+            break
+    running.send_signal(signal.SIGINT)
+    shown, told = running.communicate(timeout=60)
+    assert running.returncode == 0, told
+    assert "interrupted: the results are those of" in told
+    rows = json.loads(written.read_text())["rows"]
+    assert {(row["mode"], row["drafter"]) for row in rows} == {("coupled", "plain"), ("coupled", "ngram")}
+    assert all(row["answers"] > 10 and row["texts_equal"] in (None, True) for row in rows)
+    assert "fastest drafter over all kinds: ngram" in shown
+
+
 def test_bad_prompts_get_one_clear_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"kind": "chat", "prompt": "hello"}\nhello\n')
@@ -98,6 +128,7 @@ def test_bad_prompts_get_one_clear_line(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (("--drafters", "ngram,crystal-ball"), ("--drafters", "crystal-ball", "one of", "ngram")),
+        (("--modes", "greedy,typical"), ("--modes", "typical", "some of greedy, coupled, block")),
         (("--vllm-python", "no/such/python"), ("--vllm-python", "no/such/python", "a Python interpreter")),
     ],
 )

@@ -62,6 +62,9 @@ def drafters(
         int | None,
         option("--rounds", "Repetitions of all answers; 2, or 1 with --quick.", min=1, show_default=False),
     ] = None,
+    modes: Annotated[
+        str, option("--modes", "Of greedy, coupled and block, separated by commas; other engines answer in greedy.")
+    ] = ",".join(MODES),
     early_exit: Annotated[
         int | None,
         option(
@@ -78,7 +81,7 @@ def drafters(
     """Measure speed-up and acceptance of each drafter by kind of prompt, greedy and sampled.
 
     All candidates answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with
-    the same weights. The command fails if guesses have changed a text.
+    the same weights. The command fails if guesses have changed a text. Ctrl-C ends it with the results so far.
     """
     chosen = setups.parse(drafter_list or _shipped_drafters(target))
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
@@ -88,7 +91,7 @@ def drafters(
     data = import_on_use("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     setups.check_kinds(chosen, sorted(drafter_kinds()))
-    extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma)
+    extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma, modes)
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     with turn_progress() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
@@ -183,7 +186,7 @@ def _report(
 
 
 def _show(console: Console, rows: Sequence[Row], kinds: Sequence[str], summary: dict[str, Any]) -> None:
-    for mode in MODES:
+    for mode in dict.fromkeys(row["mode"] for row in rows):
         shown = [row for row in rows if row["mode"] == mode]
         console.print(f"\n[bold]{mode}[/bold]: speed-up over plain (tokens per verdict with guesses)", highlight=False)
         console.print(_table(shown, kinds))

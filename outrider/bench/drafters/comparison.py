@@ -95,10 +95,10 @@ class Comparison:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures, by kind, of the drafter that was fastest over all kinds of prompts in greedy mode."""
+        """Return the figures, by kind, of the drafter that was fastest over all kinds of prompts in the first mode."""
         rows = self.rows()
         name = best_drafter(rows)
-        own = {row["kind"]: row for row in rows if row["mode"] == "greedy" and row["drafter"] == name}
+        own = {row["kind"]: row for row in rows if row["mode"] == rows[0]["mode"] and row["drafter"] == name}
         summary: dict[str, Any] = {
             "drafter": name,
             "speedup_vs_plain": {kind: row["speedup_vs_plain"] for kind, row in own.items()},
@@ -173,11 +173,11 @@ class Comparison:
         return run.answer.tokens == self._plain[run.request.key].tokens
 
 
-def best_drafter(rows: Iterable[Row]) -> str:
-    """Return the drafter with the highest geometric mean of its speed-ups over all kinds of prompts."""
+def best_drafter(rows: Sequence[Row]) -> str:
+    """Return the drafter with the highest geometric mean of its speed-ups over all kinds, in the first mode."""
     logs: dict[str, list[float]] = {}
     for row in rows:
-        if row["engine"] == OUTRIDER and row["mode"] == "greedy" and row["drafter"] != PLAIN:
+        if row["engine"] == OUTRIDER and row["mode"] == rows[0]["mode"] and row["drafter"] != PLAIN:
             logs.setdefault(row["drafter"], []).append(math.log(row["speedup_vs_plain"] or 1.0))
     return max(logs, key=lambda name: statistics.fmean(logs[name]))
 

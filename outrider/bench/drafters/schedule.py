@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from outrider.protocol.errors import InvalidRequest
 
 _WARM_UP_TOKENS = 16
 _SEEDS_PER_ROUND = 1000
+_LINE_S = 30.0  # between lines of progress where there is no bar
 
 Measure = Callable[[BenchRequest], TimedAnswer]
 
@@ -31,11 +33,25 @@ class DraftersExtent:
     rounds: int
     tokens: int
     gamma: int
+    modes: Sequence[str] = MODES
 
     @classmethod
-    def of(cls, quick: bool, prompts: int | None, rounds: int | None, tokens: int | None, gamma: int) -> DraftersExtent:
+    def of(
+        cls,
+        quick: bool,
+        prompts: int | None,
+        rounds: int | None,
+        tokens: int | None,
+        gamma: int,
+        modes: str = ",".join(MODES),
+    ) -> DraftersExtent:
         default = cls(1, 1, 64, gamma) if quick else cls(3, 2, 128, gamma)
-        return cls(prompts or default.prompts_per_kind, rounds or default.rounds, tokens or default.tokens, gamma)
+        chosen = tuple(mode for mode in MODES if mode in modes.split(","))
+        if len(chosen) < len(modes.split(",")):
+            raise InvalidRequest.of("--modes", modes, f"some of {', '.join(MODES)}, separated by commas")
+        return cls(
+            prompts or default.prompts_per_kind, rounds or default.rounds, tokens or default.tokens, gamma, chosen
+        )
 
 
 def bench_requests(
@@ -54,7 +70,7 @@ def bench_requests(
         BenchRequest(kind, number, turn, mode, tuple(tokens), extent.tokens, _SEEDS_PER_ROUND * turn + number)
         for turn in range(extent.rounds)
         for number, (kind, tokens) in enumerate(taken)
-        for mode in MODES
+        for mode in extent.modes
     ]
 
 
@@ -86,13 +102,23 @@ class Schedule:
             measure(short)
 
     def run(self, requests: Sequence[BenchRequest], progress: TurnProgress) -> list[Trial]:
-        turns = [(request, *turn) for request in requests for turn in self.candidates(request)]
-        progress.set_text(f"{len(turns)} answers")
-        runs = []
-        for number, (request, candidate, measure) in enumerate(turns):
-            text = f"{request.mode} {request.kind}: {candidate.engine} {candidate.drafter}"
-            progress.show(text, number, len(turns))
-            runs.append(Trial(candidate, request, measure(request)))
+        """Measure all requests; after Ctrl-C return those that every candidate has answered."""
+        turns = [(request, list(self.candidates(request))) for request in requests]
+        total = sum(len(candidates) for _, candidates in turns)
+        progress.set_text(f"{total} answers")
+        runs: list[Trial] = []
+        try:
+            for request, candidates in turns:
+                trials: list[Trial] = []
+                for candidate, measure in candidates:
+                    text = f"{request.mode} {request.kind}: {candidate.engine} {candidate.drafter}"
+                    progress.show(text, len(runs) + len(trials), total)
+                    trials.append(Trial(candidate, request, measure(request)))
+                runs += trials
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            progress.set_text(f"interrupted: the results are those of {len(runs)} of {total} answers")
         return runs
 
 
@@ -101,12 +127,13 @@ def _measure_setup(client: Client, gamma: int | None, request: BenchRequest) -> 
 
 
 class TurnProgress:
-    """Progress on stderr: a bar in a terminal, one line per stage elsewhere."""
+    """Progress on stderr: a bar in a terminal, one line per stage and per half minute elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=None)
         self._last_text = ""
+        self._last_line = time.monotonic()
 
     def set_text(self, text: str) -> None:
         self._progress.update(self._task, description=text)
@@ -116,6 +143,9 @@ class TurnProgress:
 
     def show(self, text: str, done: int, total: int) -> None:
         self._progress.update(self._task, description=text, completed=done, total=total)
+        if self._progress.disable and time.monotonic() - self._last_line > _LINE_S:
+            self._last_line = time.monotonic()
+            self._progress.console.print(f"{done} of {total} answers, now {text}", highlight=False)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,7 +21,7 @@ from outrider.bench.drafters.comparison import (
     best_drafter,
 )
 from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
-from outrider.bench.drafters.schedule import DraftersExtent, bench_requests
+from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, bench_requests, turn_progress
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.statistics import DrafterStats, GenerationStats
@@ -206,6 +206,38 @@ def test_questions_go_round_by_round_prompt_by_prompt() -> None:
     assert len(set(seeds.values())) == len(seeds) == 6, "one seed per prompt and round, in all modes the same"
     with pytest.raises(InvalidRequest, match="a prompt of kind a is 98 tokens, must be at most 97"):
         bench_requests([("a", [1] * 98)], extent, 100)
+
+
+def test_chosen_modes_are_measured_in_their_order() -> None:
+    extent = DraftersExtent.of(True, 1, 1, 3, 4, "block,greedy")
+    assert [request.mode for request in bench_requests([("a", [1])], extent, 100)] == ["greedy", "block"]
+    with pytest.raises(InvalidRequest, match="--modes is greedy,, must be some of greedy, coupled, block"):
+        DraftersExtent.of(True, 1, 1, 3, 4, "greedy,")
+
+
+class InterruptedSchedule(Schedule):
+    """A schedule of two candidates; the user presses Ctrl-C in the middle of the third prompt."""
+
+    def candidates(self, request: BenchRequest) -> Iterator[tuple[Candidate, Measure]]:
+        yield Candidate(OUTRIDER, PLAIN), lambda _: answer(10)
+        yield Candidate(OUTRIDER, "ngram"), self.interrupted if request.number == 2 else lambda _: answer(20)
+
+    def interrupted(self, request: BenchRequest) -> TimedAnswer:
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_keeps_what_all_candidates_have_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = InterruptedSchedule({}, [], 4)
+    requests = [replace(REQUEST, number=number) for number in range(4)]
+    with turn_progress() as progress:
+        runs = schedule.run(requests, progress)
+        with pytest.raises(KeyboardInterrupt):
+            schedule.run(requests[2:], progress)
+    assert [(run.request.number, run.candidate.drafter) for run in runs] == [
+        (number, drafter) for number in (0, 1) for drafter in (PLAIN, "ngram")
+    ]
+    assert "the results are those of 4 of 8 answers" in capsys.readouterr().err
+    assert [row["speedup_vs_plain"] for row in Comparison(runs).rows()] == [1, 2]
 
 
 def test_quick_is_less_of_the_same() -> None:
