@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.models.hub import fetch_default
-from outrider.train.data import shipped
-from tests.cluster import Process, environment, free_port
+from outrider.train.data import TrainingPrompt, shipped
+from tests.cluster import Process, free_port
 from tests.vllm.conftest import RUNNER
 from tests.vllm.test_attach import Served, healthy, plugin, vllm_serve
 
@@ -25,50 +25,42 @@ pytestmark = [
     pytest.mark.skipif(RUNNER == "v2", reason="the interpreter's times mean nothing"),
 ]
 
-CONCURRENT = (1, 4, 16)
-REQUESTS = {1: 6, 4: 16, 16: 32}
+REQUESTS = {1: 3, 4: 8, 16: 24}  # of a run, by how many are open at once
 ROUNDS = 3
-LENGTH = 96
+LENGTH = 64
 CACHE = ("--kv-cache-memory-bytes", str(1 << 30))
 NOISE = 0.95  # of a ratio of medians of interleaved runs on a shared machine
 
 
-def dataset(folder: Path, number: int) -> Path:
-    """Write prompts of all kinds by turns, as ShareGPT conversations: `vllm bench serve` reads them without pandas."""
-    by_kind = [list(group) for _, group in groupby(sorted(shipped("heldout"), key=_kind), key=_kind)]
-    mixed = [prompt for turn in zip(*by_kind, strict=False) for prompt in turn]
-    chosen = [mixed[index % len(mixed)].text for index in range(number)]
-    file = folder / f"prompts-{number}.json"
-    file.write_text(json.dumps([{"conversations": [{"value": prompt}, {"value": ""}]} for prompt in chosen]))
-    return file
+def prompts() -> list[str]:
+    """Return prompts of all kinds by turns. None comes twice: a drafter remembers the texts of earlier runs."""
+    known = [*shipped("heldout"), *shipped("train")]
+    by_kind = [list(group) for _, group in groupby(sorted(known, key=_kind), key=_kind)]
+    return [prompt.text for turn in zip(*by_kind, strict=False) for prompt in turn]
 
 
-def _kind(prompt: Any) -> str:
-    return str(prompt.kind)
+def _kind(prompt: TrainingPrompt) -> str:
+    return prompt.kind
 
 
-def bench(served: Served, model: Path, concurrent: int, folder: Path) -> dict[str, Any]:
+def bench(served: Served, model: Path, concurrent: int, given: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return the report of one run; all requests are greedy."""
-    number = REQUESTS[concurrent]
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.cli.main",
-            "bench",
-            "serve",
-            "--base-url",
-            f"http://{served.address}",
-        ),
-        *("--model", "m", "--tokenizer", str(model), "--dataset-name", "sharegpt", "--disable-shuffle"),
-        *("--dataset-path", str(dataset(folder, number)), "--sharegpt-output-len", str(LENGTH), "--ignore-eos"),
-        *("--num-prompts", str(number), "--max-concurrency", str(concurrent), "--temperature", "0"),
+    file = folder / "prompts.json"  # as ShareGPT conversations, which vLLM reads without pandas
+    file.write_text(json.dumps([{"conversations": [{"value": prompt}, {"value": ""}]} for prompt in given]))
+    from vllm.benchmarks.serve import add_cli_args, main  # the command `vllm bench serve`
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    add_cli_args(parser := FlexibleArgumentParser())
+    flags = [
+        *("--base-url", f"http://{served.address}", "--model", "m", "--tokenizer", str(model)),
+        *("--dataset-name", "sharegpt", "--dataset-path", str(file), "--disable-shuffle"),
+        *("--sharegpt-output-len", str(LENGTH), "--ignore-eos", "--num-prompts", str(len(given))),
+        *("--max-concurrency", str(concurrent), "--temperature", "0", "--disable-tqdm"),
         *("--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "run.json"),
     ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    main(parser.parse_args(flags))
     report: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    assert report["completed"] == number, report
+    assert report["completed"] == len(given), report
     return report
 
 
@@ -83,6 +75,7 @@ async def test_throughput_is_not_below_that_without_outrider(tmp_path: Path) -> 
     drafter = Process("drafter", [*python, *drafting], free_port(), tmp_path)
     coordinator.start().wait_ready(60)
     drafter.start()
+    unused = iter(prompts())
     try:
         with (
             vllm_serve(model, tmp_path / "plain.log", *CACHE) as bare,
@@ -91,31 +84,36 @@ async def test_throughput_is_not_below_that_without_outrider(tmp_path: Path) -> 
             await healthy(bare)
             await healthy(served)
             drafter.wait_ready(60)
-            ratios = {
-                concurrent: await _compare(bare, served, model, concurrent, tmp_path) for concurrent in CONCURRENT
-            }
+            ratios = {}
+            for concurrent, number in REQUESTS.items():
+                runs = [list(islice(unused, number)) for _ in range(1 + ROUNDS)]
+                compared = [await _compare(bare, served, model, concurrent, given, tmp_path) for given in runs]
+                ratios[concurrent] = _report(concurrent, compared[1:])
     finally:
         drafter.stop()
         coordinator.stop()
     assert min(ratios.values()) >= NOISE, ratios
 
 
-async def _compare(bare: Served, served: Served, model: Path, concurrent: int, folder: Path) -> float:
-    """Return the ratio of the median throughputs, after a round that is not counted; the texts must be equal."""
-    reports: dict[str, list[dict[str, Any]]] = {"plain": [], "attached": []}
-    for _ in range(1 + ROUNDS):
-        for name, server in (("plain", bare), ("attached", served)):
-            reports[name].append(await asyncio.to_thread(bench, server, model, concurrent, folder))
-    texts = [report["generated_texts"] for runs in reports.values() for report in runs]
-    assert all(each == texts[0] for each in texts)
-    counted = reports["attached"][1:]
-    assert all(report["spec_decode_accepted_tokens"] > 0 for report in counted)
-    speeds = {name: [report["output_throughput"] for report in runs[1:]] for name, runs in reports.items()}
-    ratio = statistics.median(speeds["attached"]) / statistics.median(speeds["plain"])
-    rates = [report["spec_decode_acceptance_rate"] for report in counted]
-    lengths = [report["spec_decode_acceptance_length"] for report in counted]
+async def _compare(
+    bare: Served, served: Served, model: Path, concurrent: int, given: Sequence[str], folder: Path
+) -> list[dict[str, Any]]:
+    """Return the reports of both servers for the same prompts; their texts must be equal."""
+    reports = [await asyncio.to_thread(bench, each, model, concurrent, given, folder) for each in (bare, served)]
+    assert reports[0]["generated_texts"] == reports[1]["generated_texts"]
+    return reports
+
+
+def _report(concurrent: int, rounds: list[list[dict[str, Any]]]) -> float:
+    """Print the figures, and return the ratio of the median throughputs."""
+    plain, attached = ([reports[index]["output_throughput"] for reports in rounds] for index in (0, 1))
+    rates, lengths = (
+        statistics.median(reports[1][f"spec_decode_acceptance_{name}"] for reports in rounds)
+        for name in ("rate", "length")
+    )
+    ratio = statistics.median(attached) / statistics.median(plain)
     print(
-        f"{concurrent} at once: {ratio:.2f} x, tokens/s {speeds}, acceptance {statistics.median(rates):.0f} %, "
-        f"{statistics.median(lengths):.2f} tokens per verified step"
+        f"{concurrent} at once: {ratio:.2f} x; tokens/s without {plain}, with {attached}; "
+        f"{rates:.0f} % of guesses accepted, {lengths:.2f} tokens per step with guesses"
     )
     return ratio
