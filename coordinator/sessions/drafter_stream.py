@@ -25,6 +25,7 @@ _MESSAGE_S = 0.0005  # mean time between two messages: 2,000 a second
 _BURST = 256  # messages that may arrive at once
 _UNREWARDED_PER_S = 250.0  # messages of a drafter none of whose guesses is accepted
 _MAX_UNREWARDED = 2048  # messages above that rate since the last accepted guess
+_MAX_MISSED = 64  # commits since then: a slow verifier checks few guesses in the time of so many messages
 # A commit can cost a drafter its whole tree, which it then drafts again. Each commit allows that much.
 _TOKENS_PER_COMMIT = 2 * OPEN_NODES
 _BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
@@ -45,6 +46,7 @@ class DraftLimits:
         self._tokens = _MAX_TOKENS
         self._num_bytes = _MAX_BYTES
         self._unrewarded = 0.0
+        self._missed = 0  # commits since the last accepted guess
         self._spent_at = now
         self._answered_at = now
         self.asked_at = now  # the time of the last commit or steering
@@ -52,19 +54,20 @@ class DraftLimits:
     def renew(self, now: float) -> None:
         """Allow the guesses that follow a commit."""
         self.asked_at = now
+        self._missed += 1
         self._tokens = min(_MAX_TOKENS, self._tokens + _TOKENS_PER_COMMIT)
         self._num_bytes = min(_MAX_BYTES, self._num_bytes + _BYTES_PER_COMMIT)
 
     def reward(self, accepted: int) -> None:
-        """Forget the messages before an accepted guess."""
+        """Forget the messages and commits before an accepted guess."""
         if accepted:
-            self._unrewarded = 0.0
+            self._unrewarded, self._missed = 0.0, 0
 
     def spend(self, guess: common.Guess, now: float) -> None:
         """Raise InvalidRequest for more guesses than a conforming drafter sends. An empty one counts as a token."""
         self._unrewarded = max(0.0, self._unrewarded - (now - self._spent_at) * _UNREWARDED_PER_S) + 1.0
         self._spent_at = now
-        if self._unrewarded > _MAX_UNREWARDED:
+        if self._unrewarded > _MAX_UNREWARDED and self._missed > _MAX_MISSED:
             limit = f"at most {_UNREWARDED_PER_S:g} messages a second while none is accepted"
             raise InvalidRequest.of("guesses", f"{_MAX_UNREWARDED} more", limit)
         self._tokens -= max(1, len(guess.tokens))

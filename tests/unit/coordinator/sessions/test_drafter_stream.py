@@ -48,6 +48,17 @@ def test_a_tree_may_come_as_a_message_per_guess_and_again_after_each_commit() ->
         limits.renew(1.0)
 
 
+def test_a_tree_ahead_of_a_slow_verifier_may_miss_for_seconds() -> None:
+    """Ten steps a second, and one in forty accepts a guess of a tree that is sent anew after each."""
+    limits = DraftLimits(now=0.0)
+    for number in range(600 * OPEN_NODES):
+        now = number / (10 * OPEN_NODES)
+        limits.spend(guess(tokens=[1]), now)
+        if number % OPEN_NODES == OPEN_NODES - 1:
+            limits.reward(int(number // OPEN_NODES % 40 == 39))
+            limits.renew(now)
+
+
 @pytest.mark.parametrize("tokens", [[], [1]])
 def test_messages_without_end_are_a_flood(tokens: list[int]) -> None:
     """Though verdicts come, and the messages keep to what follows a commit."""
