@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,13 @@ class QuantizedRows:
     """Rows of a weight in the blocks of a GGUF file."""
 
     kind: int  # number of the block format in ggml
-    rows: torch.Tensor  # [outputs, bytes of a row], mapped from the file
+    rows: torch.Tensor  # [outputs, bytes of a row]
     inputs: int
 
-    def dequantize(self, which: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    def dequantize(self, which: Any = slice(None)) -> torch.Tensor:
         """Return rows as float32."""
-        return torch.from_numpy(
-            gguf.quants.dequantize(self.rows[which].numpy(), gguf.GGMLQuantizationType(self.kind))
-        ).view(-1, self.inputs)
+        chosen = self.rows.numpy()[which]  # numpy starts no threads for it
+        return torch.from_numpy(gguf.quants.dequantize(chosen, gguf.GGMLQuantizationType(self.kind)))
 
 
 def pretrained_source(path: Path | str) -> dict[str, Any]:
@@ -103,13 +102,18 @@ def quantized_rows(module: Any) -> QuantizedRows | None:
     return getattr(module.weight, "quantized", None)
 
 
-def read_embeddings_from_rows(embeddings: Any) -> None:
-    """Let an embedding that has rows dequantise those it is asked for, and drop its weight."""
-    if (quantized := quantized_rows(embeddings)) is None:
+def detach_rows(model: PreTrainedModel) -> None:
+    """Unmap the file. Embeddings that have rows keep a copy of them, and dequantise those they are asked for."""
+    embeddings: Any = model.get_input_embeddings()
+    mapped = quantized_rows(embeddings)
+    for weight in model.parameters():
+        weight.__dict__.pop("quantized", None)
+    if mapped is None:
         return
+    quantized = replace(mapped, rows=mapped.rows.clone())
 
     def look_up(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        module.weight.data = quantized.dequantize(inputs[0].reshape(-1))
+        module.weight.data = quantized.dequantize(inputs[0].reshape(-1).numpy())
         return (torch.arange(inputs[0].numel()).view(inputs[0].shape),)
 
     embeddings.register_forward_pre_hook(look_up)

@@ -22,7 +22,7 @@ from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.engine.transformers.rope import fix_rotations
-from outrider.models.gguf import read_embeddings_from_rows
+from outrider.models.gguf import detach_rows
 from outrider.protocol.errors import OutriderError, StartupError, shorten
 from outrider.protocol.fleet import ModelInfo
 
@@ -196,7 +196,7 @@ def _fitting_tokens(model: PreTrainedModel, info: ModelInfo) -> int:
 
 def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Free the model's weights: the engine has copies of all but the embeddings."""
-    read_embeddings_from_rows(model.get_input_embeddings())
+    detach_rows(model)
     kept = {parameter.data_ptr() for parameter in model.get_input_embeddings().parameters()}
     if spec.rotations == ():  # position embeddings are read as well
         kept |= {parameter.data_ptr() for name, parameter in model.named_parameters() if "wpe" in name}

@@ -35,8 +35,8 @@ static void cache_row(const Model *model, const Layer *layer, const Step *step, 
         const Norm *norm = h < model->heads ? &layer->query : &layer->key;
         if (norm->kind) normalise(norm, head, dim, head);
         if (layer->rope >= 0)
-            turn(head, step->cos[layer->rope] + (long)row * model->rotated,
-                 step->sin[layer->rope] + (long)row * model->rotated, model->rotated);
+            turn(head, step->cos[layer->rope] + (long)step->positions[row] * model->rotated,
+                 step->sin[layer->rope] + (long)step->positions[row] * model->rotated, model->rotated);
     }
     for (int i = 0; i < model->heads * dim; i++) queries[i] *= layer->scale;
     for (int h = 0; h < model->kv_heads; h++) {

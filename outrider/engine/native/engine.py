@@ -58,6 +58,8 @@ class NativeEngine(PagedEngine):
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._buffers: dict[str, torch.Tensor] = {}
+        self._rotations: list[tuple[torch.Tensor, ...]] = []
+        self._rotated_to = 0  # positions
         blocks = self.capacity_tokens // BLOCK_TOKENS
         dim_streams = 2 * -(-spec.head_dim // (2 * lanes))
         self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
@@ -87,12 +89,11 @@ class NativeEngine(PagedEngine):
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)
-        positions = torch.tensor(step.positions)
+        self._rotate(max(step.positions))
         if step.input_embeddings is None:
-            x = spec.embed(torch.tensor(step.ids), positions).float().contiguous()
+            x = spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)).float().contiguous()
         else:
             x = step.input_embeddings.to(torch.float32, copy=True)  # the kernels write to it
-        rotations = [tuple(part.float().contiguous() for part in rotate(positions)) for rotate in spec.rotations]
         segments, alive = self._segments(step)
         hidden = self._buffer("hidden", outputs, spec.hidden)
         logits = self._buffer("logits", step.num_logits, self._vocab)
@@ -103,9 +104,10 @@ class NativeEngine(PagedEngine):
             num_logits=step.num_logits,
             threads=self._threads,
             segments=ctypes.addressof(segments),
-            wanted=_address(alive, torch.tensor(step.outputs, dtype=torch.int32)),
-            cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in rotations)),
-            sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in rotations)),
+            wanted=_integers(alive, step.outputs),
+            positions=_integers(alive, step.positions),
+            cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in self._rotations)),
+            sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in self._rotations)),
             x=x.data_ptr(),
             hidden=hidden.data_ptr(),
             logits=logits.data_ptr(),
@@ -118,6 +120,13 @@ class NativeEngine(PagedEngine):
             self._library.outrider_cap(logits.data_ptr(), logits.numel(), spec.logit_softcap)
         return logits, hidden
 
+    def _rotate(self, last: int) -> None:
+        """Extend the tables of cosines and sines to a position."""
+        if last >= self._rotated_to:
+            self._rotated_to = 2 * last + 1
+            rotated = [rotate(torch.arange(self._rotated_to)) for rotate in self._spec.rotations]
+            self._rotations = [tuple(part.float().contiguous() for part in parts) for parts in rotated]
+
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
         lanes = self._lanes
@@ -126,17 +135,16 @@ class NativeEngine(PagedEngine):
         ]
         self._values[:, new_block, :, :, new_offset] = self._values[:, old_block, :, :, old_offset]
 
-    def _segments(self, step: ForwardStep) -> tuple[Any, list[torch.Tensor]]:
-        """Return the kernels' segments, and the tensors that must stay alive while they are read."""
-        alive: list[torch.Tensor] = []
+    def _segments(self, step: ForwardStep) -> tuple[Any, list[Any]]:
+        """Return the kernels' segments, and what must stay alive while they are read."""
+        alive: list[Any] = []
         segments = (_C.Segment * len(step.segments))()
         for to, segment in zip(segments, step.segments, strict=True):
             to.start, to.count, to.base = segment.start, segment.count, segment.base
-            to.table = _address(alive, torch.tensor(segment.blocks, dtype=torch.int32))
+            to.table = _integers(alive, segment.blocks)
             if segment.mask is not None:
                 to.sees = _address(alive, segment.mask.to(torch.uint8))
-                depths = [position - segment.base for position in segment.positions]
-                to.depths = _address(alive, torch.tensor(depths, dtype=torch.int32))
+                to.depths = _integers(alive, [position - segment.base for position in segment.positions])
         return segments, alive
 
     def _buffer(self, name: str, height: int, width: int) -> torch.Tensor:
@@ -232,7 +240,13 @@ class _MappedMemory:
         return whole[start : start + size]
 
 
-def _address(referenced: list[torch.Tensor], tensor: torch.Tensor | None) -> int | None:
+def _integers(alive: list[Any], values: Sequence[int]) -> int:
+    """Return the address of numbers that live in `alive`."""
+    alive.append((ctypes.c_int32 * len(values))(*values))
+    return ctypes.addressof(alive[-1])
+
+
+def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:
     """Return a tensor's address, and keep the tensor alive in `referenced`."""
     if tensor is None:
         return None

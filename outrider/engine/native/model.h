@@ -63,7 +63,8 @@ typedef struct {
     int32_t rows, num_segments, num_wanted, num_logits, threads, unused;
     const Segment *segments;
     const int32_t *wanted; /* rows with an output, those with logits first */
-    const float *cos[2], *sin[2];
+    const int32_t *positions;      /* [rows] */
+    const float *cos[2], *sin[2]; /* by position: [positions, rotated] */
     float *x;      /* [rows, hidden] in: embeddings */
     float *hidden; /* [wanted, hidden] out */
     float *logits; /* [num_logits, outputs of the head] out */

@@ -15,7 +15,7 @@ from outrider.base.config import home
 from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Linear, build_spec
 from outrider.engine.native import NativeEngine, build
-from outrider.models.gguf import QuantizedRows, read_embeddings_from_rows
+from outrider.models.gguf import QuantizedRows, detach_rows
 from outrider.protocol.fleet import ModelInfo
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -95,10 +95,12 @@ def test_blocks_give_the_bits_of_float32(kind: str, level: str, monkeypatch: pyt
 
 
 def test_an_embedding_dequantises_the_rows_that_it_is_asked_for() -> None:
-    embeddings = model("Q4_1").get_input_embeddings()
+    made = model("Q4_1")
+    embeddings = made.get_input_embeddings()
     ids = torch.tensor([[3, 1], [3, 207]])
     before = embeddings(ids)
-    read_embeddings_from_rows(embeddings)
+    detach_rows(made)
+    assert not any(hasattr(weight, "quantized") for weight in made.parameters())
     assert torch.equal(embeddings(ids), before)
     assert embeddings.weight.numel() < before.numel() + 1
 
