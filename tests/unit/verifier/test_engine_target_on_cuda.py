@@ -87,3 +87,17 @@ def test_branches_are_kept_without_a_wait() -> None:
         device.counts = Counts()
         there.step(tree=True)
     assert device.counts.syncs.total() <= 2, device.counts
+
+
+def test_opening_a_session_with_penalties_leaves_the_device_alone() -> None:
+    """The event loop opens sessions and commits their tokens; only the thread of the steps waits for the device."""
+    with emulated_cuda() as device:
+        target = EngineTarget(graphs_of(seeded(MODELS["llama"]).cuda(), 1024))
+        device.counts = Counts()
+        params = SamplingParams(seed=1, repetition_penalty=1.3, presence_penalty=0.2)
+        session = VerifySession(VerifyOpening("s", 1, tuple(TOKENS[:9]), 4, params), target.info, target.device)
+        assert session.history is not None
+        session.history.append(TOKENS[9:90])
+        assert (device.counts.all_launches, device.counts.syncs.total()) == (0, 0)
+        session.history.counts()
+    assert device.counts.all_launches > 0
