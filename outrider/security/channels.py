@@ -28,22 +28,20 @@ class Channels:
 
     def channel(self, address: str) -> grpc.Channel:
         """Return a channel for synchronous stubs."""
-        if self.tls is None:
-            channel = grpc.insecure_channel(address, options=channel_options())
-        else:
-            options = [*channel_options(), *self.tls.channel_options()]
-            channel = grpc.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return cast("grpc.Channel", _ChannelWithKey(channel, self.key)) if self.key else channel
+        return cast("grpc.Channel", self._open(grpc, address))
 
     def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
         """Return a channel for asynchronous stubs of the running event loop; `receive_bytes` limits a message."""
+        return cast("grpc.aio.Channel", self._open(grpc.aio, address, receive_bytes))
+
+    def _open(self, kind: Any, address: str, receive_bytes: int | None = None) -> Any:
         options = channel_options(receive_bytes=receive_bytes)
         if self.tls is None:
-            channel = grpc.aio.insecure_channel(address, options=options)
+            channel = kind.insecure_channel(address, options=options)
         else:
             options += self.tls.channel_options()
-            channel = grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=options)
-        return cast("grpc.aio.Channel", _ChannelWithKey(channel, self.key)) if self.key else channel
+            channel = kind.secure_channel(address, self.tls.channel_credentials(), options=options)
+        return _ChannelWithKey(channel, self.key) if self.key else channel
 
 
 PLAIN = Channels()
@@ -59,18 +57,8 @@ class _ChannelWithKey:
     def __init__(self, channel: Any, key: str) -> None:
         self._channel = channel
         self._metadata = ((HEADER, bearer(key)),)
-
-    def unary_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._with_key(self._channel.unary_unary(*method, **more))
-
-    def unary_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._with_key(self._channel.unary_stream(*method, **more))
-
-    def stream_unary(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._with_key(self._channel.stream_unary(*method, **more))
-
-    def stream_stream(self, *method: Any, **more: Any) -> Callable[..., Any]:
-        return self._with_key(self._channel.stream_stream(*method, **more))
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            setattr(self, kind, self._with_key(getattr(channel, kind)))
 
     def close(self, *grace: Any) -> Any:
         return self._channel.close(*grace)
@@ -89,8 +77,13 @@ class _ChannelWithKey:
     async def __aexit__(self, *error: Any) -> None:
         await self._channel.__aexit__(*error)
 
-    def _with_key(self, call: Any) -> Callable[..., Any]:
-        def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
-            return call(*request, metadata=(*self._metadata, *metadata), **more)
+    def _with_key(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*given: Any, **options: Any) -> Callable[..., Any]:
+            call = make(*given, **options)
 
-        return start
+            def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
+                return call(*request, metadata=(*self._metadata, *metadata), **more)
+
+            return start
+
+        return method
