@@ -24,10 +24,6 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.1
 
 
-def _any_worker(_: WorkerConnection) -> bool:
-    return True
-
-
 class WorkerPool:
     """Choice among the workers that `registrations` adds."""
 
@@ -87,7 +83,7 @@ class WorkerPool:
                 await self.workers.drop(worker_id)
 
     def choose(
-        self, role: Role, fits: Callable[[WorkerConnection], bool] = _any_worker, *, prefer: str = ""
+        self, role: Role, fits: Callable[[WorkerConnection], bool] = lambda _: True, *, prefer: str = ""
     ) -> WorkerConnection | None:
         """Return, of the usable workers that fit, the preferred one or else the least loaded."""
         usable = [each for each in self.workers.of(role) if self.usable(each) and fits(each)]

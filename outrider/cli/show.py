@@ -84,9 +84,5 @@ def as_json(generation: Generation) -> dict[str, Any]:
         "session_id": generation.started.session_id,
         "model": generation.started.model,
         "usage": {"prompt_tokens": finished.prompt_tokens, "output_tokens": finished.output_tokens},
-        "stats": stats_dict(finished.stats),
+        "stats": asdict(finished.stats),
     }
-
-
-def stats_dict(stats: GenerationStats) -> dict[str, Any]:
-    return asdict(stats)

@@ -100,8 +100,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _refused("--config", str(path), f"cannot be read: {reason}") from error
-    flags_of_up = {key.replace("-", "_"): _plain(value) for key, value in content.items() if not _is_table(value)}
-    tables = {name: value for name, value in content.items() if _is_table(value)}
+    flags_of_up = {
+        key.replace("-", "_"): _plain(value) for key, value in content.items() if not isinstance(value, dict)
+    }
+    tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     return flags_of_up, {
         name: {
             _known(name, key, f"{path}: [{name}] {key}"): GivenSetting(_plain(value), str(path))
@@ -213,10 +215,6 @@ def _parts(name: str) -> tuple[str, int]:
 def _refused(where: str, value: str, why: str, known: Iterable[str] = ()) -> StartupError:
     """Return the error, with a suggestion from `known`."""
     return StartupError(f"{where}: {value} {why}{suggestion(value, known)}", field=where, value=value, limit=why)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _plain(value: Any) -> Any:

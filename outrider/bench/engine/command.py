@@ -64,7 +64,8 @@ def engine(
     token with a cached prefix.
     """
     extent = _extent(quick, rounds)
-    _check_one_of("--quantization", quantization, ("none", "int8"))
+    if quantization not in ("none", "int8"):
+        raise InvalidRequest.of("--quantization", quantization, "one of none, int8")
     check_engine(engine_name, compile_engine, tuple(name for name in ENGINES if name not in ("vllm", "mock")))
     check_files(json_file, plot_file)
     plan = LaunchPlan(
@@ -105,11 +106,6 @@ def _extent(quick: bool, rounds: int | None) -> EngineExtent:
         least, shorter = _LEAST_ROUNDS[quick], "" if quick else f", or {_LEAST_ROUNDS[True]} with --quick"
         raise InvalidRequest.of("--rounds", rounds, f"at least {least}{shorter}")
     return replace(extent, rounds=rounds)
-
-
-def _check_one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InvalidRequest.of(flag, value, f"one of {', '.join(known)}")
 
 
 def _show(console: Console, passes: PassTimes, served: ServedTimes, summary: dict[str, Any]) -> None:
