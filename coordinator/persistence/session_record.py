@@ -104,7 +104,7 @@ class SessionRecord:
     kinds: list[TokenKind] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # per token, if requested
     finish_reason: FinishReason = FinishReason.NONE
-    model: str = ""  # the target's fingerprint
+    model: str = ""  # the identity of its target, see `Target`
     verifier: str = ""  # the last one, whose prefix cache may still match
     tenant: str = ""
 
