@@ -178,24 +178,25 @@ class NativeEngine(PagedEngine):
                 linear.quantized.kind, ctypes.c_void_p(rows.data_ptr()), ctypes.byref(made), self._threads
             )
             return made
-        weight, scales = linear.weight.float(), None
+        weight = linear.weight.float()
         half = weight.to(torch.bfloat16)
-        if self._may_tile and weights != "int8" and (weights == "bfloat16" or torch.equal(half.float(), weight)):
-            made.kind, made.tiles, self._tiled = _KINDS["bfloat16"], True, True
-            half = torch.nn.functional.pad(half, (0, -inputs % 32, 0, -outputs % 32))
-            packed = self._memory.take((len(half) // 32, half.shape[1] // 32, 2, 16, 32), torch.bfloat16)
-            packed.copy_(half.view(-1, 2, 16, packed.shape[1], 32).permute(0, 3, 1, 2, 4))
-            made.weights = _address(self._referenced, packed)
-            return made
         if weights == "int8":
             scales = weight.abs().amax(dim=1).clamp_(min=1e-12) / 127
             weight = (weight / scales[:, None]).round_().to(torch.int8)
-        elif weights == "bfloat16":
-            weight = half
+            made.scales = _address(self._referenced, scales)
+        elif weights == "bfloat16" or (self._may_tile and torch.equal(half.float(), weight)):
+            weight, made.kind = half, _KINDS["bfloat16"]
+        if self._may_tile and weight.dtype != torch.float32:
+            made.tiles = self._tiled = True
+            weight = torch.nn.functional.pad(weight, (0, -inputs % 32, 0, -outputs % 32))
+            packed = self._memory.take((len(weight) // 32, weight.shape[1] // 32, 2, 16, 32), weight.dtype)
+            packed.copy_(weight.view(-1, 2, 16, packed.shape[1], 32).permute(0, 3, 1, 2, 4))
+            made.weights = _address(self._referenced, packed)
+            return made
         weight = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % (2 * self._lanes)))
         packed = self._memory.take((len(weight) // (2 * self._lanes), 2, inputs, self._lanes), weight.dtype)
         packed.copy_(weight.view(-1, 2, self._lanes, inputs).transpose(2, 3))
-        made.weights, made.scales = _address(self._referenced, packed), _address(self._referenced, scales)
+        made.weights = _address(self._referenced, packed)
         return made
 
     def _norm(self, norm: specs.Norm | None) -> Any:

@@ -17,6 +17,7 @@ typedef struct {
 } Format;
 
 static const Format FORMATS[] = {
+    [INT8] = {8, 0, 0, 0, 1},      /* in tiles only: the scales are those of the outputs */
     [NIBBLES] = {4, 2, 2, 1, 1},   /* Q4_0, Q4_1 */
     [BYTES] = {8, 1, 2, 0, 1},     /* Q8_0 */
     [NIBBLES_K] = {4, 2, 4, 1, 1}, /* Q4_K */

@@ -3,7 +3,7 @@
  * With w = w1 + w2 to 16 bits and x = x1 + x2 to 17, a block of 32 inputs adds w1·x1, w2·x1 and w1·x2, in this order, to
  * 16 outputs of up to 16 rows. To add is what the processor does with a tile: one chain of fused operations over the even
  * inputs and one over the odd ones, each from 0, then their sum; numbers below 2^-126 count as 0. A row is a column of the tiles: its bits depend on no other column, on its place, or on
- * the number of rows. Weights that are bfloat16 have no second part.
+ * the number of rows. Weights that are bfloat16 or int8 have no second part.
  */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
@@ -97,10 +97,13 @@ INLINE void bytes_to_tiles(const int kind, const char *unit, char *tiles) {
     store_numbers(kind, unit, numbers);
 #pragma GCC unroll 4
     for (int o = 0; o < UNIT; o++, quants += BLOCK) {
-        __m512 scale = _mm512_set1_ps(numbers[o]), other = scale, even, odd;
+        __m512 even = (__m512)from_bytes(quants), odd = (__m512)from_bytes(quants + 16);
+        if (kind == INT8) {
+            _mm512_store_si512(tiles + 64 * o, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+            continue;
+        }
+        __m512 scale = _mm512_set1_ps(numbers[o]), other = scale;
         if (FORMATS[kind].numbers == 2) other = _mm512_set1_ps(numbers[UNIT + o]);
-        even = (__m512)from_bytes(quants);
-        odd = (__m512)from_bytes(quants + 16);
         if (FORMATS[kind].minima) {
             even = _mm512_fmadd_ps(even, scale, other);
             odd = _mm512_fmadd_ps(odd, scale, other);
@@ -149,8 +152,9 @@ static void finish(const Linear *linear, const float *sums, int first, int count
     __mmask16 mask = (__mmask16)(left < UNIT ? (1 << left) - 1 : 0xffff);
     __m512i places = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
     __m512 bias = linear->bias ? _mm512_maskz_loadu_ps(mask, linear->bias + first) : _mm512_setzero_ps();
+    __m512 scale = linear->scales ? _mm512_maskz_loadu_ps(mask, linear->scales + first) : _mm512_set1_ps(1);
     for (int r = 0; r < count; r++, y += y_stride) {
-        __m512 sum = _mm512_i32gather_ps(places, sums + r, 4);
+        __m512 sum = _mm512_i32gather_ps(places, sums + r, 4) * scale;
         if (linear->bias) sum += bias;
         if (add) sum += _mm512_maskz_loadu_ps(mask, y + first);
         _mm512_mask_storeu_ps(y + first, mask, sum);
@@ -161,7 +165,7 @@ static void finish(const Linear *linear, const float *sums, int first, int count
  * groups. */
 INLINE void sum_panel(const int kind, const int groups, const char *panel, int blocks, const char *x, int columns,
                       char *tiles, int ring, int unpacked, float *sums) {
-    const int plain = kind == BFLOAT16;
+    const int plain = kind == BFLOAT16, two_parts = kind != BFLOAT16 && kind != INT8;
     const long size = plain ? 2 * TILE : 2 * unit_size(kind), unit = plain ? TILE : 2 * TILE, part = 64 * columns;
     TILE_ZERO(0);
     TILE_ZERO(1);
@@ -184,7 +188,7 @@ INLINE void sum_panel(const int kind, const int groups, const char *panel, int b
         TILE_LOAD(7, rows, 4 * columns);            \
         TILE_LOAD(4, from + unit, 64);              \
         TILE_DOT(sum, 4, 7);                        \
-        if (!plain) {                               \
+        if (two_parts) {                            \
             TILE_LOAD(5, from + unit + TILE, 64);   \
             TILE_DOT(sum, 5, 7);                    \
         }                                           \
@@ -216,6 +220,7 @@ static void sum_panel_of(int kind, int groups, const char *panel, int blocks, co
                          int ring, int unpacked, float *sums) {
     switch (kind) {
         SUM_PANEL(BFLOAT16)
+        SUM_PANEL(INT8)
         SUM_PANEL(NIBBLES)
         SUM_PANEL(BYTES)
         SUM_PANEL(NIBBLES_K)

@@ -57,9 +57,9 @@ def model(kind: str, mixed: str | None = None) -> Any:
     return made
 
 
-def engine(made: Any, threads: int = 1, *, tiles: bool = False) -> NativeEngine:
+def engine(made: Any, threads: int = 1, **options: Any) -> NativeEngine:
     return NativeEngine(
-        build_spec(made), ModelInfo("m", "f", vocab_size=VOCAB), kv_tokens=1024, threads=threads, tiles=tiles
+        build_spec(made), ModelInfo("m", "f", vocab_size=VOCAB), kv_tokens=1024, threads=threads, **options
     )
 
 
@@ -145,19 +145,20 @@ def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("kind", [*KINDS, "mixed", "bfloat16"])
+@pytest.mark.parametrize("kind", [*KINDS, "mixed", "bfloat16", "int8"])
 def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> None:
     """And within rounding those of float32: weights and rows have 16 bits at least in their two parts."""
-    if kind == "bfloat16":
+    weights = "int8" if kind == "int8" else "float32"
+    if kind in ("bfloat16", "int8"):
         made = float32(model("Q4_1"))
         for parameter in made.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).float()
     else:
         made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
-    tiled = engine(made, threads=2 if kind == "Q8_0" else 1, tiles=True)
+    tiled = engine(made, threads=2 if kind == "Q8_0" else 1, weights=weights, tiles=True)
     assert tiled._layers[0].down.tiles
     found = logits(tiled).clone()
-    exact = logits(engine(made))
+    exact = logits(engine(made, weights=weights))
     distance = (found - exact).norm(dim=-1).max() / exact.norm(dim=-1).mean()
     assert 0 < distance < 1e-4
     for size in (1, 2, 9, 16, 17, 33, 40):
