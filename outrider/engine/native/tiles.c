@@ -161,28 +161,41 @@ static void finish(const Linear *linear, const float *sums, int first, int count
     }
 }
 
-/* Sums of a panel for one or two groups of columns. `tiles` holds unpacked blocks: a ring, or all of them for the next
- * groups. */
-INLINE void sum_panel(const int kind, const int groups, const char *panel, int blocks, const char *x, int columns,
-                      char *tiles, int ring, int unpacked, float *sums) {
+/* Unpacked blocks of the panels of a thread: a ring that runs on from panel to panel, or all blocks of a panel (`ring` is
+ * their number less 1, or −1) for further groups of columns. */
+typedef struct {
+    char *tiles;
+    long ring, next; /* next: the block after the last one that is unpacked */
+    long end;        /* blocks of all panels of the thread */
+} Unpacked;
+
+/* Sums of a panel, whose first block is number `first` of the thread's, for one or two groups of columns. */
+INLINE void sum_panel(const int kind, const int groups, const char *panel, long first, int blocks, const char *x,
+                      int columns, Unpacked *unpacked, float *sums) {
     const int plain = kind == BFLOAT16, two_parts = kind != BFLOAT16 && kind != INT8;
     const long size = plain ? 2 * TILE : 2 * unit_size(kind), unit = plain ? TILE : 2 * TILE, part = 64 * columns;
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    for (int u = 0; u < 2 * AHEAD && u < 2 * blocks && !plain && !unpacked; u++)
-        unpack_unit(kind, panel + u * unit_size(kind), tiles + u * 2 * TILE);
-    for (int b = 0; b < blocks; b++, panel += size, x += 2 * part) {
-        const char *from = plain ? panel : tiles + (b & ring) * 4l * TILE, *second = x + blocks * 2 * part;
-        for (int i = 0; i < size && !unpacked; i += 64) {
-            __builtin_prefetch(panel + FAR_T1 + i, 0, 2);
-            __builtin_prefetch(panel + FAR_T0 + i, 0, 3);
-        }
+    const char *weights = panel - first * size; /* of the thread's first block */
+    for (long b = first; b < first + blocks; b++, panel += size, x += 2 * part) {
+        const char *from = plain ? panel : unpacked->tiles + (b & unpacked->ring) * 4 * TILE;
+        const char *second = x + blocks * 2 * part;
+        const long last = b + AHEAD < unpacked->end ? b + AHEAD : unpacked->end - 1;
+        const int unpacks = !plain && unpacked->next <= last;
+        if (plain || unpacks)
+            for (int i = 0; i < size; i += 64) {
+                __builtin_prefetch(panel + FAR_T1 + i, 0, 2);
+                __builtin_prefetch(panel + FAR_T0 + i, 0, 3);
+            }
+        for (; unpacks && unpacked->next < last; unpacked->next++) /* at the start only */
+            for (int u = 0; u < 2; u++)
+                unpack_unit(kind, weights + unpacked->next * size + u * unit_size(kind),
+                            unpacked->tiles + (unpacked->next & unpacked->ring) * 4 * TILE + u * 2 * TILE);
         /* The units of a later block are unpacked between the products of this one: vectors and tiles work side by side. */
-        const int unpacks = !plain && !unpacked && b + AHEAD < blocks;
-        const char *later = panel + AHEAD * size;
-        char *to = tiles + ((b + AHEAD) & ring) * 4l * TILE;
+        const char *later = weights + last * size;
+        char *to = unpacked->tiles + (last & unpacked->ring) * 4 * TILE;
 #define ADD_BLOCK(sum, unit, rows)                  \
     {                                               \
         TILE_LOAD(7, rows, 4 * columns);            \
@@ -201,6 +214,7 @@ INLINE void sum_panel(const int kind, const int groups, const char *panel, int b
         if (unpacks) unpack_unit(kind, later + unit_size(kind), to + 2 * TILE);
         ADD_BLOCK(1, unit, x)
         if (groups == 2) ADD_BLOCK(3, unit, second)
+        if (unpacks) unpacked->next++;
     }
     TILE_STORE(0, sums);
     TILE_STORE(1, sums + 256);
@@ -209,15 +223,15 @@ INLINE void sum_panel(const int kind, const int groups, const char *panel, int b
 }
 
 #define SUM_PANEL(kind)                                                                        \
-    case kind:                                                                                 \
-        if (groups == 2)                                                                       \
-            sum_panel(kind, 2, panel, blocks, x, columns, tiles, ring, unpacked, sums);        \
-        else                                                                                   \
-            sum_panel(kind, 1, panel, blocks, x, columns, tiles, ring, unpacked, sums);        \
+    case kind:                                                                         \
+        if (groups == 2)                                                               \
+            sum_panel(kind, 2, panel, first, blocks, x, columns, unpacked, sums);      \
+        else                                                                           \
+            sum_panel(kind, 1, panel, first, blocks, x, columns, unpacked, sums);      \
         break;
 
-static void sum_panel_of(int kind, int groups, const char *panel, int blocks, const char *x, int columns, char *tiles,
-                         int ring, int unpacked, float *sums) {
+static void sum_panel_of(int kind, int groups, const char *panel, long first, int blocks, const char *x, int columns,
+                         Unpacked *unpacked, float *sums) {
     switch (kind) {
         SUM_PANEL(BFLOAT16)
         SUM_PANEL(INT8)
@@ -242,26 +256,30 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
     int blocks = (inputs + BLOCK - 1) / BLOCK, groups = groups_of(rows), columns = (rows + groups - 1) / groups;
     long panel_size = kind == BFLOAT16 ? 2l * TILE * blocks : 2 * unit_size(kind) * blocks;
     long kept = (groups > 2 ? blocks : RING) * 4l * TILE;
-    char *scratch = (char *)step->tiles, *unpacked = scratch + (long)groups * blocks * 2 * TILE;
+    char *scratch = (char *)step->tiles;
 #pragma omp parallel num_threads(step->threads)
     {
 #pragma omp for schedule(static)
         for (int r = 0; r < rows; r++) prepare_row(x + (long)r * inputs, inputs, columns, r, scratch);
         float sums[4 * 256] __attribute__((aligned(64)));
-        char *tiles = unpacked + omp_get_thread_num() * kept;
+        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        int start = panels * thread / threads, end = panels * (thread + 1) / threads;
+        const char *weights = (const char *)linear->weights + start * panel_size;
+        char *tiles = scratch + (long)groups * blocks * 2 * TILE + thread * kept;
+        Unpacked unpacked = {tiles, RING - 1, 0, (long)(end - start) * blocks};
         configure(columns);
-#pragma omp for schedule(static)
-        for (int p = 0; p < panels; p++)
+        for (int p = start; p < end; p++, weights += panel_size) {
+            if (groups > 2) unpacked = (Unpacked){tiles, -1, 0, blocks};
             for (int g = 0; g < groups; g += 2) {
                 int both = groups - g < 2 ? 1 : 2;
-                sum_panel_of(kind, both, (const char *)linear->weights + p * panel_size, blocks,
-                             scratch + (long)g * blocks * 2 * 64 * columns, columns, tiles,
-                             groups > 2 ? 0x7fffffff : RING - 1, g > 0, sums);
+                sum_panel_of(kind, both, weights, groups > 2 ? 0 : (long)(p - start) * blocks, blocks,
+                             scratch + (long)g * blocks * 2 * 64 * columns, columns, &unpacked, sums);
                 for (int i = 0; i < 2 * both; i++) {
                     int row = (g + i / 2) * columns, count = rows - row < columns ? rows - row : columns;
                     finish(linear, sums + 256 * i, 32 * p + UNIT * (i % 2), count, y + row * y_stride, y_stride, add);
                 }
             }
+        }
         __asm__ volatile("tilerelease" : :);
     }
 }
