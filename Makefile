@@ -89,12 +89,12 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 
 vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.
 	@$(VLLM_TESTS)
-	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
 	@$(KERNEL_TESTS)
 
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
-	@VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_TESTS)
+	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
 	@$(KERNEL_TESTS)
 
 prove: dev setup  ## Slow proofs, some with the real model.

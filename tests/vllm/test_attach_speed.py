@@ -60,7 +60,7 @@ def bench(served: Served, model: Path, concurrent: int, given: Sequence[str], fo
     ]
     main(parser.parse_args(flags))
     report: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    assert report["completed"] == len(given), report
+    assert report["completed"] == len(given), report["errors"][0]
     return report
 
 
