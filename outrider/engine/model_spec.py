@@ -9,8 +9,9 @@ runs it instead, slower and correct.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,7 @@ class Linear:
 
     weight: torch.Tensor  # [outputs, inputs]; on the meta device where `quantized` has it
     bias: torch.Tensor | None = None
-    quantized: QuantizedRows | None = None
+    quantized: tuple[QuantizedRows, ...] = ()  # one after the other, of different kinds if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,8 @@ def _linear(module: Any) -> Linear:
     bias = getattr(module, "bias", None)
     if isinstance(module, Conv1D):
         weight = weight.T
-    return Linear(weight, None if bias is None else bias.detach(), quantized_rows(module))
+    rows = quantized_rows(module)
+    return Linear(weight, None if bias is None else bias.detach(), () if rows is None else (rows,))
 
 
 def _joined(parent: Any, whole: str, *parts: str) -> Linear:
@@ -292,11 +294,13 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
     if biases and len(biases) < len(linears):
         raise UnsupportedModel("some of the joined projections have a bias and some have none")
     bias = torch.cat(biases) if biases else None
-    quantized = [linear.quantized for linear in linears if linear.quantized is not None]
-    if len(quantized) == len(linears) and len({part.kind for part in quantized}) == 1:
-        rows = torch.cat([part.rows for part in quantized])
-        joined = QuantizedRows(quantized[0].kind, rows, quantized[0].inputs)
-        return Linear(torch.empty(len(rows), joined.inputs, device="meta"), bias, joined)
+    quantized = [rows for linear in linears for rows in linear.quantized]
+    if len(quantized) == len(linears):
+        weight = torch.empty(sum(len(each.rows) for each in quantized), quantized[0].inputs, device="meta")
+        alike = [list(group) for _, group in groupby(quantized, key=lambda each: each.kind)]
+        return Linear(
+            weight, bias, tuple(replace(group[0], rows=torch.cat([each.rows for each in group])) for group in alike)
+        )
     with torch.inference_mode(False), torch.no_grad():  # the model stays trainable
         weight = torch.cat([linear.weight for linear in linears])
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])

@@ -74,7 +74,7 @@ class NativeEngine(PagedEngine):
         self._model = _C.Model(
             layers=ctypes.addressof(self._layers),
             final=self._norm(spec.final),
-            head=self._linear(spec.head, weights),
+            head=self._linears(spec.head, weights)[0],
             num_layers=len(spec.layers),
             activation=_ACTIVATIONS[spec.activation],
             **{name: getattr(spec, name) for name in _SAME},
@@ -156,7 +156,7 @@ class NativeEngine(PagedEngine):
 
     def _layer(self, layer: specs.Layer, index: int, weights: str) -> Any:
         return _C.Layer(
-            **{name: self._linear(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
+            **{name: self._linears(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
             **{name: self._norm(getattr(layer, name)) for name in _LAYER_NORMS},
             keys=self._keys[index].data_ptr(),
             values=self._values[index].data_ptr(),
@@ -165,18 +165,28 @@ class NativeEngine(PagedEngine):
             scale=layer.scale,
         )
 
+    def _linears(self, linear: specs.Linear, weights: str) -> Any:
+        """Return the parts of a linear map, of which there are several where rows are of several kinds."""
+        parts = [linear]
+        if len(linear.quantized) > 1:
+            sizes = [len(rows.rows) for rows in linear.quantized]
+            biases = [None] * len(sizes) if linear.bias is None else torch.split(linear.bias, sizes)
+            shapes = [linear.weight[:size] for size in sizes]
+            parts = [specs.Linear(*part[:2], part[2:]) for part in zip(shapes, biases, linear.quantized, strict=True)]
+        return (_C.Linear * 3)(*(self._linear(part, weights) for part in parts))
+
     def _linear(self, linear: specs.Linear, weights: str) -> Any:
         outputs, inputs = linear.weight.shape
         made = _C.Linear(inputs=inputs, outputs=outputs, kind=_KINDS[weights])
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
-        if linear.quantized is not None and weights == "float32":
+        if linear.quantized and weights == "float32":
+            (quantized,) = linear.quantized
             made.tiles = self._tiled = self._may_tile
-            size = self._library.outrider_packed_size(linear.quantized.kind, ctypes.byref(made))
+            size = self._library.outrider_packed_size(quantized.kind, ctypes.byref(made))
             made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
-            rows = linear.quantized.rows.contiguous()
-            self._library.outrider_pack(
-                linear.quantized.kind, ctypes.c_void_p(rows.data_ptr()), ctypes.byref(made), self._threads
-            )
+            rows = quantized.rows.contiguous()
+            address = ctypes.c_void_p(rows.data_ptr())
+            self._library.outrider_pack(quantized.kind, address, ctypes.byref(made), self._threads)
             return made
         weight = linear.weight.float()
         half = weight.to(torch.bfloat16)

@@ -24,32 +24,32 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         normalise_rows(&layer->attention_in, step->x, rows, hidden, step->normed, threads);
         in = step->normed;
     }
-    product(&layer->qkv, in, rows, step->mixed, mixed, 0, step);
+    products(layer->qkv, in, rows, step->mixed, mixed, 0, step);
     if (model->parallel) { /* the feed-forward part reads the input of attention, or its own norm of it */
         if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
-        product(&layer->up, step->normed, rows, step->inner, inner, 0, step);
+        products(layer->up, step->normed, rows, step->inner, inner, 0, step);
     }
     attention(model, layer, step, tasks, num_tasks);
     if (layer->attention_out.kind) {
-        product(&layer->out, step->attended, rows, step->normed, hidden, 0, step);
+        products(layer->out, step->attended, rows, step->normed, hidden, 0, step);
         add_normalised(&layer->attention_out, step->normed, rows, hidden, step->x, step->mixed);
     } else
-        product(&layer->out, step->attended, rows, step->x, hidden, 1, step);
+        products(layer->out, step->attended, rows, step->x, hidden, 1, step);
     if (!model->parallel) {
         in = step->x;
         if (layer->mlp_in.kind) {
             normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
             in = step->normed;
         }
-        product(&layer->up, in, rows, step->inner, inner, 0, step);
+        products(layer->up, in, rows, step->inner, inner, 0, step);
     }
     float *activated = model->gated ? step->mixed : step->inner; /* packed rows: `mixed` is free again */
     activate(step->inner, rows, model, activated, threads);
     if (layer->mlp_out.kind) {
-        product(&layer->down, activated, rows, step->normed, hidden, 0, step);
+        products(layer->down, activated, rows, step->normed, hidden, 0, step);
         add_normalised(&layer->mlp_out, step->normed, rows, hidden, step->x, step->attended);
     } else
-        product(&layer->down, activated, rows, step->x, hidden, 1, step);
+        products(layer->down, activated, rows, step->x, hidden, 1, step);
 }
 
 /* The version of the arithmetic: equal versions mean equal bits. */

@@ -30,7 +30,8 @@ typedef struct {
 } Norm;
 
 typedef struct {
-    Linear qkv, out, up, down; /* up: gate and up one after the other when gated */
+    /* Up to three parts one after the other; up: gate and up when gated. */
+    Linear qkv[3], out[3], up[3], down[3];
     Norm attention_in, attention_out, mlp_in, mlp_out, query, key;
     float *keys, *values; /* panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES] */
     int32_t window;       /* 0: all */
@@ -83,6 +84,8 @@ typedef void Accumulate(int rows, const float *x, long x_stride, const float *pa
                         Ahead ahead, float *out, long out_stride);
 Accumulate begin_floats, go_on_floats;
 
+/* Of a linear map's parts. */
+void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 long tiles_scratch(int inputs, int rows, int threads);

@@ -167,3 +167,7 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
                           y + r * y_stride, y_stride, add);
     }
 }
+
+void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
+    for (int i = 0; i < 3 && parts[i].outputs; y += parts[i++].outputs) product(&parts[i], x, rows, y, y_stride, add, step);
+}

@@ -72,7 +72,7 @@ def logits(runs: NativeEngine) -> torch.Tensor:
 def float32(made: Any) -> Any:
     for module in made.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            del module.weight.quantized
+            module.weight.__dict__.pop("quantized", None)
     return made
 
 
@@ -83,7 +83,8 @@ def test_blocks_give_the_bits_of_float32(kind: str, level: str, monkeypatch: pyt
     monkeypatch.setattr("outrider.engine.native.engine.library", lambda: built)
     made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
     blocks = engine(made, threads=2 if kind == "Q8_0" else 1)
-    assert blocks._layers[0].down.kind > 2
+    assert blocks._layers[0].down[0].kind > 2
+    assert [part.outputs for part in blocks._layers[0].qkv] == ([320, 64, 0] if kind == "mixed" else [384, 0, 0])
     found = logits(blocks).clone()
     for size in (1, 2, 13, 40):
         blocks.free("s")
@@ -127,7 +128,7 @@ def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
     if kind == "bfloat16":
         weight, quantized = upper, None
     runs = engine(model("Q4_1"), tiles=True)
-    linear = runs._linear(Linear(weight, None, quantized), "float32")
+    linear = runs._linear(Linear(weight, None, (quantized,) if quantized else ()), "float32")
     assert linear.tiles
     scratch, found = torch.zeros(1 << 20), torch.zeros(19, 40)
     step = build.structures().Step(threads=1, tiles=scratch.data_ptr())
@@ -147,7 +148,7 @@ def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
 @needs_tiles
 @pytest.mark.parametrize("kind", [*KINDS, "mixed", "bfloat16", "int8"])
 def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> None:
-    """And within rounding those of float32: weights and rows have 16 bits at least in their two parts."""
+    """And as near to the truth as two parts of 16 bits at least can be, where float32 has 24."""
     weights = "int8" if kind == "int8" else "float32"
     if kind in ("bfloat16", "int8"):
         made = float32(model("Q4_1"))
@@ -156,11 +157,13 @@ def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> Non
     else:
         made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
     tiled = engine(made, threads=2 if kind == "Q8_0" else 1, weights=weights, tiles=True)
-    assert tiled._layers[0].down.tiles
+    assert tiled._layers[0].down[0].tiles
     found = logits(tiled).clone()
     exact = logits(engine(made, weights=weights))
-    distance = (found - exact).norm(dim=-1).max() / exact.norm(dim=-1).mean()
-    assert 0 < distance < 1e-4
+    if kind != "int8":  # the weights are not those of the model
+        truth = float32(made).double()(torch.tensor([TOKENS])).logits[0].detach()
+        rounding, distance = (float((each[: len(truth)] - truth).norm()) for each in (exact, found))
+        assert 0 < distance < 60 * rounding
     for size in (1, 2, 9, 16, 17, 33, 40):
         tiled.free("s")
         tiled.blocks.pool.evict_all()
