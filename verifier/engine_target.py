@@ -87,7 +87,9 @@ class EngineTarget:
             computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
         )
         verified = dict(zip(sessions, found, strict=True))
-        hidden_states = to_wire_format(computed.hidden_states)
+        hidden_states = computed.hidden_states
+        if any(map(len, hidden_states)):
+            hidden_states = to_wire_format(hidden_states)
         results = [
             self._session_result(item, hidden_states[index], verified.get(index), failed.get(index))
             for index, item in enumerate(batch)
