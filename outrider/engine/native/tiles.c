@@ -2,11 +2,12 @@
  *
  * With w = w1 + w2 to 16 bits and x = x1 + x2 to 17, a block of 32 inputs adds w1·x1, w2·x1 and w1·x2, in this order, to
  * 16 outputs of up to 16 rows. To add is what the processor does with a tile: one chain of fused operations over the even
- * inputs and one over the odd ones, each from 0, then their sum; numbers below 2^-126 count as 0. A row is a column of the tiles: its bits depend on no other column, on its place, or on
- * the number of rows. Weights that are bfloat16 or int8 have no second part.
+ * inputs and one over the odd ones, each from 0, then their sum; numbers below 2^-126 count as 0. A row is a column of the
+ * tiles: its bits depend on no other column, on its place, or on the number of rows. Weights that are bfloat16 or int8
+ * have no second part.
  */
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #define TILES 1
 #endif
@@ -20,7 +21,7 @@
 
 #define TILE 1024   /* bytes: 16 outputs by 32 inputs, or 16 pairs of inputs by 16 rows */
 #define COLUMNS 16  /* rows of x in a tile, at most */
-#define FAR_T1 12288 /* prefetch distances of weights, bytes (../shared/cpu: 31 to 34 GB/s with these, 27 to 28 without) */
+#define FAR_T1 12288 /* prefetch distances of weights, bytes: 31 to 34 GB/s with both, 27 to 28 with one of 4 KB */
 #define FAR_T0 2048
 #define AHEAD 2 /* blocks between unpacking and use */
 #define RING 4
