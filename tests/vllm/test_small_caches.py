@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,34 @@ async def test_many_sessions_in_a_small_cache_wait_and_lose_nothing(model: Path,
         assert await run(few, requests(64, gamma=4), from_truth(truth, "mixed")) == truth
         few.stop()
         assert loaded.core.free_tokens == free, "no block is left behind"
+
+
+def memory_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
+async def test_memory_stays_flat_over_two_thousand_sessions(model: Path, own: EngineTarget) -> None:
+    """The allocator takes room for a larger step now and then; a leak would take some for every round of sessions."""
+    truth = await run(loop_over(own, max_sessions=50), requests(50))
+    with vllm_target(model, kv_tokens=3200) as (target, loaded):
+        free = loaded.core.free_tokens
+        loop = loop_over(target, kv_tokens=loaded.core.capacity_tokens)
+        resident, objects = [], []
+        for _ in range(44):
+            assert await run(loop, requests(50, gamma=4), from_truth(truth, "mixed")) == truth
+            resident.append(memory_mb())
+            objects.append(len(gc.get_objects()))
+        loop.stop()
+        grown = [after - before for before, after in pairwise(resident[3:])]
+        print(f"{resident[3]:.1f} MB after 200 sessions, {resident[-1]:.1f} MB after 2,200, in {sum(map(bool, grown))}")
+        print(f"of 40 rounds; {objects[3]} objects, then {objects[-1]}")
+        assert loaded.core.free_tokens == free
+        assert statistics.quantiles(grown, n=4)[2] < 0.1
+        assert objects[-1] - objects[3] < 500
 
 
 @pytest.mark.skipif(RUNNER == "v2", reason="too slow through the interpreter")
