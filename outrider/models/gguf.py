@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,9 @@ class QuantizedRows:
     rows: torch.Tensor  # [outputs, bytes of a row]
     inputs: int
 
-    def dequantize(self, which: Any = slice(None)) -> torch.Tensor:
-        """Return rows as float32."""
-        chosen = self.rows.numpy()[which]  # numpy starts no threads for it
-        return torch.from_numpy(gguf.quants.dequantize(chosen, gguf.GGMLQuantizationType(self.kind)))
+    def dequantize(self) -> torch.Tensor:
+        """Return the rows as float32."""
+        return torch.from_numpy(gguf.quants.dequantize(self.rows.numpy(), gguf.GGMLQuantizationType(self.kind)))
 
 
 def pretrained_source(path: Path | str) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def quantized_rows(module: Any) -> QuantizedRows | None:
     return getattr(module.weight, "quantized", None)
 
 
-def detach_rows(model: PreTrainedModel) -> None:
+def detach_rows(model: PreTrainedModel, dequantize: Callable[[QuantizedRows, torch.Tensor], torch.Tensor]) -> None:
     """Unmap the file. Embeddings that have rows keep a copy of them, and dequantise those they are asked for."""
     embeddings: Any = model.get_input_embeddings()
     mapped = quantized_rows(embeddings)
@@ -113,7 +112,7 @@ def detach_rows(model: PreTrainedModel) -> None:
     quantized = replace(mapped, rows=mapped.rows.clone())
 
     def look_up(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        module.weight.data = quantized.dequantize(inputs[0].reshape(-1).numpy())
+        module.weight.data = dequantize(quantized, inputs[0].reshape(-1))
         return (torch.arange(inputs[0].numel()).view(inputs[0].shape),)
 
     embeddings.register_forward_pre_hook(look_up)

@@ -146,6 +146,7 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
             tiles=options.dtype != "float32",
         )
         _check_spec(model, spec, engine, weights)
+    detach_rows(model, engine.dequantize)
     _drop_weights(model, spec)
     return engine
 
@@ -196,7 +197,6 @@ def _fitting_tokens(model: PreTrainedModel, info: ModelInfo) -> int:
 
 def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Free the model's weights: the engine has copies of all but the embeddings."""
-    detach_rows(model)
     kept = {parameter.data_ptr() for parameter in model.get_input_embeddings().parameters()}
     if spec.rotations == ():  # position embeddings are read as well
         kept |= {parameter.data_ptr() for name, parameter in model.named_parameters() if "wpe" in name}

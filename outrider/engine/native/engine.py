@@ -18,6 +18,7 @@ from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
+from outrider.models.gguf import QuantizedRows
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
@@ -86,6 +87,13 @@ class NativeEngine(PagedEngine):
     @property
     def arithmetic(self) -> str:
         return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled)
+
+    def dequantize(self, quantized: QuantizedRows, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows as float32."""
+        made = torch.empty(len(ids), quantized.inputs)
+        rows, wanted, to = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (quantized.rows, ids, made))
+        self._library.outrider_dequantise(quantized.kind, rows, quantized.inputs, wanted, len(ids), to)
+        return made
 
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)

@@ -112,3 +112,17 @@ void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int thre
                     quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)(from.quants[k] << k % 2 * 4);
         }
 }
+
+/* Rows of a GGUF file's blocks as floats, one for each id. */
+void outrider_dequantise(int type, const uint8_t *rows, int inputs, const int64_t *ids, int count, float *to) {
+    const Format format = FORMATS[PACKED[type].kind];
+    long row_bytes = (long)inputs / PACKED[type].inputs * PACKED[type].bytes;
+    for (int r = 0; r < count; r++)
+        for (int block = 0; block < inputs / BLOCK; block++) {
+            Decoded from = decode(type, rows + ids[r] * row_bytes, block);
+            for (int k = 0; k < BLOCK; k++, to++) {
+                float scale = from.numbers[k * format.sub_blocks / BLOCK];
+                *to = format.minima ? fused_one(from.quants[k], scale, from.numbers[1]) : from.quants[k] * scale;
+            }
+        }
+}
