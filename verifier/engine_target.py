@@ -87,7 +87,7 @@ class EngineTarget:
             computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
         )
         verified = dict(zip(sessions, found, strict=True))
-        hidden_states = computed.hidden_states
+        hidden_states: Sequence[torch.Tensor] = computed.hidden_states
         if any(map(len, hidden_states)):
             hidden_states = to_wire_format(hidden_states)
         results = [
