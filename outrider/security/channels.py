@@ -56,9 +56,8 @@ class _ChannelWithKey:
 
     def __init__(self, channel: Any, key: str) -> None:
         self._channel = channel
-        self._metadata = ((HEADER, bearer(key)),)
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            setattr(self, kind, self._with_key(getattr(channel, kind)))
+            setattr(self, kind, _with_key(getattr(channel, kind), (HEADER, bearer(key))))
 
     def close(self, *grace: Any) -> Any:
         return self._channel.close(*grace)
@@ -77,13 +76,14 @@ class _ChannelWithKey:
     async def __aexit__(self, *error: Any) -> None:
         await self._channel.__aexit__(*error)
 
-    def _with_key(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def method(*given: Any, **options: Any) -> Callable[..., Any]:
-            call = make(*given, **options)
 
-            def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
-                return call(*request, metadata=(*self._metadata, *metadata), **more)
+def _with_key(make: Callable[..., Any], header: tuple[str, str]) -> Callable[..., Any]:
+    def method(*given: Any, **options: Any) -> Callable[..., Any]:
+        call = make(*given, **options)
 
-            return start
+        def start(*request: Any, metadata: Iterable[tuple[str, str]] = (), **more: Any) -> Any:
+            return call(*request, metadata=(header, *metadata), **more)
 
-        return method
+        return start
+
+    return method
