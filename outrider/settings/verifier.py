@@ -25,7 +25,7 @@ class VerifierSettings(WorkerSettings):
         description="none, int8 (weights only, on a CPU), or with --engine vllm fp8 or bitsandbytes.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Number of processes that the model is split over.")
-    pipeline_parallel: int = Field(1, ge=1, description="Number of stages of the model; above 1 is refused for now.")
+    pipeline_parallel: int = Field(1, ge=1, description="Number of stages of the model: only 1, since texts differed.")
     kv_tokens: int = Field(
         0, ge=64, description="KV cache capacity, tokens of all sessions together; 0: 65,536, on a GPU what fits."
     )
