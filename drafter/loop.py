@@ -64,7 +64,7 @@ class DraftingLoop:
         """End a session; idempotent."""
         if self._sessions.pop(session.key, None) is None:
             return
-        session.outbox.put_nowait(None)
+        session.close()
         self._closed.append(session)
         self._wake.set()
 

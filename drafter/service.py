@@ -57,7 +57,7 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
             with StreamSpan(self._tracing, "draft", request_context, session.id) as span:
                 yield pb.DraftReply(opened=pb.DraftOpened(hidden_states=self._drafter.needs_hidden_states))
                 async with background(self._receive(session, requests, failed)):
-                    while (guess := await session.outbox.get()) is not None:
+                    async for guess in session.messages():
                         span.add(len(guess.tokens), guess.draft_us)
                         yield pb.DraftReply(guess=convert.guess_to_proto(guess))
                 if failed:

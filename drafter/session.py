@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
+from outrider.base.pace import Pace
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import (
@@ -23,7 +25,8 @@ from outrider.protocol.speculation import (
 from outrider.speculation.open_guesses import OpenGuesses
 
 MAX_TREE = 128  # open guesses of a session
-MAX_UNREAD = 256  # messages; drafting pauses for a peer that is further behind
+MESSAGES_PER_S = 1_000  # half the rate at which a coordinator reads; what waits is sent in fewer messages, or pruned
+_BURST = 64  # messages that may be sent at once
 EAGER_REQUEST_US = 4_000  # target duration of one request of an eager session: commits take effect between two
 EAGER_MIN_PER_LEVEL = 8  # guesses that an eager session adds to a tree at once: the likeliest ones of any level
 _SMOOTHING = 0.2
@@ -47,7 +50,7 @@ class DraftOpening(SessionOpening):
 
 
 class DraftSession:
-    """Session state, owned by the loop. The stream reads `outbox`, which ends with None."""
+    """Session state, owned by the loop. The stream sends what `messages` yields."""
 
     def __init__(
         self, opening: DraftOpening, calibration: Calibration | None = None, grammar_cursor: GrammarCursor | None = None
@@ -55,7 +58,8 @@ class DraftSession:
         self.id = opening.session_id
         self.key = f"{opening.session_id}@{opening.epoch}@{id(self)}"
         self.params = opening.params
-        self.outbox: asyncio.Queue[Guess | None] = asyncio.Queue()
+        self.closed = False
+        self._changed = asyncio.Event()  # there may be guesses to send
         self._cache_salt = opening.cache_salt
         self._vocab_size = opening.vocab_size
         self._prompt_length = opening.prompt_length
@@ -104,7 +108,7 @@ class DraftSession:
         return self._request
 
     def add_guess(self, guess: Guess, spent_us: int) -> None:
-        """Add the drafting method's answer to the last request; send the tree once it is complete."""
+        """Add the drafting method's answer to the last request."""
         assert self._request is not None
         new_depths = guess.shape.depths[len(self._request.open_guess.tokens) :]
         self._open.extend(guess, self._committed[guess.position :])
@@ -113,8 +117,45 @@ class DraftSession:
         self._draft_us += spent_us
         if new_depths:
             self._step_us.add(spent_us / (max(new_depths) - min(new_depths) + 1))
-        if self._eager or not self._wants_more:
-            self._send()
+        self._changed.set()
+
+    def close(self) -> None:
+        """End `messages`."""
+        self.closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[Guess]:
+        """Yield guesses to send until the session is closed."""
+        pace = Pace(MESSAGES_PER_S, _BURST)
+        while not self.closed:
+            if (guess := self.next_message()) is not None:
+                yield guess
+                await pace.wait()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def next_message(self) -> Guess | None:
+        """Return the next guess to send. A session that is not eager sends a tree once it is complete.
+
+        An empty guess says that the verifier need not wait for more at this position.
+        """
+        wants_more = self._wants_more
+        if wants_more and not self._eager:
+            return None
+        position = len(self._committed)
+        guess = self._open.take_unsent(self._draft_us)
+        if (
+            guess is None
+            and not wants_more
+            and self._passed_at < position
+            and self._open.guess.shape.depth < self._depth
+        ):
+            self._passed_at = position
+            guess = Guess(position, 0, 0, (), draft_us=self._draft_us)
+        if guess is not None:
+            self._draft_us = 0
+        return guess
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None = None) -> None:
         """Append the target's tokens; keep the part of the tree that agrees with them."""
@@ -163,17 +204,6 @@ class DraftSession:
 
     @property
     def _wants_more(self) -> bool:
-        if self._exhausted or self._depth <= 0 or self._budget <= 0 or self.outbox.qsize() > MAX_UNREAD:
+        if self._exhausted or self._depth <= 0 or self._budget <= 0:
             return False
         return self._open.guess.shape.depth < self._depth or (self._eager and self._branches > 1)
-
-    def _send(self) -> None:
-        guesses = list(self._open.take_unsent(self._draft_us))
-        position = len(self._committed)
-        if not self._wants_more and self._open.guess.shape.depth < self._depth and self._passed_at < position:
-            # An empty guess: the verifier need not wait for more at this position.
-            self._passed_at = position
-            guesses.append(Guess(position, 0, 0, (), draft_us=0 if guesses else self._draft_us))
-        for guess in guesses:
-            self._draft_us = 0
-            self.outbox.put_nowait(guess)

@@ -99,6 +99,6 @@ class SimulatedDrafter:
         return self._world.right_rank(position) if token == RIGHT else token - _WRONG
 
     def _flush(self) -> None:
-        for guess in self._open.take_unsent(self._unreported_us):
+        while (guess := self._open.take_unsent(self._unreported_us)) is not None:
             self._world.send_up(partial(self._deliver, guess))
             self._unreported_us = 0

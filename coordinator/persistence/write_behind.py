@@ -50,6 +50,7 @@ class WriteBehind:
         self._store = store
         self._dirty: dict[str, Entry] = {}
         self._pending = asyncio.Event()
+        self._batch = asyncio.Lock()  # held while a batch is written
 
     @property
     def unwritten(self) -> int:
@@ -92,7 +93,7 @@ class WriteBehind:
         """Write all changes; return False if that takes longer than `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                while self._dirty:
+                while self._dirty or self._batch.locked():
                     await self._write_batch()
                     if self._dirty:
                         await asyncio.sleep(BATCH_S)
@@ -101,9 +102,10 @@ class WriteBehind:
         return True
 
     async def _write_batch(self) -> None:
-        batch = list(self._dirty.values())
-        self._dirty.clear()
-        await asyncio.gather(*(self._update(entry) for entry in batch))
+        async with self._batch:
+            batch = list(self._dirty.values())
+            self._dirty.clear()
+            await asyncio.gather(*(self._update(entry) for entry in batch))
 
     async def _update(self, entry: Entry) -> None:
         if entry.opening:

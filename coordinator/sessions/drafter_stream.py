@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -12,6 +11,7 @@ from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.streams import WorkerStream
 from coordinator.workers.worker_connection import WorkerConnection
+from outrider.base.pace import Pace
 from outrider.observability.tracing import Span
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
@@ -20,8 +20,8 @@ from outrider.protocol.speculation import HiddenStates, TreeShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 
-# A drafter that keeps a tree ahead sends a message per subtree: 1,000 to 2,000 a second were measured.
-_MESSAGE_S = 0.0005  # mean time between two messages: 2,000 a second
+# Twice the rate at which a drafter sends: a backlog makes every later guess late.
+_MESSAGES_PER_S = 2_000
 _BURST = 256  # messages that may arrive at once
 _UNREWARDED_PER_S = 250.0  # messages of a drafter none of whose guesses is accepted
 _MAX_UNREWARDED = 2048  # messages above that rate since the last accepted guess
@@ -131,12 +131,10 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         Raise ProtocolViolation for one that no conforming drafter sends. Reading is limited to a rate above that of
         any conforming drafter, so that a flood delays only its sender.
         """
-        ready_at = time.monotonic()
+        pace = Pace(_MESSAGES_PER_S, _BURST)
         while (reply := await self.receive()) is not None:
             now = time.monotonic()
-            ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
-            if ready_at > now:
-                await asyncio.sleep(ready_at - now)
+            await pace.wait()
             if reply.WhichOneof("message") != "guess":
                 kind = reply.WhichOneof("message") or "empty"
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not a guess")

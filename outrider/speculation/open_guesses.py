@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from outrider.protocol.speculation import MAX_GAMMA, ROOT, Guess
 
@@ -37,23 +37,19 @@ class OpenGuesses:
         self._ids = [self._ids[node] for node in kept]
         return outcomes
 
-    def take_unsent(self, draft_us: int) -> Iterator[Guess]:
-        """Yield what was not sent yet, one guess per subtree, so that a verifier's step sees all of it or nothing.
-
-        The first one reports the time spent on drafting.
-        """
-        shape = self.guess.shape
+    def take_unsent(self, draft_us: int) -> Guess | None:
+        """Return one subtree that was not sent yet, so that a verifier's step sees all of it or nothing."""
         unsent = [node for node, node_id in enumerate(self._ids) if not node_id]
-        while unsent:
-            top = shape.parents[unsent[0]]
-            nodes = shape.below(top, unsent)[:MAX_GAMMA]
-            parent = self._ids[top] if top >= 0 else 0
-            yield self.guess.part(top, nodes, self._next_id, parent, draft_us)
-            draft_us = 0
-            for node in nodes:
-                self._ids[node] = self._next_id
-                self._next_id += 1
-            unsent = [node for node in unsent if not self._ids[node]]
+        if not unsent:
+            return None
+        shape = self.guess.shape
+        top = shape.parents[unsent[0]]
+        nodes = shape.below(top, unsent)[:MAX_GAMMA]
+        guess = self.guess.part(top, nodes, self._next_id, self._ids[top] if top >= 0 else 0, draft_us)
+        for node in nodes:
+            self._ids[node] = self._next_id
+            self._next_id += 1
+        return guess
 
 
 def _after(guess: Guess, tokens: Sequence[int]) -> tuple[Guess, Sequence[int]]:

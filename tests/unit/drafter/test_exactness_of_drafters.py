@@ -142,9 +142,7 @@ def said(drafter: Drafter, session: DraftSession, source: int) -> list[Guess]:
     while (request := session.next_request()) is not None:
         session.add_guess(drafter.draft([request])[0], 0)
     guesses = []
-    while not session.outbox.empty():
-        guess = session.outbox.get_nowait()
-        assert guess is not None
+    while (guess := session.next_message()) is not None:
         guesses.append(replace(guess, source=source))
     return guesses
 

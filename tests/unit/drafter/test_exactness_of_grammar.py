@@ -120,9 +120,7 @@ class Both:
         return tuple(self.verifier.committed[START:])
 
     def guess(self) -> None:
-        while not self.drafter.outbox.empty():
-            guess = self.drafter.outbox.get_nowait()
-            assert guess is not None
+        while (guess := self.drafter.next_message()) is not None:
             self.verifier.add_guess(guess)
 
     def step(self, chance: RandomSource) -> bool:

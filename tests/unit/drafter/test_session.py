@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.interface import DraftRequest
 from drafter.methods.ngram import NgramDrafter
-from drafter.session import DraftOpening, DraftSession
+from drafter.session import MESSAGES_PER_S, DraftOpening, DraftSession
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams, Verification
 from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
@@ -34,9 +36,7 @@ def opened(gamma: int = 4, max_tokens: int = 100, branches: int = 1, **params) -
 
 def sent(session: DraftSession) -> list[Guess]:
     guesses = []
-    while not session.outbox.empty():
-        guess = session.outbox.get_nowait()
-        assert guess is not None
+    while (guess := session.next_message()) is not None:
         guesses.append(guess)
     return guesses
 
@@ -468,3 +468,47 @@ def test_lookup_matches_a_search_from_scratch(tokens: list[int], max_new_tokens:
             expected = text[len(tokens) :]
             break
     assert (found.tokens, found.done) == (tuple(expected or ()), expected is None)
+
+
+# --- what waits to be sent -------------------------------------------------------------------------------------------
+
+
+def eager() -> DraftSession:
+    session = opened(gamma=4, branches=2, max_tokens=10_000)
+    session.steer(DraftSteering(gamma=4, branches=2, nodes=8, eager=True))
+    return session
+
+
+def test_guesses_that_wait_are_sent_in_one_message() -> None:
+    session = eager()
+    for tokens, parents in [((7, 8), (-1, -1)), ((9, 5), (0, 1))]:
+        session.next_request()
+        session.add_guess(answer(session, *tokens, parents=parents), 100)
+    assert sent(session) == [Guess(3, 1, 0, (7, 8, 9, 5), draft_us=200, parents=(-1, -1, 0, 1))]
+
+
+def test_guesses_that_wait_are_pruned_by_a_commit() -> None:
+    session = eager()
+    session.next_request()
+    session.add_guess(answer(session, 7, 8, 9, 5, parents=(-1, -1, 0, 1)), 100)
+    session.commit(3, (8,))
+    assert [guess.tokens for guess in sent(session)] == [(5,)]
+    session.commit(4, (1,))
+    assert sent(session) == []
+
+
+async def test_messages_are_paced() -> None:
+    """Half of what a coordinator reads, though there is always a guess to send."""
+    session = eager()
+    position, count, started = 3, 0, time.monotonic()
+    session.next_request()
+    session.add_guess(answer(session, 7, parents=(-1,)), 100)
+    async for _ in session.messages():
+        count += 1
+        if time.monotonic() - started > 0.3:
+            break
+        session.commit(position, (7,))
+        position += 1
+        session.next_request()
+        session.add_guess(answer(session, 7, parents=(-1,)), 100)
+    assert 64 < count <= 64 + MESSAGES_PER_S * (time.monotonic() - started) + 2

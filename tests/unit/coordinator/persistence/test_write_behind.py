@@ -128,6 +128,16 @@ async def test_a_session_that_begins_is_written_once(write_s: float) -> None:
     running.cancel()
 
 
+async def test_a_flush_waits_for_the_batch_that_is_being_written() -> None:
+    write_behind = journal_over(store := SlowStore(5 * BATCH_S))
+    running = asyncio.create_task(write_behind.run())
+    write_behind.mark_changed(entry_of("in the middle"))
+    await asyncio.sleep(3 * BATCH_S)
+    assert await write_behind.flush(1)
+    assert "in the middle" in store.known
+    running.cancel()
+
+
 async def test_a_session_that_redis_did_not_take_at_its_beginning_is_written_later() -> None:
     """Nobody grows or opens it again: the batches alone bring it there."""
     write_behind = journal_over(store := SlowStore(5 * BATCH_S))

@@ -131,9 +131,7 @@ def run(
             session.add_guess(drafter.draft([request])[0], 1)
         else:
             raise AssertionError("asked again and again")
-        while not session.outbox.empty():
-            guess = session.outbox.get_nowait()
-            assert guess is not None
+        while (guess := session.next_message()) is not None:
             guesses.append(guess)
             tree.add(guess)
         block = tree.block(256, 64)

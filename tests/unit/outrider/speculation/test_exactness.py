@@ -296,8 +296,8 @@ def serve(rule: Rule, mode: Verification, pair: Pair, schedule: Schedule, length
         while (ask := drafter.next_request()) is not None:
             drawn_from = pair.draft(tuple(ask.tokens[START:]))
             drafter.add_guess(ask.chain([branches.token(drawn_from)], [drawn_from]), 0)
-        while not drafter.outbox.empty():
-            tree.add(drafter.outbox.get_nowait())
+        while (guess := drafter.next_message()) is not None:
+            tree.add(guess)
 
     steps = 0
     news: list[tuple[int, Path]] = []
