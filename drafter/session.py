@@ -10,7 +10,6 @@ from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
-from outrider.base.pace import Pace
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.speculation import (
@@ -25,8 +24,7 @@ from outrider.protocol.speculation import (
 from outrider.speculation.open_guesses import OpenGuesses
 
 MAX_TREE = 128  # open guesses of a session
-MESSAGES_PER_S = 1_000  # half the rate at which a coordinator reads; what waits is sent in fewer messages, or pruned
-_BURST = 64  # messages that may be sent at once
+MESSAGE_S = 0.0006  # least time between two messages: a coordinator reads 2,000 a second, and a backlog is late
 EAGER_REQUEST_US = 4_000  # target duration of one request of an eager session: commits take effect between two
 EAGER_MIN_PER_LEVEL = 8  # guesses that an eager session adds to a tree at once: the likeliest ones of any level
 _SMOOTHING = 0.2
@@ -120,39 +118,29 @@ class DraftSession:
         self._changed.set()
 
     def close(self) -> None:
-        """End `messages`."""
         self.closed = True
         self._changed.set()
 
     async def messages(self) -> AsyncIterator[Guess]:
-        """Yield guesses to send until the session is closed."""
-        pace = Pace(MESSAGES_PER_S, _BURST)
+        """Yield guesses until the session is closed. What waits is joined to fewer messages, or pruned by a commit."""
         while not self.closed:
             if (guess := self.next_message()) is not None:
                 yield guess
-                await pace.wait()
+                await asyncio.sleep(MESSAGE_S)
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
     def next_message(self) -> Guess | None:
-        """Return the next guess to send. A session that is not eager sends a tree once it is complete.
-
-        An empty guess says that the verifier need not wait for more at this position.
-        """
+        """Return the next guess to send; an empty one: the verifier need not wait for more at this position."""
         wants_more = self._wants_more
         if wants_more and not self._eager:
-            return None
-        position = len(self._committed)
+            return None  # the whole tree at once
         guess = self._open.take_unsent(self._draft_us)
-        if (
-            guess is None
-            and not wants_more
-            and self._passed_at < position
-            and self._open.guess.shape.depth < self._depth
-        ):
-            self._passed_at = position
-            guess = Guess(position, 0, 0, (), draft_us=self._draft_us)
+        short = not wants_more and self._open.guess.shape.depth < self._depth
+        if guess is None and short and self._passed_at < len(self._committed):
+            self._passed_at = len(self._committed)
+            guess = Guess(self._passed_at, 0, 0, (), draft_us=self._draft_us)
         if guess is not None:
             self._draft_us = 0
         return guess
@@ -173,15 +161,12 @@ class DraftSession:
 
     def steer(self, steering: DraftSteering) -> None:
         steering.check()
-        if steering.gamma is not None:
-            self._gamma = steering.gamma
+        self._gamma = self._gamma if steering.gamma is None else steering.gamma
         if steering.branches is not None:
             # Sampled guesses have no siblings: a choice among them by value would bias the text.
             self._branches = 1 if self.params.mode.needs_draft_probs else max(1, steering.branches)
-        if steering.nodes is not None:
-            self._nodes = steering.nodes
-        if steering.eager is not None:
-            self._eager = steering.eager
+        self._nodes = self._nodes if steering.nodes is None else steering.nodes
+        self._eager = self._eager if steering.eager is None else steering.eager
         if steering.gamma is not None or steering.branches is not None or steering.nodes is not None:
             self._exhausted = False
 

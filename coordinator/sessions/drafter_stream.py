@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -11,7 +12,6 @@ from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.streams import WorkerStream
 from coordinator.workers.worker_connection import WorkerConnection
-from outrider.base.pace import Pace
 from outrider.observability.tracing import Span
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
@@ -20,8 +20,8 @@ from outrider.protocol.speculation import HiddenStates, TreeShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 
-# Twice the rate at which a drafter sends: a backlog makes every later guess late.
-_MESSAGES_PER_S = 2_000
+# A drafter that keeps a tree ahead sends a message per subtree, at most 1,667 a second.
+_MESSAGE_S = 0.0005  # mean time between two messages: 2,000 a second
 _BURST = 256  # messages that may arrive at once
 _UNREWARDED_PER_S = 250.0  # messages of a drafter none of whose guesses is accepted
 _MAX_UNREWARDED = 2048  # messages above that rate since the last accepted guess
@@ -31,8 +31,6 @@ _TOKENS_PER_COMMIT = 2 * OPEN_NODES
 _BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
 _JITTER_US = 2_000  # two messages may arrive closer together than they were sent
 _COMMITS_KEPT = 16  # a stalled network delivers the guesses for several commits at once
-_MAX_TOKENS = _COMMITS_KEPT * _TOKENS_PER_COMMIT
-_MAX_BYTES = _COMMITS_KEPT * _BYTES_PER_COMMIT
 
 
 class DraftLimits:
@@ -43,8 +41,7 @@ class DraftLimits:
     """
 
     def __init__(self, now: float) -> None:
-        self._tokens = _MAX_TOKENS
-        self._num_bytes = _MAX_BYTES
+        self._allowance = float(_COMMITS_KEPT)  # of guesses, in commits' worth
         self._unrewarded = 0.0
         self._missed = 0  # commits since the last accepted guess
         self._spent_at = now
@@ -55,8 +52,7 @@ class DraftLimits:
         """Allow the guesses that follow a commit."""
         self.asked_at = now
         self._missed += 1
-        self._tokens = min(_MAX_TOKENS, self._tokens + _TOKENS_PER_COMMIT)
-        self._num_bytes = min(_MAX_BYTES, self._num_bytes + _BYTES_PER_COMMIT)
+        self._allowance = min(_COMMITS_KEPT, self._allowance + 1)
 
     def reward(self, accepted: int) -> None:
         """Forget the messages and commits before an accepted guess."""
@@ -70,9 +66,9 @@ class DraftLimits:
         if self._unrewarded > _MAX_UNREWARDED and self._missed > _MAX_MISSED:
             limit = f"at most {_UNREWARDED_PER_S:g} messages a second while none is accepted"
             raise InvalidRequest.of("guesses", f"{_MAX_UNREWARDED} more", limit)
-        self._tokens -= max(1, len(guess.tokens))
-        self._num_bytes -= guess.ByteSize()
-        if self._tokens < 0 or self._num_bytes < 0:
+        num_tokens = max(1, len(guess.tokens))
+        self._allowance -= max(num_tokens / _TOKENS_PER_COMMIT, guess.ByteSize() / _BYTES_PER_COMMIT)
+        if self._allowance < 0:
             raise InvalidRequest.of(
                 "guesses",
                 f"more than {_COMMITS_KEPT} commits' worth",
@@ -131,10 +127,12 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         Raise ProtocolViolation for one that no conforming drafter sends. Reading is limited to a rate above that of
         any conforming drafter, so that a flood delays only its sender.
         """
-        pace = Pace(_MESSAGES_PER_S, _BURST)
+        ready_at = time.monotonic()
         while (reply := await self.receive()) is not None:
             now = time.monotonic()
-            await pace.wait()
+            ready_at = max(ready_at, now - _BURST * _MESSAGE_S) + _MESSAGE_S
+            if ready_at > now:
+                await asyncio.sleep(ready_at - now)
             if reply.WhichOneof("message") != "guess":
                 kind = reply.WhichOneof("message") or "empty"
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not a guess")

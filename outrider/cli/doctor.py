@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -128,30 +129,21 @@ def _models(target: str) -> Iterator[Finding]:
     except StartupError as error:
         yield Finding("target", "bad", error.message, "use an existing path, or a hub id")
         return
-    text = str(path) if not isinstance(path, str) else f"{path} is used as a hub id"
-    yield Finding("target", "ok", text)
+    yield Finding("target", "ok", f"{path} is used as a hub id" if isinstance(path, str) else str(path))
 
 
 def _redis() -> Iterator[Finding]:
     import redis
 
     url = redis_url()
-    if url is not None:
-        try:
-            redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2).ping()
-        except (redis.RedisError, OSError, ValueError) as error:
-            advice = "start it, or unset REDIS_URL to use the embedded one"
-            yield Finding("redis", "bad", f"{_redacted(url)}: {error}", advice)
-            return
-        yield Finding("redis", "ok", _redacted(url))
-        return
     try:
-        with embedded_redis() as own:
-            redis.Redis.from_url(own, socket_timeout=2).ping()
-    except (StartupError, redis.RedisError, OSError) as error:
-        yield Finding("redis", "bad", f"embedded: {error}", "set REDIS_URL to a Redis of your own")
+        with embedded_redis() if url is None else nullcontext(url) as address:
+            redis.Redis.from_url(address, socket_timeout=2, socket_connect_timeout=2).ping()
+    except (StartupError, redis.RedisError, OSError, ValueError) as error:
+        advice = "start it, or unset REDIS_URL to use the embedded one" if url else "set REDIS_URL to one of your own"
+        yield Finding("redis", "bad", f"{_redacted(url) if url else 'embedded'}: {error}", advice)
         return
-    yield Finding("redis", "ok", "embedded (no REDIS_URL): starts and answers")
+    yield Finding("redis", "ok", _redacted(url) if url else "embedded (no REDIS_URL): starts and answers")
 
 
 def _redacted(url: str) -> str:
@@ -185,6 +177,5 @@ def _peers(client: Client, endpoint: str) -> Iterator[Finding]:
         "coordinator", "ok" if server.durable else "bad", f"{endpoint}, {server.sessions} sessions, {durable}"
     )
     for worker in server.workers:
-        text = f"{worker.model.name} at {worker.address}, {worker.load.sessions}/{worker.capacity} sessions"
-        text += f", round trip {worker.round_trip_ms:.1f} ms"
-        yield Finding(worker.kind or "worker", "ok", text)
+        load = f"{worker.load.sessions}/{worker.capacity} sessions, round trip {worker.round_trip_ms:.1f} ms"
+        yield Finding(worker.kind or "worker", "ok", f"{worker.model.name} at {worker.address}, {load}")
