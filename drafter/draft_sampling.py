@@ -19,47 +19,60 @@ def scatter_to_vocabulary(logits: torch.Tensor, ids: torch.Tensor, vocab_size: i
     return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
 
+Ids = torch.Tensor | None  # of the columns of logits, ascending; None: the whole vocabulary
+
+
 def adjust_logits(
-    request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """Apply the request's penalties and biases to the logits after `tokens` and each of the paths."""
+    request: DraftRequest, logits: torch.Tensor, ids: Ids, tokens: Sequence[int], paths: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, Ids]:
+    """Apply the request's penalties and biases to the logits after `tokens` and each of the paths.
+
+    These and grammars need the whole vocabulary. Otherwise the logits keep their columns.
+    """
+    params, history = request.params, None
+    if ids is not None:
+        if not (params.penalised or params.logit_bias or request.grammar_cursor):
+            return logits, ids
+        logits = scatter_to_vocabulary(logits, ids, request.vocab_size)
     logits = logits[:, : request.vocab_size]
-    history = None
-    if request.params.penalised:
+    if params.penalised:
         history = History(tokens, request.prompt_length, logits.shape[-1], logits.device)
-    return sampling.adjust(logits, request.params, history, paths)
+    return sampling.adjust(logits, params, history, paths), None
 
 
-def token_choices(request: DraftRequest, logits: torch.Tensor, paths: Sequence[Sequence[int]]) -> list[list[Choice]]:
+def token_choices(
+    request: DraftRequest, logits: torch.Tensor, paths: Sequence[Sequence[int]], ids: Ids = None
+) -> list[list[Choice]]:
     """Return the likeliest next tokens after each path from the committed position, likeliest first."""
-    adjusted = adjust_logits(request, logits, request.tokens[: request.committed], paths)
+    adjusted, ids = adjust_logits(request, logits, ids, request.tokens[: request.committed], paths)
     adjusted, live = _mask_by_grammar(request, adjusted, paths)
     positions = [request.committed + len(paths[row]) for row in live]
     choices: list[list[Choice]] = [[] for _ in paths]
     if live:
         live_logits = adjusted if len(live) == len(paths) else adjusted[live]
-        chosen = shared_choices(live_logits, request.params, positions, request.branches)
+        chosen = shared_choices(live_logits, request.params, positions, request.branches, ids)
         for row, row_choices in zip(live, chosen, strict=True):
             choices[row] = row_choices
     return choices
 
 
 def next_token(
-    request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int
+    request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int, ids: Ids = None
 ) -> tuple[int, Distribution | None] | None:
-    """Return the token after `tokens`, with its distribution in rejection and block mode.  # logits: [1, vocab]
+    """Return the token after `tokens`, with its distribution in rejection and block mode.  # logits: [1, ids]
 
     None means that the grammar allows no token here.
     """
-    adjusted = adjust_logits(request, logits, tokens, [()])
+    adjusted, ids = adjust_logits(request, logits, ids, tokens, [()])
     adjusted, live = _mask_by_grammar(request, adjusted, [tokens[request.committed :]])
     if not live:
         return None
     if request.params.mode.needs_draft_probs:
-        return _draw_with_own_noise(request, adjusted, tokens, candidates)
+        return _draw_with_own_noise(request, adjusted, tokens, candidates, ids)
     if request.params.greedy:
-        return shared_draw(adjusted, request.params, [len(tokens)])[0], None
-    return shared_choices(adjusted, request.params, [len(tokens)], 1)[0][0][0], None
+        column = shared_draw(adjusted, request.params, [len(tokens)])[0]
+        return column if ids is None else int(ids[column]), None
+    return shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0][0][0], None
 
 
 def _mask_by_grammar(
@@ -79,7 +92,7 @@ def _mask_by_grammar(
 
 
 def _draw_with_own_noise(
-    request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int
+    request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int, ids: Ids
 ) -> tuple[int, Distribution]:
     """Draw a token with noise of this path alone; return it with the distribution that it was drawn from.
 
@@ -88,9 +101,12 @@ def _draw_with_own_noise(
     fits would depend on them and bias the text.
     """
     assert request.params.seed is not None
+    if request.params.top_p == 1.0:  # the other cuts leave the shares of the likeliest ids as they are
+        logits, columns = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
+        ids = columns[0] if ids is None else ids[columns[0]]
     kept = sampling.candidates(logits, request.params)
-    ids = kept.ids if kept.ids.dim() == 1 else kept.ids[0]
-    distribution = sampling.quantise(kept.probs[0], ids, candidates)
+    columns = kept.ids if kept.ids.dim() == 1 else kept.ids[0]
+    distribution = sampling.quantise(kept.probs[0], columns if ids is None else ids[columns], candidates)
     key = noise.key(request.params.seed, noise.Use.DRAFT, len(tokens), request.committed)
     for token in tokens[request.committed :]:
         key = noise.key(key, noise.Use.DRAFT, token)

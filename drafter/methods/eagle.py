@@ -9,22 +9,26 @@ states arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
+from drafter.draft_sampling import next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
-from outrider.engine import Engine, SessionTokens
+from outrider.engine import Engine, SessionTokens, StepResult
 from outrider.engine.loading.loader import warm_up
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import make_engine
+from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.native.build import library
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -97,11 +101,13 @@ class EagleDrafter:
         self._engine = engine
         self._candidates = candidates
         self._sessions: dict[str, _EagleSession] = {}  # least recently drafted first
+        self._likeliest = _prepare_chain(eagle, engine)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
         """Step all sessions together until each has its draft."""
-        drafts = run_in_lockstep({request.session: self._steps(request) for request in requests}, self._compute)
+        alone = len(requests) == 1
+        drafts = run_in_lockstep({request.session: self._steps(request, alone) for request in requests}, self._compute)
         return [drafts.get(request.session) or request.chain(done=True) for request in requests]
 
     def forget(self, session: str) -> None:
@@ -126,7 +132,7 @@ class EagleDrafter:
             }
         return {}
 
-    def _steps(self, request: DraftRequest) -> DraftSteps:
+    def _steps(self, request: DraftRequest, alone: bool) -> DraftSteps:
         state = self._sessions.pop(request.session, None) or _EagleSession()
         self._sessions[request.session] = state  # now the most recently drafted
         for hidden_states in request.hidden_states:
@@ -135,7 +141,11 @@ class EagleDrafter:
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
+        params = request.params
         draft = self._draft_tree if request.branches > 1 else self._draft_chain
+        adjusted = params.penalised or params.logit_bias or request.grammar_cursor
+        if self._likeliest and alone and request.branches == 1 and params.greedy and not adjusted:
+            draft = self._draft_likeliest
         return (yield from draft(request, state))
 
     def _compute_new_states(
@@ -168,14 +178,31 @@ class EagleDrafter:
             state.path.append(token)
             state.outputs.append(output)
 
+    def _draft_likeliest(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
+        """Draft a greedy chain in one call of the kernels."""
+        yield from self._compute_path(request, state, request.tokens[state.path_start :])
+        columns = [int(state.outputs[-1].logits.argmax())]
+        if request.max_new_tokens > 1:
+            assert self._likeliest is not None
+            try:
+                columns, computed = self._likeliest(
+                    request.session, state.outputs[-1].state, columns[0], request.max_new_tokens - 1
+                )
+            except Overloaded:
+                return (yield from self._draft_chain(request, state))
+            states, logits = computed.hidden_states[0].clone(), computed.logits[0].clone()
+            state.outputs += [_LayerOutput(states[i : i + 1], logits[i : i + 1]) for i in range(len(states))]
+        drafted = self._eagle.ids[columns].tolist()
+        state.path += drafted[:-1]
+        return request.chain(drafted)
+
     def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         tokens = list(request.tokens)
         drafted: list[int] = []
         probs: list[Distribution] = []
         while len(drafted) < request.max_new_tokens:
             yield from self._compute_path(request, state, tokens[state.path_start :])
-            logits = scatter_to_vocabulary(state.outputs[-1].logits, self._eagle.ids, request.vocab_size)
-            choice = next_token(request, logits, tokens, self._candidates)
+            choice = next_token(request, state.outputs[-1].logits, tokens, self._candidates, self._eagle.ids)
             if choice is None:
                 return request.chain(drafted, probs, done=True)
             token, distribution = choice
@@ -226,8 +253,7 @@ class EagleDrafter:
         self, request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], outputs: dict[int, _LayerOutput]
     ) -> None:
         logits = torch.cat([outputs[node].logits for node in nodes])
-        logits = scatter_to_vocabulary(logits, self._eagle.ids, request.vocab_size)
-        all_choices = token_choices(request, logits, [builder.path(node) for node in nodes])
+        all_choices = token_choices(request, logits, [builder.path(node) for node in nodes], self._eagle.ids)
         for node, choices in zip(nodes, all_choices, strict=True):
             builder.add_choices(node, choices)
 
@@ -255,6 +281,15 @@ class EagleDrafter:
         )
 
 
+def _prepare_chain(eagle: Eagle, engine: Engine) -> Callable[..., tuple[list[int], StepResult]] | None:
+    """Return the engine's own way to continue a greedy chain, if it has one."""
+    if not isinstance(engine, NativeEngine):
+        return None
+    token_part, state_part = torch.split(eagle.mix.weight.detach(), eagle.shape.hidden, dim=1)
+    inputs = torch.nn.functional.linear(eagle.embeddings[eagle.ids].to(token_part), token_part)
+    return partial(engine.chain, engine.prepare_chain(inputs, state_part))
+
+
 @drafter(METHOD)
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> EagleDrafter:
     trained = read_trained(settings, METHOD, progress)
@@ -267,6 +302,10 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     """Return a warmed-up engine for the layer alone; its weights are stored in bfloat16."""
     options = replace(EngineOptions.of(settings), prefix_tokens=0)  # its cache depends on states as well as tokens
     device = options.selected_device
+    if settings.dtype == "auto" and device.type == "cpu" and options.engine != "transformers":
+        with suppress(NoCompiler):
+            library()
+            options = replace(options, quantization="int8")  # half the bytes of a guess
     dtype = torch.bfloat16 if settings.dtype == "auto" else pick_dtype(settings.dtype, device)
     body = eagle.body.eval()
     for weight in body.parameters():  # not the buffers: rotation frequencies stay in float32

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
+from drafter.draft_sampling import next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
@@ -53,14 +53,14 @@ class MedusaDrafter:
         states = [self._medusa.predict(state, token, head) for head in range(first, len(self._medusa.heads))]
         if not states:
             return request.chain(done=True)
-        logits = scatter_to_vocabulary(self._medusa.logits(torch.stack(states)), self._medusa.ids, request.vocab_size)
+        logits = self._medusa.logits(torch.stack(states))
         return self._draft_tree(request, logits) if request.branches > 1 else self._draft_chain(request, logits)
 
     def _draft_chain(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         tokens = list(request.tokens)
         probs: list[Distribution] = []
         for row in logits[len(tokens) - request.committed :][: request.max_new_tokens]:
-            found = next_token(request, row[None], tokens, self._candidates)
+            found = next_token(request, row[None], tokens, self._candidates, self._medusa.ids)
             if found is None:
                 break
             token, distribution = found
@@ -77,7 +77,8 @@ class MedusaDrafter:
         while new:
             new = [node for node in new if builder.depth(node) < len(logits)]
             paths = [builder.path(node) for node in new]
-            found = token_choices(request, logits[[len(path) for path in paths]], paths) if new else []
+            rows = logits[[len(path) for path in paths]]
+            found = token_choices(request, rows, paths, self._medusa.ids) if new else []
             for node, choices in zip(new, found, strict=True):
                 builder.add_choices(node, choices)
             added = builder.add()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drafter.draft_sampling import next_token, scatter_to_vocabulary, token_choices
+from drafter.draft_sampling import next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import Choice, TreeBuilder
@@ -159,7 +159,7 @@ class ModelDrafter:
         new = [row for row, path in enumerate(computed) if path not in known]
         if new:
             new_paths = [computed[row] for row in new]
-            new_choices = token_choices(request, self._full_logits(logits[new]), new_paths)
+            new_choices = token_choices(request, logits[new], new_paths, self._columns)
             known.update(zip(new_paths, new_choices, strict=True))
         builder = TreeBuilder(request)
         for node, path in enumerate(paths, start=ROOT):
@@ -167,12 +167,8 @@ class ModelDrafter:
         added = [builder.add() for _ in range(builder.level_budget)]
         return builder.guess(done=added[0] is None)
 
-    def _full_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits over the whole vocabulary; ids that the engine leaves out are impossible.  # [tokens, vocab]"""
-        return logits if self._columns is None else scatter_to_vocabulary(logits, self._columns, self.info.vocab_size)
-
     def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
-        choice = next_token(request, self._full_logits(logits), request.tokens, self._candidates)
+        choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
         if choice is None:
             return request.chain(done=True)
         token, distribution = choice

@@ -70,23 +70,23 @@ class _LogitWeights:
 
 
 def shared_choices(
-    logits: torch.Tensor, params: SamplingParams, positions: Sequence[int], count: int
+    logits: torch.Tensor, params: SamplingParams, positions: Sequence[int], count: int, ids: torch.Tensor | None = None
 ) -> list[list[Choice]]:
-    """Return the shared draw's winner of each row and its runners-up, as guesses.
+    """Return the shared draw's winner of each row and its runners-up, as guesses.  # logits: [rows, columns]
 
     A model that draws with the same noise is likely to draw one of them. The
     draw is the argmax of log-probabilities plus Gumbel noise, which is −log of
     the race's exponentials. The softmax of these sums (of the logits when
     greedy) estimates how likely each token is to win for a similar model. Only
-    the likeliest ids are considered.
+    the likeliest ids are considered. `ids`: those of the columns, ascending; None: all.
     """
-    values, ids = _likeliest(logits)
+    values, columns = _likeliest(logits)
+    ids = columns if ids is None else ids[columns]
     if params.greedy:
         sums = values.to(torch.float64)
     else:
         kept = sampling.candidates(values, params)
-        columns = kept.ids.expand(len(values), -1)
-        ids = ids.gather(1, columns)
+        ids = ids.gather(1, kept.ids.expand(len(values), -1))
         keys = [noise.key(_seed(params), noise.Use.COUPLED, position) for position in positions]
         sums = -noise.arrival_times(keys, ids, kept.probs).log()
     best = torch.log_softmax(sums, dim=-1).sort(dim=-1, descending=True, stable=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider.engine import model_spec as specs
+from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.native.build import library, structures
 from outrider.engine.paged.arithmetic import kernel_arithmetic
@@ -54,6 +55,7 @@ class NativeEngine(PagedEngine):
         self._library = library()
         self._may_tile, self._tiled = tiles and bool(self._library.outrider_tiles()), False
         self._threads = threads or torch.get_num_threads()
+        self._weights = weights
         self._vocab = spec.head.weight.shape[0]
         self._lanes = lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
@@ -95,7 +97,29 @@ class NativeEngine(PagedEngine):
         self._library.outrider_dequantise(quantized.kind, rows, quantized.inputs, wanted, len(ids), to)
         return made
 
-    def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor) -> Any:
+        """Return what `chain` needs of a layer: each token's part of its input, and the linear map of the state."""
+        address = _address(self._referenced, inputs.float())
+        return _C.Chain(mix=self._linear(specs.Linear(mix), self._weights), inputs=address)
+
+    @torch.inference_mode()
+    def chain(
+        self, chain: Any, session: str, state: torch.Tensor, column: int, count: int
+    ) -> tuple[list[int], StepResult]:
+        """Continue a session by the token of a column of the logits and the likeliest ones after it, `count` in all.
+
+        Return the columns of these and of the next token, and the results. `state` is the hidden state before.
+        """
+        columns = (ctypes.c_int32 * (count + 1))(column)
+        state = state.contiguous()
+        chain.state, chain.columns = state.data_ptr(), ctypes.addressof(columns)
+        inputs = torch.empty(count, self._spec.hidden)
+        step = self._schedule([SessionTokens(session, range(count), hidden_from=0, input_embeddings=inputs)])
+        result = step.result(*self._run(step, ctypes.byref(chain)))
+        self.blocks.append(session, columns[:count])
+        return list(columns), result
+
+    def _run(self, step: ForwardStep, *chain: Any) -> tuple[torch.Tensor, torch.Tensor]:
         spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)
         self._rotate(max(step.positions))
         if step.input_embeddings is None:
@@ -122,7 +146,8 @@ class NativeEngine(PagedEngine):
         )
         scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(step_args))
         step_args.scratch = self._buffer("scratch", 1, scratch).data_ptr()
-        if self._library.outrider_forward(ctypes.byref(self._model), ctypes.byref(step_args)):
+        run = self._library.outrider_chain if chain else self._library.outrider_forward
+        if run(ctypes.byref(self._model), ctypes.byref(step_args), *chain):
             raise MemoryError("no memory for a step")
         if spec.logit_softcap:
             self._library.outrider_cap(logits.data_ptr(), logits.numel(), spec.logit_softcap)

@@ -74,6 +74,14 @@ typedef struct {
     long scores_per_thread;
 } Step;
 
+/* What a chain's rows are made from, see chain.c. */
+typedef struct {
+    Linear mix;          /* of the state before a row */
+    const float *inputs; /* [columns of the logits, hidden]: the part of each token */
+    const float *state;  /* [hidden], before the first row */
+    int32_t *columns;    /* [rows + 1] of the tokens and the one after them: the first is given */
+} Chain;
+
 /* The prefetch during a product: in both streams of a panel, this many bytes further with every input. */
 typedef struct {
     const char *at;
@@ -100,3 +108,5 @@ typedef struct {
 
 int list_tasks(const Model *model, const Step *step, Task *tasks);
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks);
+int64_t outrider_scratch(const Model *model, Step *step);
+int outrider_forward(const Model *model, Step *step);

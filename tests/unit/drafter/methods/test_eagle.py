@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +166,22 @@ def test_rotations_stay_exact_under_weights_in_bfloat16(eagle: Eagle) -> None:
     engine_for(eagle, DrafterSettings(kind="eagle", device="cpu", kv_tokens=512), lambda _: None)
     assert eagle.body.dtype == torch.bfloat16
     assert torch.equal(eagle.body.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0}])
+def test_neighbours_do_not_change_a_draft(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter, params: dict[str, float]
+) -> None:
+    """A session that drafts alone takes another way: its chain is computed in one call."""
+    states = states_of(target, PROMPT)
+
+    def request(session: str) -> DraftRequest:
+        given = SamplingParams(**params, seed=1)  # type: ignore[arg-type]
+        return replace(ask_for(PROMPT, 6, sent(states, 0, len(PROMPT) - 1), params=given), session=session)
+
+    (alone,) = drafter.draft([request("alone")])
+    assert len(alone.tokens) == 6
+    assert drafter.draft([request("one"), request("other")]) == [alone, alone]
 
 
 def test_nothing_without_states(drafter: EagleDrafter) -> None:

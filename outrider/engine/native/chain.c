@@ -1,0 +1,33 @@
+/* A chain from a layer that continues from its own hidden states: row after row, without a return to Python in between. */
+
+#include "model.h"
+
+static int likeliest(const float *logits, int count) {
+    int best = 0;
+    for (int i = 1; i < count; i++)
+        if (logits[i] > logits[best]) best = i;
+    return best;
+}
+
+/* The rows of a step one after the other. A row's input is its token's part, plus the product of the state before it;
+ * its token is the likeliest after the row before. `step` has one segment, and logits for all rows. */
+int outrider_chain(const Model *model, const Step *step, const Chain *chain) {
+    Segment segment = step->segments[0];
+    segment.count = 1;
+    const float *state = chain->state;
+    for (int row = 0; row < step->rows; row++, segment.base++) {
+        Step one = *step;
+        one.rows = one.num_wanted = one.num_logits = 1;
+        one.segments = &segment;
+        one.positions += row;
+        one.hidden += (long)row * model->hidden;
+        one.logits += (long)row * model->head.outputs;
+        outrider_scratch(model, &one);
+        memcpy(one.x, chain->inputs + (long)chain->columns[row] * model->hidden, 4 * (size_t)model->hidden);
+        product(&chain->mix, state, 1, one.x, model->hidden, 1, &one);
+        if (outrider_forward(model, &one)) return -1;
+        state = one.hidden;
+        chain->columns[row + 1] = likeliest(one.logits, model->head.outputs);
+    }
+    return 0;
+}

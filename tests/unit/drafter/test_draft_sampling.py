@@ -1,0 +1,60 @@
+"""Sampling of guesses from part of the vocabulary: the same guesses as over all ids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafter.draft_sampling import adjust_logits, next_token, scatter_to_vocabulary, token_choices
+from drafter.interface import DraftRequest
+from outrider.protocol.sampling_params import SamplingParams, Verification
+
+VOCAB, CANDIDATES = 500, 8
+TOKENS = [3, 9, 27]
+
+
+def asked(branches: int = 1, **params: object) -> DraftRequest:
+    given = SamplingParams(**({"seed": 5} | params))  # type: ignore[arg-type]
+    return DraftRequest("s", TOKENS, len(TOKENS), 2, 4, given, VOCAB, branches=branches)
+
+
+@pytest.fixture
+def drafted() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of some ids."""
+    torch.manual_seed(2)
+    ids = torch.randperm(VOCAB)[:200].sort().values
+    return 3 * torch.randn(1, len(ids)), ids
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.3},
+        {"temperature": 0.8, "top_p": 0.7},
+        {"verification": Verification.BLOCK},
+        {"verification": Verification.REJECTION, "top_p": 0.6},
+        {"verification": Verification.REJECTION, "top_k": 3, "min_p": 0.05},
+    ],
+)
+def test_a_part_of_the_vocabulary_gives_the_same_guesses(
+    drafted: tuple[torch.Tensor, torch.Tensor], params: dict[str, object]
+) -> None:
+    request = asked(branches=3, **params)
+    part, ids = drafted
+    assert adjust_logits(request, part, ids, TOKENS, [()])[1] is ids
+    whole = scatter_to_vocabulary(part, ids, VOCAB)
+    assert next_token(request, part, TOKENS, CANDIDATES, ids) == next_token(request, whole, TOKENS, CANDIDATES)
+    if not request.params.mode.needs_draft_probs:
+        ((of_part,), (of_all,)) = token_choices(request, part, [()], ids), token_choices(request, whole, [()])
+        assert [token for token, _ in of_part] == [token for token, _ in of_all]
+        assert [share for _, share in of_part] == pytest.approx([share for _, share in of_all])
+
+
+@pytest.mark.parametrize("params", [{"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}])
+def test_penalties_and_biases_are_applied_over_all_ids(
+    drafted: tuple[torch.Tensor, torch.Tensor], params: dict[str, object]
+) -> None:
+    logits, ids = adjust_logits(asked(**params), *drafted, TOKENS, [()])
+    assert ids is None
+    assert logits.shape == (1, VOCAB)
