@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from outrider.base.atomic_files import atomic_write
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.errors import InvalidRequest, StartupError
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation.exponential_race import coupled_draws
 
-SHARD_EXAMPLES = 64  # generated in one batch
+SHARD_EXAMPLES = 64
+_SESSIONS = 64  # generated together
 _PREFILL_TOKENS = 512
 _RECIPE = "recipe.json"
 
@@ -40,16 +44,18 @@ class TrainingPrompt:
 class DataRecipe:
     """Everything that decides the data."""
 
-    target: str  # fingerprint
+    target: str  # weights digest
     prompts: str  # digest
     num_examples: int
     max_tokens: int  # generated per example
     seed: int
-    warm_share: float = 0.4  # of the examples, drawn at temperature 1; the others are greedy
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.6, 0.8, 1.0)  # equally frequent
 
-    def temperature(self, index: int) -> float:
-        """Return the temperature of an example."""
-        return 1.0 if (index * 0.6180339887 + 0.5) % 1.0 < self.warm_share else 0.0
+    def params(self, index: int) -> SamplingParams:
+        """Return the sampling parameters of an example."""
+        place = (index * 0.6180339887 + 0.5) % 1.0
+        temperature = self.temperatures[int(place * len(self.temperatures))]
+        return SamplingParams(temperature=temperature, seed=self.seed * 1_000_003 + index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +125,13 @@ class Dataset:
     def __init__(self, folder: Path, recipe: DataRecipe) -> None:
         self.folder = folder
         self.recipe = recipe
+        self._shards = range(-(-recipe.num_examples // SHARD_EXAMPLES))
 
     @classmethod
     def at(cls, home: Path, recipe: DataRecipe) -> Dataset:
         """Return the dataset of a recipe below a folder."""
         name = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
         return cls(home / name, recipe)
-
-    @property
-    def num_shards(self) -> int:
-        """Return the number of shards."""
-        return -(-self.recipe.num_examples // SHARD_EXAMPLES)
 
     def write(
         self,
@@ -141,21 +143,27 @@ class Dataset:
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.folder / _RECIPE) as file:
             file.write_text(json.dumps(asdict(self.recipe), indent=2))
-        tokens = 0
-        for shard in range(self.num_shards):
-            path = self._path(shard)
-            first = shard * SHARD_EXAMPLES
-            last = min(first + SHARD_EXAMPLES, self.recipe.num_examples)
-            if not _is_complete(path):
-                examples = _Generator(target, self.recipe, prompts).generate(range(first, last))
-                tokens += sum(len(example.tokens) for example in examples)
-                _save(path, examples)
-            progress(DataProgress(last, self.recipe.num_examples, tokens))
+        missing = [shard for shard in self._shards if not _is_complete(self._path(shard))]
+        left = sum(len(self._indices(shard)) for shard in missing)
+        tokens, done = 0, dict[int, Example]()
+        progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
+        indices = (index for shard in missing for index in self._indices(shard))
+        for index, example in _Generator(target, self.recipe, prompts).generate(indices):
+            done[index] = example
+            tokens += len(example.tokens)
+            shard = self._indices(index // SHARD_EXAMPLES)
+            if all(other in done for other in shard):
+                _save(self._path(index // SHARD_EXAMPLES), [done.pop(other) for other in shard])
+                left -= len(shard)
+                progress(DataProgress(self.recipe.num_examples - left, self.recipe.num_examples, tokens))
 
     def examples(self) -> Iterator[Example]:
         """Yield all examples, in order."""
-        for shard in range(self.num_shards):
+        for shard in self._shards:
             yield from _load(self._path(shard))
+
+    def _indices(self, shard: int) -> range:
+        return range(self.recipe.num_examples)[shard * SHARD_EXAMPLES : (shard + 1) * SHARD_EXAMPLES]
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:05}.safetensors"
@@ -168,71 +176,67 @@ class _RunningText:
     index: int
     tokens: list[int]
     prompt_length: int
-    temperature: float
-    generator: torch.Generator
+    params: SamplingParams
     hidden_states: list[torch.Tensor]
     cached: int = 0
 
-    @property
-    def key(self) -> str:
-        return str(self.index)
-
 
 class _Generator:
-    """Generates texts with the target, all in one batch."""
+    """Generates texts with the target, some dozens in one batch. A complete text makes room for the next one."""
 
     def __init__(self, target: LoadedModel, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> None:
         self._engine = target.engine
         self._tokenizer = target.tokenizer
         self._recipe = recipe
         self._prompts = prompts
-        self._target_weights = set(target.engine.info.eos_token_ids)
 
-    def generate(self, indices: range) -> list[Example]:
-        running = [self._begin(index) for index in indices]
-        done: dict[int, Example] = {}
-        while running:
+    def generate(self, indices: Iterable[int]) -> Iterator[tuple[int, Example]]:
+        """Yield the index and the example of each text when it is complete."""
+        waiting, running = iter(indices), list[_RunningText]()
+        while running := running + [self._begin(index) for index in islice(waiting, _SESSIONS - len(running))]:
             self._step(running)
-            for text in [text for text in running if self._is_complete(text)]:
-                running.remove(text)
-                self._engine.free(text.key)
-                done[text.index] = Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.hidden_states))
-        return [done[index] for index in indices]
+            for text in filter(self._is_complete, running):
+                self._engine.free(str(text.index))
+                yield text.index, Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.hidden_states))
+            running = [text for text in running if not self._is_complete(text)]
 
     def _begin(self, index: int) -> _RunningText:
         tokens = encode(self._tokenizer, self._prompts[index % len(self._prompts)].text)
         most = self._engine.info.context_length - self._recipe.max_tokens
         if len(tokens) > most:
             raise InvalidRequest.of("prompts", f"{len(tokens)} tokens", f"at most {most} tokens in a prompt")
-        generator = torch.Generator().manual_seed(self._recipe.seed * 1_000_003 + index)
-        return _RunningText(index, tokens, len(tokens), self._recipe.temperature(index), generator, [])
+        return _RunningText(index, tokens, len(tokens), self._recipe.params(index), [])
 
     def _step(self, running: Sequence[_RunningText]) -> None:
         batch = []
         for text in running:
             new = text.tokens[text.cached : text.cached + _PREFILL_TOKENS]
             is_last = text.cached + len(new) == len(text.tokens)
-            batch.append(SessionTokens(text.key, new, logits_from=len(new) - is_last, hidden_from=0))
+            batch.append(SessionTokens(str(text.index), new, logits_from=len(new) - is_last, hidden_from=0))
         result = self._engine.extend(batch)
-        greedy = iter(result.all_logits.argmax(dim=-1).tolist() if len(result.all_logits) else ())
-        for text, new_tokens, logits, hidden_states in zip(
-            running, batch, result.logits, result.hidden_states, strict=True
-        ):
+        for text, new_tokens, hidden_states in zip(running, batch, result.hidden_states, strict=True):
             text.cached += len(new_tokens.tokens)
-            text.hidden_states.append(hidden_states.to(torch.float16).cpu().clone())
-            if len(logits):
-                best = next(greedy)
-                text.tokens.append(_draw(logits[-1], text) if text.temperature else best)
+            text.hidden_states.append(hidden_states.to(torch.float16, copy=True).cpu())
+        ready = [text for text in running if text.cached == len(text.tokens)]
+        if ready:
+            for text, token in zip(ready, _next_tokens(result.all_logits, ready), strict=True):
+                text.tokens.append(token)
 
     def _is_complete(self, text: _RunningText) -> bool:
         written = len(text.tokens) - text.prompt_length
-        return written >= self._recipe.max_tokens or (written > 0 and text.tokens[-1] in self._target_weights)
+        return written >= self._recipe.max_tokens or (
+            written > 0 and text.tokens[-1] in self._engine.info.eos_token_ids
+        )
 
 
-def _draw(logits: torch.Tensor, text: _RunningText) -> int:
-    below = torch.softmax(logits.double().cpu() / text.temperature, dim=-1).cumsum(dim=-1)
-    drawn = torch.rand(1, generator=text.generator, dtype=torch.float64) * below[-1]
-    return int(torch.searchsorted(below, drawn, right=True).clamp_(max=len(below) - 1))
+def _next_tokens(logits: torch.Tensor, texts: Sequence[_RunningText]) -> list[int]:
+    """Return the next token of each text; a drawn one depends on the text's seed and length alone."""
+    tokens = logits.max(dim=-1).indices  # faster than argmax
+    drawn = [row for row, text in enumerate(texts) if not text.params.greedy]
+    if drawn:
+        params, lengths = zip(*((texts[row].params, len(texts[row].tokens)) for row in drawn), strict=True)
+        tokens[drawn] = coupled_draws(logits[drawn], params, lengths)
+    return tokens.tolist()
 
 
 def _save(path: Path, examples: Sequence[Example]) -> None:

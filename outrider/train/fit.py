@@ -19,9 +19,7 @@ def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> to
     for example in examples:
         counts.update(example.tokens[example.prompt_length :].tolist())
     best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
-    others = (token for token in range(vocab_size) if token not in counts)
-    while len(best) < min(count, vocab_size):
-        best.append(next(others))
+    best += [token for token in range(vocab_size) if token not in counts][: count - len(best)]
     return torch.tensor(sorted(best))
 
 

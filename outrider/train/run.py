@@ -107,7 +107,8 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         vocabulary_digest=info.vocabulary_digest,
         ends_digest=target_weights.digest,
         shape=dict(method.shape),
-        data=asdict(recipe) | {"tokens": sum(len(example.tokens) for example in examples)},
+        data=asdict(recipe)
+        | {"temperatures": list(recipe.temperatures), "tokens": sum(len(example.tokens) for example in examples)},
         training={
             "tokens": training.tokens,
             "steps": training.step,
@@ -146,9 +147,9 @@ def _data(
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
     recipe = DataRecipe(
-        info.fingerprint, data.digest(prompts), order.num_examples or len(prompts), order.max_tokens, order.seed
+        info.weights_digest, data.digest(prompts), order.num_examples or len(prompts), order.max_tokens, order.seed
     )
-    held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), warm_share=0.0)
+    held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), temperatures=(0.0,))
 
     def examples(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
         dataset = Dataset.at(order.data_home, recipe)
@@ -186,10 +187,7 @@ def _make(
         return MedusaMethod(target_weights, ids, examples, heads=order.heads)
     if order.method == "distill":
         return distilled(model, target_weights, ids, hidden=order.hidden, layers=order.layers)
-    try:
-        return early_exit(model, target_weights, ids, exit_layers=order.exit_layers, layers=order.layers)
-    except TypeError as error:
-        raise StartupError(f"no early exit for this target: {error}", field="method", value="early-exit") from error
+    return early_exit(model, target_weights, ids, exit_layers=order.exit_layers, layers=order.layers)
 
 
 def _save_model(order: TrainingOrder, method: Method, watcher: Watcher) -> None:

@@ -52,7 +52,7 @@ def order(models: Models, tmp_path_factory: pytest.TempPathFactory) -> TrainingO
     folder = tmp_path_factory.mktemp("training")
     prompts = folder / "prompts.jsonl"
     kinds = ("chat", "code")
-    words = [{"kind": kinds[i % 2], "prompt": f"Say {i} things about {i * 7} and {i + 3}."} for i in range(60)]
+    words = [{"kind": kinds[i % 2], "prompt": f"Say {i} things about {i * 7} and {i + 3}."} for i in range(180)]
     prompts.write_text("".join(json.dumps(each) + "\n" for each in words))
     return TrainingOrder(
         method="eagle",
@@ -93,7 +93,7 @@ def test_a_card_says_for_whom_and_how_good(made: dict[str, Made], loaded: Loaded
     card = cards.read_card(made[method].folder)
     assert card == made[method].card
     assert (card.method, card.target_lineage) == (method, loaded.engine.info.weights_digest)
-    assert card.data["num_examples"] == 57, "of 60 prompts every twentieth is held out"
+    assert card.data["num_examples"] == 171, "of 180 prompts every twentieth is held out"
     assert card.training["tokens"] >= TOKENS
     assert set(card.metrics) == {"all", "chat"}, "the held-out ones are of even numbers"
     assert not (made[method].folder / loop.CHECKPOINT).exists()
@@ -106,12 +106,12 @@ def test_acceptance_rises(made: dict[str, Made], method: str) -> None:
     if method == "early-exit":
         assert last > 3, "half of this target is nearly all of it: there is nothing to gain, much to lose"
     else:
-        assert last > first
+        assert last > first, f"{last} after {first}"
 
 
 def test_the_target_writes_once(made: dict[str, Made]) -> None:
     """All four learnt from the same texts: only the first had any written."""
-    assert made["eagle"].watched.written[0].tokens > 0
+    assert max(progress.tokens for progress in made["eagle"].watched.written) > 0
     assert all(progress.tokens == 0 for progress in made["medusa"].watched.written)
 
 

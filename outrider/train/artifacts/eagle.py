@@ -138,10 +138,9 @@ class Eagle(nn.Module):
     ) -> Eagle:
         ids = weights["ids"].long().to(target_weights.head.device)
         eagle = cls(EagleShape(**shape), ids, target_weights)
-        body = {name.removeprefix("body."): w.float() for name, w in weights.items() if name.startswith("body.")}
-        eagle.body.model.layers.load_state_dict(body)
-        norm = {name.removeprefix("norm."): w.float() for name, w in weights.items() if name.startswith("norm.")}
-        eagle.body.model.norm.load_state_dict(norm)
+        for prefix, part in (("body.", eagle.body.model.layers), ("norm.", eagle.body.model.norm)):
+            known = {name.removeprefix(prefix): w.float() for name, w in weights.items() if name.startswith(prefix)}
+            part.load_state_dict(known)
         with torch.no_grad():
             eagle.mix.weight.copy_(weights["mix"].float())
         return eagle

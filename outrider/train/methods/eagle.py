@@ -15,7 +15,6 @@ from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_TRAINED_SHARE = 0.35  # of the positions, at random in each step: the head dominates the cost
 _STATE_WEIGHT = 0.1
 _NEXT_STEP_WEIGHT = 0.9  # of the loss, relative to the step before
 _DEPTH = 5  # of held-out chains
@@ -46,7 +45,7 @@ class EagleMethod:
         outputs = self.module.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
         for step, output in enumerate(outputs):
-            chosen = sample_positions(batch, _TRAINED_SHARE, generator)
+            chosen = sample_positions(batch, generator)
             chosen[:, :step] = False
             wanted, found = batch.wanted[chosen], output[chosen]
             missed = cross_entropy(self._target_weights.logits(wanted, self.module.ids), self.module.head(found))

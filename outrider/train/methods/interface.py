@@ -12,6 +12,7 @@ from torch import nn
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 
+_TRAINED_SHARE = 0.35  # of the positions, at random in each step: the head dominates the cost
 _WINDOWED = 0.5  # of the examples lack the start of the prompt, as after a prefix match
 
 
@@ -92,11 +93,11 @@ class Method(Protocol):
         ...
 
 
-def sample_positions(batch: Batch, share: float, generator: torch.Generator, ahead: int = 0) -> torch.Tensor:
+def sample_positions(batch: Batch, generator: torch.Generator, ahead: int = 0) -> torch.Tensor:
     """Return a random share of the generated positions, without the last `ahead` ones of each example."""
     at = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     valid = batch.written & (at + ahead < batch.lengths[:, None])
-    return valid & (torch.rand(valid.shape, generator=generator).to(valid.device) < share)
+    return valid & (torch.rand(valid.shape, generator=generator).to(valid.device) < _TRAINED_SHARE)
 
 
 def cross_entropy(target: torch.Tensor, drafter: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.protocol.errors import StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_TRAINED_SHARE = 0.35
 _DEPTH = 5  # of held-out chains
 
 
@@ -29,7 +29,7 @@ class LanguageMethod:
         self._ids = ids
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
-        chosen = sample_positions(batch, _TRAINED_SHARE, generator)
+        chosen = sample_positions(batch, generator)
         target = self._target_weights.logits(batch.wanted[chosen], self._ids)
         return cross_entropy(target, self._logits(self._states(batch)[chosen]))
 
@@ -62,7 +62,7 @@ def early_exit(
     body: Any = target.base_model
     own_layers = getattr(body, "layers", None)
     if own_layers is None or getattr(body, "norm", None) is None:
-        raise TypeError(f"{type(target).__name__} has no layers or final norm where they are expected")
+        raise StartupError(f"no early exit: {type(target).__name__} has no layers or final norm where expected")
     kept = [*own_layers[:exit_layers], *(copy.deepcopy(layer) for layer in own_layers[-layers:])]
     for index, layer in enumerate(kept):
         layer.self_attn.layer_idx = index

@@ -14,7 +14,6 @@ from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
 
-_TRAINED_SHARE = 0.35
 _NEXT_HEAD_WEIGHT = 0.8  # of the loss, relative to the head before
 
 
@@ -37,7 +36,7 @@ class MedusaMethod:
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         total = torch.zeros((), device=batch.tokens.device)
         for head in range(len(self.module.heads)):
-            chosen = sample_positions(batch, _TRAINED_SHARE, generator, ahead=head)
+            chosen = sample_positions(batch, generator, ahead=head)
             predicted = self.module.predict(batch.hidden_states[chosen], batch.tokens[chosen], head)
             shifted = chosen.roll(head, dims=1)
             target = self._target_weights.logits(batch.wanted[shifted], self.module.ids)

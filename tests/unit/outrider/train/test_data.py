@@ -1,0 +1,86 @@
+"""Training data: the texts of a target, written together and in shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.engine import SessionTokens
+from outrider.engine.loading.loader import LoadedModel, load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.testing.toy_models import make_model
+from outrider.train import data
+from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
+
+PROMPTS = [TrainingPrompt("chat", f"Say {i} things" + " and more" * (i % 5)) for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = make_model(tmp_path_factory.mktemp("target"), seed=7)
+    return load_model(str(folder), EngineOptions(device="cpu", kv_tokens=4096, prefix_tokens=0))
+
+
+@pytest.fixture
+def recipe(target: LoadedModel) -> DataRecipe:
+    return DataRecipe(target.engine.info.weights_digest, data.digest(PROMPTS), num_examples=20, max_tokens=10, seed=3)
+
+
+def _written(target: LoadedModel, folder: Path, recipe: DataRecipe) -> list[Example]:
+    dataset = Dataset.at(folder, recipe)
+    dataset.write(target, PROMPTS)
+    return list(dataset.examples())
+
+
+def test_a_text_does_not_depend_on_those_beside_it(
+    target: LoadedModel, recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD_EXAMPLES", 6)
+    together = _written(target, tmp_path / "together", recipe)
+    monkeypatch.setattr(data, "_SESSIONS", 1)
+    alone = _written(target, tmp_path / "alone", recipe)
+    assert len(together) == len(alone) == recipe.num_examples
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert torch.equal(one.hidden_states, other.hidden_states)
+    assert target.engine.cached_tokens == 0
+
+
+def test_a_killed_run_writes_the_missing_shards_only(
+    target: LoadedModel, recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD_EXAMPLES", 6)
+    whole = _written(target, tmp_path, recipe)
+    dataset = Dataset.at(tmp_path, recipe)
+    (dataset.folder / "shard-00001.safetensors").unlink()
+    (dataset.folder / "shard-00003.safetensors").write_bytes(b"cut")
+    seen: list[data.DataProgress] = []
+    dataset.write(target, PROMPTS, seen.append)
+    assert (seen[0].done, seen[-1].done, len(seen)) == (12, 20, 3)
+    assert seen[-1].tokens == sum(len(example.tokens) for example in whole[6:12] + whole[18:])
+    assert [each.tokens.tolist() for each in dataset.examples()] == [each.tokens.tolist() for each in whole]
+
+
+def test_texts_are_drawn_at_several_temperatures(target: LoadedModel, recipe: DataRecipe, tmp_path: Path) -> None:
+    counts = [recipe.params(index).temperature for index in range(600)]
+    assert {temperature: counts.count(temperature) for temperature in recipe.temperatures} == {
+        0.0: pytest.approx(300, abs=6),
+        **{temperature: pytest.approx(100, abs=6) for temperature in (0.6, 0.8, 1.0)},
+    }
+    texts = _written(target, tmp_path, recipe)
+    others = _written(target, tmp_path, replace(recipe, seed=4))
+    for index, (text, other) in enumerate(zip(texts, others, strict=True)):
+        same = text.tokens.tolist() == other.tokens.tolist()
+        assert same == recipe.params(index).greedy
+
+
+def test_greedy_texts_follow_the_best_token(target: LoadedModel, recipe: DataRecipe, tmp_path: Path) -> None:
+    for example in _written(target, tmp_path, replace(recipe, temperatures=(0.0,))):
+        first = example.prompt_length - 1
+        tokens = example.tokens.tolist()
+        logits = target.engine.extend([SessionTokens("again", tokens[:-1], logits_from=first)]).logits[0]
+        target.engine.free("again")
+        assert tokens[first + 1 :] == logits.argmax(dim=-1).tolist()
