@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -28,6 +27,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Download the default models.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app.command()(up.up)
 app.command()(up.demo)
@@ -40,10 +40,7 @@ if importlib.util.find_spec("outrider.bench") is not None:  # the service images
     app.add_typer(importlib.import_module("outrider.bench").app, name="bench")
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
 def serve(
     context: typer.Context,
     service: Annotated[str, typer.Argument(help="verifier, drafter or coordinator")],
@@ -56,6 +53,12 @@ def serve(
         raise typer.BadParameter(f"{service!r} is not a service: verifier, drafter or coordinator")
     # Replace this process, so that signals reach the service.
     os.execv(sys.executable, [sys.executable, "-m", service, *context.args])  # noqa: S606
+
+
+@app.command(context_settings=_PASSED_ON, add_help_option=False)
+def drafters(context: typer.Context) -> None:
+    """Examine published drafters: `outrider drafters inspect DIR --target ...` tells the format and the fit."""
+    os.execv(sys.executable, [sys.executable, "-m", "drafter.published", *context.args])  # noqa: S606
 
 
 @models_app.command()
@@ -83,9 +86,7 @@ def main() -> None:
     """Run the `outrider` command."""
     try:
         app(prog_name="outrider")
-    except PeerLost as error:
-        typer.echo(f"outrider: {error.message}\nIs a coordinator running there? `outrider up` starts one.", err=True)
-        sys.exit(1)
     except OutriderError as error:
-        typer.echo(f"outrider: {error.message}", err=True)
+        hint = "\nIs a coordinator running there? `outrider up` starts one." if isinstance(error, PeerLost) else ""
+        typer.echo(f"outrider: {error.message}{hint}", err=True)
         sys.exit(1)

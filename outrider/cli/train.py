@@ -22,6 +22,7 @@ from typer import Argument, Context
 
 from outrider.base.config import option
 from outrider.cli.options import fields_from
+from outrider.models.drafter_choice import SERVED_AS
 from outrider.models.hub import DEFAULT
 
 if TYPE_CHECKING:
@@ -74,9 +75,6 @@ def train(
     with _TrainingProgress() as progress:
         card = train(order, progress)
     _print_results(out, card, target)
-
-
-_KINDS = {"distill": "model"}
 
 
 class _TrainingProgress:
@@ -137,5 +135,5 @@ def _print_results(out: Path, card: Card, target: str) -> None:
         table.add_row(kind, *rates, f"{found['acceptance_length']:.2f}")
     console.print(table)
     named = "" if target == DEFAULT else f"--target {target} "
-    kind = _KINDS.get(card.method, card.method)
+    kind = SERVED_AS.get(card.method, card.method)
     console.print(f"{out} is ready: outrider up {named}--drafter {kind}:{out}", soft_wrap=True)

@@ -17,7 +17,7 @@ _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
-_SERVED_AS = {"distill": "model"}
+SERVED_AS = {"distill": "model"}
 
 
 def drafter_kinds() -> frozenset[str]:
@@ -50,4 +50,4 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
         method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
         return "model", text  # loading it fails with the reason
-    return _SERVED_AS.get(method, method), text
+    return SERVED_AS.get(method, method), text

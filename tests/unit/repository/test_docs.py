@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+from drafter.published.__main__ import app as drafters
 from outrider.cli.app import app
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
@@ -26,7 +27,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _PYTHON = re.compile(r"^```python$(.*?)^```", re.MULTILINE | re.DOTALL)
-_COMMAND = re.compile(r"\boutrider ((?:serve|bench|models) )?([a-z]+)( [^`#\n]*)")
+_COMMAND = re.compile(r"\boutrider ((?:serve|bench|models|drafters) )?([a-z]+)( [^`#\n]*)")
 _SECTION = re.compile(r"^## Invariant (\d+): .+?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _TEST = re.compile(r"^\| `(tests/[\w/]+\.py)::(\w+)` \|", re.MULTILINE)
 _LOGGED = re.compile(r"\b[Ll]og(?:s|ged)?(?: as| says)? (`[^`]+`(?:(?:, | and | or )`[^`]+`)*)")
@@ -86,19 +87,22 @@ def test_names_that_examples_import_exist() -> None:
 
 
 def flags() -> dict[str, set[str]]:
-    """Return the flags of each command and service by its name."""
+    """Return the flags of each command and service by its words after `outrider`."""
     found: dict[str, set[str]] = {}
-    commands = [typer.main.get_command(app)]
+    commands: list[tuple[str, Any]] = [
+        ("", typer.main.get_command(app)),
+        ("drafters", typer.main.get_command(drafters)),
+    ]
     while commands:
-        command: Any = commands.pop()
-        commands += getattr(command, "commands", {}).values()
-        found[command.name] = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+        words, command = commands.pop()
+        commands += [(f"{words} {name}".strip(), each) for name, each in getattr(command, "commands", {}).items()]
+        found[words] = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
     for name, settings in (
         ("coordinator", CoordinatorSettings),
         ("drafter", DrafterSettings),
         ("verifier", VerifierSettings),
     ):
-        found[name] = {"--" + field.replace("_", "-") for field in settings.model_fields}
+        found[f"serve {name}"] = {"--" + field.replace("_", "-") for field in settings.model_fields}
     return found
 
 
@@ -107,12 +111,8 @@ def test_flags_of_commands_exist() -> None:
     for page in PAGES:
         for group, name, rest in _COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
             given = re.findall(r"(?<!\S)--[a-z][\w-]*", rest)
-            if (
-                name in known
-                and given
-                and (group.strip() == "serve") == (name in ("coordinator", "drafter", "verifier"))
-            ):
-                assert set(given) <= known[name] | {"--help"} | {"--help"}, f"{page.name}: outrider {group}{name}"
+            if given and group + name in known:
+                assert set(given) <= known[group + name] | {"--help"}, f"{page.name}: outrider {group}{name}"
                 seen += len(given)
     assert seen > 20
 

@@ -1,0 +1,100 @@
+"""EAGLE-3 and 3.1: decoder layers that read the target's hidden states after several layers.
+
+A row at position i has the states g_i of token i and the embedding of token i + 1. The first layer's attention reads
+both, each after a norm; the residual is the state alone. Behind the target's states, the drafter's own output takes
+the place of g: before the final norm in EAGLE-3, after it in 3.1 (`norm_output`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig
+from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear, norm
+from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+
+_USUAL_STATES = 3
+_LEGACY_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+
+
+class FirstLayer(DraftLayer):
+    """The layer that reads the embedding beside the hidden state."""
+
+    def __init__(self, shape: DecoderShape, *, norm_before_residual: bool) -> None:
+        super().__init__(shape, inputs=2 * shape.hidden)
+        self.hidden_norm = norm(shape.hidden, shape.eps)
+        self._norm_before_residual = norm_before_residual
+
+    def mix(self, embedded: torch.Tensor, hidden: torch.Tensor, cache: DraftKvCache) -> torch.Tensor:
+        normed = self.hidden_norm(hidden)
+        assert self.input_layernorm is not None
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return self.attend(inputs, normed if self._norm_before_residual else hidden, cache, 0)
+
+
+class PublishedEagle3(PublishedModule):
+    """An EAGLE-3 drafter in the original layout; `speculators` differ in their configuration only."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        shape = DecoderShape.of(config)
+        eagle = config.section("eagle_config")
+        layers = config.integer("num_hidden_layers", 1, at_most=MAX_LAYERS)
+        target_hidden = config.integer("target_hidden_size", shape.hidden)
+        states = _layer_ids(config, eagle)
+        uses_states = eagle.flag("use_aux_hidden_state", True)
+        count = config.integer("num_aux_hidden_states", len(states) or _USUAL_STATES) if uses_states else 1
+        if states and uses_states and len(states) != count:
+            raise config.wrong("num_aux_hidden_states", count, f"{len(states)}, the number of layer ids")
+        needs = TargetNeeds(
+            hidden=target_hidden,
+            vocab=vocab_of(config),
+            states=count,
+            state_layers=states if uses_states else (),
+            final_state=not uses_states,
+        )
+        super().__init__(config, shape, needs, layers)
+        before_fc = eagle.flag("norm_before_fc", config.flag("norm_before_fc", False))
+        width = target_hidden * count
+        self.input_norm = norm(width, shape.eps) if before_fc and uses_states else None
+        self.fc_norm = None
+        if config.flag("fc_norm", False) and uses_states:
+            self.fc_norm = nn.ModuleList(norm(target_hidden, shape.eps) for _ in range(count))
+        self.fc = linear(width, shape.hidden) if uses_states else None
+        first = FirstLayer(shape, norm_before_residual=config.flag("norm_before_residual", False))
+        self.layers = nn.ModuleList([first, *(DraftLayer(shape) for _ in range(layers - 1))])
+        self.norm = norm(shape.hidden, shape.eps)
+        self._norm_output = config.flag("norm_output", False)
+
+    def published_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq"):
+            return None
+        later_norm = name.endswith(".hidden_norm.weight") and not name.startswith("layers.0.")
+        return None if later_norm else _LEGACY_NORMS.get(name, name)
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(self.needs.states, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return states if self.fc is None else self.fc(states)
+
+    def step(
+        self, cache: DraftKvCache, tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, *rest = self.layers
+        assert isinstance(first, FirstLayer)
+        residual = first.mix(self.embed_tokens(tokens), hidden, cache)
+        for number, layer in enumerate(rest, 1):
+            residual = layer(residual, cache, number)
+        cache.length += len(tokens)
+        normed = self.norm(residual)
+        return self.logits(normed), normed if self._norm_output else residual
+
+
+def _layer_ids(config: CheckpointConfig, eagle: CheckpointConfig) -> tuple[int, ...]:
+    """Return the listed states as vLLM reads them; SGLang adds 1 to those within `eagle_config`."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    return eagle.layer_ids(name) or config.layer_ids(name)

@@ -1,0 +1,197 @@
+"""Decoder layers of drafters, with keys and values that can be cut back.
+
+The parameters have the names of the published tensors. They are made without memory: loading assigns them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
+
+_ROPE_KINDS = ("default", "llama3", "linear", "yarn")
+_FIRST_CAPACITY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The dimensions of a drafter's decoder layers."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rotary: LlamaRotaryEmbedding
+
+    @classmethod
+    def of(cls, config: CheckpointConfig) -> DecoderShape:
+        """Return the shape in a configuration with the names of Llama, Qwen2 or Qwen3."""
+        config.must_be("hidden_act", "silu")
+        config.must_be("quantization_config", {})
+        if set(config.texts("layer_types")) - {"full_attention"}:
+            config.must_be("layer_types", None)
+        kind = config.text("model_type", "llama")
+        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        head_dim = config.integer("head_dim", max(1, hidden // heads))
+        bias = config.flag("attention_bias", False)
+        return cls(
+            hidden=hidden,
+            inner=config.integer("intermediate_size", at_most=MAX_IDS),
+            heads=heads,
+            kv_heads=config.integer("num_key_value_heads", heads, at_most=heads),
+            head_dim=head_dim,
+            eps=config.number("rms_norm_eps", 1e-6),
+            attention_bias=bias or kind in ("qwen2", "mimo"),
+            output_bias=bias,
+            mlp_bias=config.flag("mlp_bias", False),
+            qk_norm=kind == "qwen3",
+            rotary=_rotary(config, head_dim),
+        )
+
+
+def _rotary(config: CheckpointConfig, head_dim: int) -> LlamaRotaryEmbedding:
+    given: dict[str, Any] = dict(config.section("rope_parameters").values or config.section("rope_scaling").values)
+    rope = config.having(**given)
+    given["rope_type"] = rope.text("rope_type", rope.text("type", "default"))
+    rope.having(rope_type=given["rope_type"]).must_be("rope_type", *_ROPE_KINDS)
+    rope.must_be("partial_rotary_factor", 1.0, 1)
+    given["rope_theta"] = rope.number("rope_theta", 10_000.0)
+    try:
+        shape = LlamaConfig(
+            head_dim=head_dim,
+            max_position_embeddings=config.integer("max_position_embeddings", 2048, at_most=1 << 30),
+            rope_parameters=given,
+        )
+        rotary = LlamaRotaryEmbedding(shape)
+    except Exception as error:  # transformers may raise anything for settings that it does not know
+        raise config.wrong("rope_scaling", given, str(error)) from error
+    if not bool(torch.isfinite(rotary.inv_freq).all()):
+        raise config.wrong("rope_scaling", given, "finite frequencies")
+    return rotary
+
+
+class DraftKvCache:
+    """Keys and values of one session in a drafter's layers."""
+
+    def __init__(self, layers: int) -> None:
+        self.length = 0
+        self._layers: list[torch.Tensor | None] = [None] * layers  # [2, kv heads, capacity, head]
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add rows after the first `length`; return all keys and values of the layer.  # [kv heads, rows, head]"""
+        known, end = self._layers[layer], self.length + keys.shape[1]
+        if known is None or known.shape[2] < end:
+            grown = keys.new_empty(2, keys.shape[0], max(_FIRST_CAPACITY, 2 * end), keys.shape[2])
+            if known is not None:
+                grown[:, :, : self.length] = known[:, :, : self.length]
+            self._layers[layer] = known = grown
+        known[0, :, self.length : end], known[1, :, self.length : end] = keys, values
+        return known[0, :, :end], known[1, :, :end]
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows after the first `length`."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length is {length}, must be 0 to {self.length}")
+        self.length = length
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, device="meta")
+
+
+def norm(width: int, eps: float) -> nn.RMSNorm:
+    return nn.RMSNorm(width, eps, device="meta")
+
+
+class DraftAttention(nn.Module):
+    """Attention with rotary positions; `inputs` is the width that it reads."""
+
+    def __init__(self, shape: DecoderShape, inputs: int) -> None:
+        super().__init__()
+        self._shape = shape
+        rows = shape.kv_heads * shape.head_dim
+        self.q_proj = linear(inputs, shape.heads * shape.head_dim, bias=shape.attention_bias)
+        self.k_proj = linear(inputs, rows, bias=shape.attention_bias)
+        self.v_proj = linear(inputs, rows, bias=shape.attention_bias)
+        self.o_proj = linear(shape.heads * shape.head_dim, shape.hidden, bias=shape.output_bias)
+        self.q_norm = norm(shape.head_dim, shape.eps) if shape.qk_norm else None
+        self.k_norm = norm(shape.head_dim, shape.eps) if shape.qk_norm else None
+
+    def forward(self, inputs: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True) -> torch.Tensor:
+        """Attend to the cached rows and to the new ones, which are appended; the caller advances the cache."""
+        start, count = cache.length, inputs.shape[0]
+        positions = torch.arange(start, start + count, device=inputs.device)
+        queries = self._rotated(self.q_proj(inputs), self.q_norm, positions)
+        keys, values = cache.append(layer, *self.keys_and_values(inputs, positions))
+        mask = None
+        if causal and count > 1:
+            mask = torch.arange(start + count, device=inputs.device) <= positions[:, None]
+        attended = functional.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+        )
+        projected: torch.Tensor = self.o_proj(attended[0].transpose(0, 1).flatten(1))
+        return projected
+
+    def keys_and_values(self, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows to cache.  # [kv heads, tokens, head]"""
+        values = self.v_proj(inputs).view(len(inputs), -1, self._shape.head_dim).transpose(0, 1)
+        return self._rotated(self.k_proj(inputs), self.k_norm, positions), values
+
+    def _rotated(self, rows: torch.Tensor, norm: nn.Module | None, positions: torch.Tensor) -> torch.Tensor:
+        heads = rows.view(len(rows), -1, self._shape.head_dim).transpose(0, 1)  # [heads, tokens, head]
+        if norm is not None:
+            heads = norm(heads)
+        cos, sin = self._shape.rotary(heads, positions[None])
+        first, second = heads.chunk(2, dim=-1)
+        rotated: torch.Tensor = heads * cos[0] + torch.cat([-second, first], dim=-1) * sin[0]
+        return rotated
+
+
+class DraftMlp(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_proj = linear(shape.hidden, shape.inner, bias=shape.mlp_bias)
+        self.up_proj = linear(shape.hidden, shape.inner, bias=shape.mlp_bias)
+        self.down_proj = linear(shape.inner, shape.hidden, bias=shape.mlp_bias)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(inputs)) * self.up_proj(inputs))
+        return outputs
+
+
+class DraftLayer(nn.Module):
+    """Decoder layer; without `input_norm` its attention reads the residual itself."""
+
+    def __init__(self, shape: DecoderShape, *, inputs: int = 0, input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(shape, inputs or shape.hidden)
+        self.mlp = DraftMlp(shape)
+        self.input_layernorm = norm(shape.hidden, shape.eps) if input_norm else None
+        self.post_attention_layernorm = norm(shape.hidden, shape.eps)
+
+    def forward(self, residual: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True) -> torch.Tensor:
+        inputs = residual if self.input_layernorm is None else self.input_layernorm(residual)
+        return self.attend(inputs, residual, cache, layer, causal=causal)
+
+    def attend(
+        self, inputs: torch.Tensor, residual: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True
+    ) -> torch.Tensor:
+        """Return the residual after this layer, whose attention reads `inputs`."""
+        residual = residual + self.self_attn(inputs, cache, layer, causal=causal)
+        added: torch.Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + added

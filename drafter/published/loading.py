@@ -1,0 +1,152 @@
+"""Reading a checkpoint: recognise it, compare it with its target, and fill its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from drafter.published.checkpoint_config import CheckpointConfig, refused
+from drafter.published.module import EMBEDDINGS, HEAD, PublishedModule
+from drafter.published.recognition import RecognisedFormat, recognise
+from drafter.published.weight_files import WeightEntry, read_finite, weight_entries
+from outrider.models.gguf import pretrained_source
+from outrider.models.hub import locate
+from outrider.protocol.errors import ModelMismatch, StartupError
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+
+_IDS = "d2t"  # offset of each drafted id's target id
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSize:
+    """The dimensions of a target that drafters depend on."""
+
+    name: str
+    hidden: int
+    vocab: int
+    layers: int
+
+    @classmethod
+    def read(cls, name: str, progress: Callable[[str], None]) -> TargetSize:
+        """Return the dimensions in a target's configuration. Its weights are not read."""
+        path = locate(name, progress)
+        try:
+            config = AutoConfig.from_pretrained(**pretrained_source(path)).get_text_config()
+            return cls(name, config.hidden_size, config.vocab_size, config.num_hidden_layers)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise StartupError(
+                f"cannot read the configuration of {name!r}: {error}", field="target", value=name
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCheckpoint:
+    """A recognised checkpoint whose tensors have the names and shapes of its module; no weight has been read."""
+
+    folder: Path
+    format: RecognisedFormat
+    module: PublishedModule
+    entries: Mapping[str, WeightEntry]  # by parameter
+    ids: WeightEntry | None
+
+    @classmethod
+    def open(cls, folder: Path) -> PublishedCheckpoint:
+        """Read the configuration and the shapes. Raise StartupError with the first thing that is wrong."""
+        config = CheckpointConfig.read(folder)
+        found = weight_entries(folder)
+        recognised = recognise(config, found.keys())
+        module = recognised.make(recognised.config)
+        entries = {}
+        for name, entry in found.items():
+            parameter = module.published_name(name)
+            if parameter is not None:
+                entries[parameter] = entry
+        ids = entries.pop(_IDS, None)
+        checkpoint = cls(folder, recognised, module, entries, ids)
+        checkpoint._check_shapes()
+        return checkpoint
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Return the tensors that the target must supply."""
+        return tuple(sorted(self.module.optional - self.entries.keys()))
+
+    def _check_shapes(self) -> None:
+        wanted = {name: tuple(weight.shape) for name, weight in self.module.state_dict().items()}
+        for name, entry in self.entries.items():
+            if name not in wanted:
+                raise refused(self.folder, f"has {name}, which the format {self.format.name} does not have")
+            if entry.shape != wanted[name]:
+                raise refused(self.folder, f"has {name} of shape {entry.shape}, not {wanted[name]}", str(wanted[name]))
+        missing = sorted(wanted.keys() - self.entries.keys() - self.module.optional)
+        if missing:
+            raise refused(self.folder, f"has no {missing[0]}")
+        self._check_ids()
+
+    def _check_ids(self) -> None:
+        draft, vocab = self.module.draft_vocab, self.module.needs.vocab
+        if self.ids is None and draft != vocab:
+            raise refused(self.folder, f"has no {_IDS}, and drafts {draft} of {vocab} ids")
+        if self.ids is not None and (self.ids.shape != (draft,) or self.ids.dtype.is_floating_point):
+            raise refused(self.folder, f"has {_IDS} of shape {self.ids.shape}, not ({draft},) whole numbers")
+        if draft != vocab and HEAD in self.lacks:
+            raise refused(self.folder, f"has no {HEAD}, and drafts {draft} of {vocab} ids")
+
+    def check_target(self, target: TargetSize) -> None:
+        """Raise ModelMismatch with the first thing that differs from what the drafter was made for."""
+        needs = self.module.needs
+        self._compare(target, "hidden size", target.hidden, needs.hidden)
+        self._compare(target, "vocabulary size", target.vocab, needs.vocab)
+        if needs.num_layers is not None:
+            self._compare(target, "number of layers", target.layers, needs.num_layers)
+        layers = needs.layers_of(target.layers)
+        if layers and not 0 <= min(layers) <= max(layers) <= target.layers:
+            raise self._mismatch(target, f"number of layers {target.layers}", f"states after the layers {layers}")
+        if self.lacks and self.module.shape.hidden != target.hidden:
+            raise self._mismatch(
+                target, f"width {target.hidden}", f"{self.lacks[0]} of width {self.module.shape.hidden}"
+            )
+
+    def _compare(self, target: TargetSize, what: str, found: int, needed: int) -> None:
+        if found != needed:
+            raise self._mismatch(target, f"{what} {found}", str(needed))
+
+    def _mismatch(self, target: TargetSize, found: str, needed: str) -> ModelMismatch:
+        return ModelMismatch(
+            f"the drafter in {self.folder} does not fit {target.name}: it needs {needed}, the target has {found}",
+            field="target",
+            value=target.name,
+            limit=needed,
+        )
+
+    def check_weights(self) -> int:
+        """Read every weight once, and return the number of parameters. Raise StartupError if one is not finite."""
+        for name, entry in self.entries.items():
+            read_finite(self.folder, name, entry)
+        self._target_ids()
+        return sum(torch.Size(entry.shape).numel() for entry in self.entries.values())
+
+    def load(self, target: EmbeddingsAndHead | None = None, dtype: torch.dtype = torch.float32) -> PublishedModule:
+        """Fill the module, with the target's embeddings and head where the checkpoint has none."""
+        weights = {name: read_finite(self.folder, name, entry).to(dtype) for name, entry in self.entries.items()}
+        for name in self.lacks:
+            if target is None or target.head_bias is not None or target.softcap:
+                raise refused(self.folder, f"has no {name}, and the target has no plain one")
+            weights[name] = (target.embeddings if name == EMBEDDINGS else target.head).to(dtype)
+        self.module.load_state_dict(weights, assign=True)
+        self.module.ids = self._target_ids()
+        return self.module.requires_grad_(requires_grad=False).eval()
+
+    def _target_ids(self) -> torch.Tensor:
+        ids = torch.arange(self.module.draft_vocab)
+        if self.ids is None:
+            return ids
+        ids = ids + self.ids.read().long()
+        vocab = self.module.needs.vocab
+        if not bool((ids >= 0).all() & (ids < vocab).all()) or len(set(ids.tolist())) < len(ids):
+            raise refused(self.folder, f"has a {_IDS} that names ids twice or beyond {vocab}", "offsets to target ids")
+        return ids

@@ -1,0 +1,250 @@
+"""Synthetic checkpoints of drafters in exactly the layouts that are published, with seeded weights.
+
+Names and shapes are written down here from the published formats, not taken from the product.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+VOCAB = 257  # of the toy targets
+HIDDEN, INNER, HEADS, KV_HEADS = 128, 192, 4, 2
+HEAD_DIM = HIDDEN // HEADS
+DRAFT_VOCAB = 96
+MIN_POSITIONS = 64  # compared in every case
+
+Weights = dict[str, torch.Tensor]
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class Random:
+    """Seeded weights of a checkpoint."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.weights: Weights = {}
+
+    def matrix(self, name: str, rows: int, columns: int, *, bias: bool = False) -> None:
+        self.weights[f"{name}.weight"] = self._normal(rows, columns) / columns**0.5
+        if bias:
+            self.weights[f"{name}.bias"] = 0.3 * self._normal(rows)
+
+    def norm(self, name: str, width: int, centre: float = 1.0) -> None:
+        self.weights[f"{name}.weight"] = centre + 0.2 * self._normal(width)
+
+    def layer(self, name: str, *, inputs: int = HIDDEN, bias: bool = False, qk_norm: bool = False) -> None:
+        """Add a decoder layer without its input norm."""
+        self.matrix(f"{name}.self_attn.q_proj", HEADS * HEAD_DIM, inputs, bias=bias)
+        self.matrix(f"{name}.self_attn.k_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
+        self.matrix(f"{name}.self_attn.v_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
+        self.matrix(f"{name}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM, bias=bias)
+        if qk_norm:
+            self.norm(f"{name}.self_attn.q_norm", HEAD_DIM)
+            self.norm(f"{name}.self_attn.k_norm", HEAD_DIM)
+        self.matrix(f"{name}.mlp.gate_proj", INNER, HIDDEN)
+        self.matrix(f"{name}.mlp.up_proj", INNER, HIDDEN)
+        self.matrix(f"{name}.mlp.down_proj", HIDDEN, INNER)
+        self.norm(f"{name}.post_attention_layernorm", HIDDEN)
+
+    def drafted_ids(self, draft_vocab: int) -> None:
+        """Add offsets to ascending target ids."""
+        ids = torch.randperm(VOCAB, generator=self._generator)[:draft_vocab].sort().values
+        self.weights["d2t"] = ids - torch.arange(draft_vocab)
+        self.weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+
+def eagle3(
+    folder: Path,
+    *,
+    seed: int = 1,
+    layout: str = "original",
+    layers: int = 1,
+    target_hidden: int = HIDDEN,
+    states: int = 3,
+    draft_vocab: int | None = DRAFT_VOCAB,
+    embeddings: bool = True,
+    files: str = "safetensors",
+    **config: Any,
+) -> Path:
+    """Write an EAGLE-3 checkpoint; `config` has more settings, for the layers or around them."""
+    random = Random(seed)
+    first = "midlayer" if layout == "original" else "layers.0"
+    random.matrix("fc", HIDDEN, states * target_hidden)
+    random.norm(f"{first}.input_layernorm", HIDDEN)
+    random.norm(f"{first}.hidden_norm", HIDDEN)
+    more = {"bias": config.get("attention_bias", False), "qk_norm": config.get("model_type") == "qwen3"}
+    random.layer(first, inputs=2 * HIDDEN, **more)
+    for number in range(1, layers):
+        random.norm(f"layers.{number}.input_layernorm", HIDDEN)
+        random.layer(f"layers.{number}", **more)
+    random.norm("norm", HIDDEN)
+    random.matrix("lm_head", draft_vocab or VOCAB, HIDDEN)
+    if embeddings:
+        random.matrix("embed_tokens", VOCAB, HIDDEN)
+        random.weights["embed_tokens.weight"] *= HIDDEN**0.5
+    if draft_vocab:
+        random.drafted_ids(draft_vocab)
+    if config.get("fc_norm"):
+        for number in range(states):
+            random.norm(f"fc_norm.{number}", target_hidden)
+    if config.get("norm_before_fc") or config.get("eagle_config", {}).get("norm_before_fc"):
+        random.norm("input_norm", states * target_hidden)
+    body = LLAMA | {"num_hidden_layers": layers}
+    around = {"draft_vocab_size": draft_vocab}
+    if target_hidden != HIDDEN:
+        around["target_hidden_size"] = target_hidden
+    if layout == "original":
+        values = body | around | {"architectures": ["LlamaForCausalLMEagle3"]} | config
+    else:
+        values = speculators("eagle3", body, around, config)
+    return write(folder, {name: value for name, value in values.items() if value is not None}, random.weights, files)
+
+
+_OF_LAYERS = {"model_type", "attention_bias", "rope_scaling", "rope_theta", "layer_types"}
+
+
+def speculators(kind: str, body: dict[str, Any], around: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of the `speculators` library."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": "toys/target", "architectures": ["LlamaForCausalLM"]}
+    inner = {name: value for name, value in config.items() if name in _OF_LAYERS}
+    outer = {name: value for name, value in config.items() if name not in _OF_LAYERS}
+    return {
+        "architectures": [f"{kind.capitalize()}Speculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": body | inner,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        **around,
+        **outer,
+    }
+
+
+def write(folder: Path, config: Mapping[str, Any], weights: Weights, files: str = "safetensors") -> Path:
+    """Write a checkpoint as one safetensors file, as shards, or as a `.bin` file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    if files == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    elif files == "safetensors":
+        save_file(weights, folder / "model.safetensors")
+    else:
+        names = sorted(weights)
+        shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+        for shard, held in shards.items():
+            save_file({name: weights[name] for name in held}, folder / shard)
+        placed = {name: shard for shard, held in shards.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    return folder
+
+
+Maker = Callable[[Path], Path]
+CASES: dict[str, Maker] = {
+    "eagle3": eagle3,
+    "eagle3-bare": partial(eagle3, seed=2, draft_vocab=None, embeddings=False, files="bin"),
+    "eagle3-modelopt": partial(
+        eagle3,
+        seed=3,
+        states=2,
+        target_hidden=64,
+        files="sharded",
+        rope_scaling=LLAMA3_ROPE,
+        norm_before_residual=True,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3], "norm_before_fc": True, "use_aux_hidden_state": True},
+    ),
+    "eagle3-speculators": partial(eagle3, seed=4, layout="speculators", layers=2, attention_bias=True),
+    "eagle3.1-speculators": partial(
+        eagle3, seed=5, layout="speculators", model_type="qwen3", fc_norm=True, norm_output=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One pass of a drafter: drop the rows after `cut`, then append rows for these tokens.
+
+    `states` are the target's, before projection. None: the rows continue from the hidden state that the drafter gave
+    for its last row.
+    """
+
+    cut: int
+    tokens: torch.Tensor
+    states: torch.Tensor | None
+
+
+def calls(seed: int, width: int, rounds: int = 14) -> Iterator[Call]:
+    """Yield a prompt, and rounds of a chain of guesses and a rollback to what of it was accepted."""
+    random = torch.Generator().manual_seed(1000 + seed)
+    committed = 0
+    for number in range(rounds):
+        count = 7 if number == 0 else 1 + number % 4
+        tokens = torch.randint(VOCAB, (count,), generator=random)
+        yield Call(committed, tokens, torch.randn(count, width, generator=random))
+        committed += count
+        for ahead in range(2 + number % 3):
+            yield Call(committed + ahead, torch.randint(VOCAB, (1,), generator=random), None)
+
+
+def target_embeddings() -> torch.Tensor:
+    """Return the embeddings of a target, for checkpoints that have none."""
+    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99))
+
+
+def state_width(checkpoint: Path) -> int:
+    """Return the width of the target's states of one token, side by side."""
+    return next(weight.shape[1] for name, weight in weights_of(checkpoint).items() if name == "fc.weight")
+
+
+def target_hidden(checkpoint: Path) -> int:
+    config = json.loads((checkpoint / "config.json").read_text())
+    return int(config.get("target_hidden_size") or HIDDEN)
+
+
+def weights_of(checkpoint: Path) -> Weights:
+    """Return all tensors of a checkpoint."""
+    if (checkpoint / "pytorch_model.bin").is_file():
+        loaded: Weights = torch.load(checkpoint / "pytorch_model.bin", weights_only=True)
+        return loaded
+    parts = [load_file(path) for path in sorted(checkpoint.glob("*.safetensors"))]
+    return {name: weight for part in parts for name, weight in part.items()}

@@ -1,0 +1,30 @@
+"""Runs of a published drafter over a schedule of calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from drafter.published.loading import PublishedCheckpoint
+from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from tests.published import Call, target_embeddings
+
+
+class Replay:
+    """Our drafter of a checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        matrices = EmbeddingsAndHead(target_embeddings(), target_embeddings(), None, 0.0)
+        self._module = PublishedCheckpoint.open(checkpoint).load(matrices)
+        self._cache = self._module.new_cache()
+        self._hidden = torch.empty(0)
+        self.ids = self._module.ids
+
+    @torch.no_grad()
+    def run(self, call: Call) -> torch.Tensor:
+        """Return the logits of the call's rows."""
+        self._cache.truncate(call.cut)
+        hidden = self._hidden[-1:] if call.states is None else self._module.project(call.states)
+        logits, self._hidden = self._module.step(self._cache, call.tokens, hidden)
+        return logits

@@ -1,0 +1,128 @@
+"""Recognition of checkpoints, their fit to a target, and the command that tells both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from drafter.published.__main__ import app, main
+from drafter.published.loading import PublishedCheckpoint, TargetSize
+from outrider.protocol.errors import ModelMismatch, StartupError
+from outrider.testing.toy_models import make_model
+from tests.published import HIDDEN, VOCAB, eagle3
+
+TARGET = TargetSize("toy", HIDDEN, VOCAB, 6)
+
+
+def test_the_command_tells_format_needs_and_fit(tmp_path: Path) -> None:
+    """As a user calls it, in a process of its own."""
+    target = make_model(tmp_path / "target", seed=1, hidden=HIDDEN, layers=6)
+    checkpoint = eagle3(tmp_path / "drafter", layout="speculators", embeddings=False)
+    command = [sys.executable, "-c", "from outrider.cli.app import main; main()", "drafters", "inspect"]
+    done = subprocess.run(
+        [*command, str(checkpoint), "--target", str(target)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "eagle3, speculators layout" in done.stdout
+    assert "96 of 257 ids" in done.stdout
+    assert "hidden states after the layers 2, 3, 3" in done.stdout
+    assert "input embeddings of the target" in done.stdout
+    assert "made for    toys/target" in done.stdout
+    assert done.stdout.endswith(f"fits {target}\n")
+
+
+def test_without_a_target_the_usual_layers_are_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(eagle3(tmp_path))])
+    assert done.exit_code == 0
+    assert "eagle3, original layout" in done.stdout
+    assert "2, half of them, all but 3" in done.stdout
+
+
+def test_errors_have_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["drafters", "inspect", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"outrider: the drafter in {tmp_path} has no readable config.json: ")
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (TargetSize("toy", 64, 100, 1), "needs 128, the target has hidden size 64"),
+        (TargetSize("toy", HIDDEN, 100, 1), "needs 257, the target has vocabulary size 100"),
+        (TargetSize("toy", HIDDEN, VOCAB, 2), "the target has number of layers 2"),
+    ],
+)
+def test_the_first_difference_from_the_target_is_named(target: TargetSize, reason: str, tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(eagle3(tmp_path))
+    checkpoint.check_target(TARGET)
+    with pytest.raises(ModelMismatch, match=reason):
+        checkpoint.check_target(target)
+
+
+def test_embeddings_of_another_width_do_not_fit(tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(eagle3(tmp_path, target_hidden=64, embeddings=False))
+    with pytest.raises(ModelMismatch, match=r"needs embed_tokens\.weight of width 128, the target has width 64"):
+        checkpoint.check_target(TargetSize("toy", 64, VOCAB, 6))
+
+
+def test_layers_that_the_checkpoint_lists(tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(
+        eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5, 7]})
+    )
+    with pytest.raises(ModelMismatch, match=r"needs states after the layers \(1, 5, 7\), the target has number of"):
+        checkpoint.check_target(TARGET)
+    checkpoint.check_target(TargetSize("toy", HIDDEN, VOCAB, 7))
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "eagle3"),  # by its weights
+    ],
+)
+def test_formats_are_recognised(values: dict[str, Any], name: str, tmp_path: Path) -> None:
+    config = eagle3(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    assert PublishedCheckpoint.open(tmp_path).format.name == name
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"speculators_model_type": "independent"}, "speculators_model_type 'independent'"),
+        ({"speculators_model_type": "dflash2"}, "has the format dflash2, which is not supported"),
+        ({"architectures": ["DFlash2DraftModel"]}, "has the format dflash2, which is not supported"),
+    ],
+)
+def test_formats_that_are_not_supported_are_named(values: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = eagle3(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    with pytest.raises(StartupError, match=reason):
+        PublishedCheckpoint.open(tmp_path)
+
+
+def test_a_whole_model_is_no_drafter(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", seed=1)
+    with pytest.raises(StartupError, match="is no drafter that is known: LlamaForCausalLM"):
+        PublishedCheckpoint.open(model)
+
+
+def test_speculators_norm_the_residual_unless_they_say_otherwise(tmp_path: Path) -> None:
+    """The default of the `speculators` layout differs from the original one."""
+    layouts = {}
+    for layout in ("original", "speculators"):
+        checkpoint = PublishedCheckpoint.open(eagle3(tmp_path / layout, layout=layout))
+        layouts[layout] = checkpoint.format.config.flag("norm_before_residual", False)
+    assert layouts == {"original": False, "speculators": True}
