@@ -616,3 +616,37 @@ async def _to_the_end(call: Awaitable[Any] | Any) -> None:
             assert reply is not None
     else:
         await call
+
+
+@asynccontextmanager
+async def registered_drafter(
+    fleet: Cluster, service: drafter_rpc.DrafterServicer, kind: str, vocab_size: int = 0
+) -> AsyncIterator[None]:
+    """Serve a test's own drafter to a cluster whose coordinator has no keys, and wait for its end to be known."""
+    server = grpc.aio.server()
+    drafter_rpc.add_DrafterServicer_to_server(service, server)
+    address = f"127.0.0.1:{free_port()}"
+    server.add_insecure_port(address)
+    await server.start()
+    worker = pb.Worker(
+        worker_id=f"{kind}-{address}",
+        role=pb.ROLE_DRAFTER,
+        address=address,
+        kind=kind,
+        capacity=64,
+        model=common.ModelInfo(name=kind, fingerprint=kind, vocab_size=vocab_size),
+    )
+    async with grpc.aio.insecure_channel(fleet.address, options=channel_options()) as channel:
+        call = rpc.RegistryStub(channel).Register()
+        await call.write(pb.RegisterRequest(worker=worker))
+        await call.read()
+        yield
+        call.cancel()
+    await server.stop(0)
+
+    async def gone() -> bool:
+        async with client(fleet.address) as stub:
+            workers = (await stub.GetServerInfo(pb.GetServerInfoRequest())).workers
+        return all(known.kind != kind for known in workers)
+
+    await until_async(gone, 20, f"the {kind} drafter to be forgotten")

@@ -12,16 +12,13 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from outrider.base.grpc_options import channel_options
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.v1 import coordinator_pb2_grpc as rpc
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import drafter_pb2_grpc as drafter_rpc
-from tests.cluster import Cluster, Output, ask, client, free_port, generate, until_async
+from tests.cluster import Cluster, Output, ask, client, generate, registered_drafter
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(180)
@@ -119,35 +116,9 @@ def fresh(models: Models, tmp_path: Path) -> Iterator[Cluster]:
 
 @asynccontextmanager
 async def hostile(fleet: Cluster, manner: str) -> AsyncIterator[Hostile]:
-    """Registered as a drafter of kind `hostile`."""
     service = Hostile(manner)
-    server = grpc.aio.server()
-    drafter_rpc.add_DrafterServicer_to_server(service, server)
-    address = f"127.0.0.1:{free_port()}"
-    server.add_insecure_port(address)
-    await server.start()
-    worker = pb.Worker(
-        worker_id=f"hostile-{manner}",
-        role=pb.ROLE_DRAFTER,
-        address=address,
-        kind="hostile",
-        capacity=64,
-        model=common.ModelInfo(name=manner, fingerprint=manner),
-    )
-    async with grpc.aio.insecure_channel(fleet.address, options=channel_options()) as channel:
-        call = rpc.RegistryStub(channel).Register()
-        await call.write(pb.RegisterRequest(worker=worker))
-        await call.read()
+    async with registered_drafter(fleet, service, "hostile"):
         yield service
-        call.cancel()
-    await server.stop(0)
-
-    async def gone() -> bool:
-        async with client(fleet.address) as stub:
-            workers = (await stub.GetServerInfo(pb.GetServerInfoRequest())).workers
-        return all(known.kind != "hostile" for known in workers)
-
-    await until_async(gone, 20, "the hostile drafter to be forgotten")
 
 
 def request(seed: int, length: int, **wishes: Any) -> pb.GenerateRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import pytest
 
 from outrider.models.hub import fetch_default
 from outrider.train.data import shipped
-from tests.cluster import Cluster, Output, ask, client, generate
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import drafter_pb2_grpc as drafter_rpc
+from tests.cluster import Cluster, Output, ask, client, generate, registered_drafter
 from tests.vllm.conftest import RUNNER
 
 pytestmark = [
@@ -33,6 +36,36 @@ DRAFTED: list[dict[str, Any]] = [
     {"gamma": gamma, "drafter": drafter} for gamma in (3, 6) for drafter in ("suffix", "suffix+eagle", "ngram")
 ]
 VLLM = ("--engine", "vllm", "--kv-tokens", "32768", "--max-sessions", "16", "--guess-rows", "8")
+
+
+class Knowing(drafter_rpc.DrafterServicer):
+    """Knows the plain texts: its guesses are right, wrong, or right up to a wrong one in the middle."""
+
+    MANNERS = ("right", "wrong", "mixed")
+
+    def __init__(self, plain: list[Output]) -> None:
+        self.manner = ""
+        self._texts = {output.seed: output.token_ids for output in plain}
+
+    async def Probe(self, request: common.ProbeRequest, context: Any) -> common.ProbeReply:
+        return common.ProbeReply()
+
+    async def Draft(self, requests: AsyncIterator[draft.DraftRequest], context: Any) -> AsyncIterator[draft.DraftReply]:
+        opening = (await anext(requests)).open
+        text = self._texts[opening.params.seed]
+        yield draft.DraftReply(opened=draft.DraftOpened())
+        done, first_id = len(opening.tokens) - opening.prompt_length, 1
+        async for request in requests:
+            if request.HasField("committed"):
+                committed = request.committed
+                done = committed.position + len(committed.tokens) - opening.prompt_length
+                tokens = list(text[done : min(done + 6, LENGTH - 1)])
+                wrong = {"right": len(tokens), "wrong": 0, "mixed": 3}[self.manner]
+                tokens[wrong:] = [token - 1 if token else 1 for token in tokens[wrong:]]
+                if tokens:
+                    position = opening.prompt_length + done
+                    yield draft.DraftReply(guess=common.Guess(position=position, first_id=first_id, tokens=tokens))
+                    first_id += len(tokens)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +115,18 @@ async def test_a_hundred_prompts_have_one_text_each_whatever_is_guessed(vllm: Cl
         print(f"{mode} {wishes}: {accepted} accepted, {len(different)} texts differ")
         assert not different
         assert accepted > 0
+    knowing = Knowing(plain)
+    async with registered_drafter(vllm, knowing, "knowing"):
+        for manner in Knowing.MANNERS:
+            knowing.manner = manner
+            found = await answers(vllm, mode | {"gamma": 6, "drafter": "knowing"})
+            different = [i for i, (a, b) in enumerate(zip(plain, found, strict=True)) if a.token_ids != b.token_ids]
+            drafted = sum(output.stats.draft_tokens for output in found)
+            accepted = sum(output.stats.accepted_tokens for output in found)
+            print(f"{mode} {manner} guesses: {accepted} of {drafted} accepted, {len(different)} texts differ")
+            assert not different
+            assert drafted > PROMPTS
+            assert {"right": accepted == drafted, "wrong": accepted == 0}.get(manner, 0 < accepted < drafted)
 
 
 async def test_a_drafter_that_reads_hidden_states_is_as_good_as_on_our_own_engine(
