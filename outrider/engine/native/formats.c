@@ -90,6 +90,12 @@ int64_t outrider_packed_size(int type, Linear *linear) {
     return (linear->outputs + 31) / 32 * 2l * (linear->inputs / BLOCK) * unit_size(linear->kind);
 }
 
+/* A block's even inputs before its odd ones; of Q8_0, two outputs in every four bytes, above 0. */
+static int byte_in_tile(int kind, int output, int input) {
+    if (kind == BYTES) return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2;
+    return output * BLOCK + input % 2 * 16 + input / 2;
+}
+
 /* Repacks rows of a GGUF file's blocks into the linear's zeroed memory. */
 void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int threads) {
     const int kind = linear->kind;
@@ -105,7 +111,8 @@ void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int thre
             for (int n = 0; n < FORMATS[kind].numbers; n++) put_number(kind, unit, n, lane, from.numbers[n]);
             for (int k = 0; k < BLOCK; k++)
                 if (FORMATS[kind].bits == 8)
-                    quants[linear->tiles ? lane * BLOCK + k : k * UNIT + lane] = from.quants[k];
+                    quants[linear->tiles ? byte_in_tile(kind, lane, k) : k * UNIT + lane] =
+                        (char)(from.quants[k] + (linear->tiles && kind == BYTES ? 128 : 0));
                 else if (linear->tiles) /* four outputs in the 16 bits of an input */
                     quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)(from.quants[k] << lane % 2 * 4);
                 else /* eight inputs in the 32 bits of an output */

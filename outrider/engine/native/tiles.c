@@ -1,6 +1,6 @@
 /* Products in AMX tiles: weights and rows as sums of two bfloat16 numbers each, products of their parts in float32.
  *
- * With w = w1 + w2 to 16 bits and x = x1 + x2 to 17, a block of 32 inputs adds w1·x1, w2·x1 and w1·x2, in this order, to
+ * With w = w1 + w2 to 16 bits and x = x1 + x2 to 17, a block of 32 inputs adds w1·x1, w1·x2 and w2·x1, in this order, to
  * 16 outputs of up to 16 rows. To add is what the processor does with a tile: one chain of fused operations over the even
  * inputs and one over the odd ones, each from 0, then their sum; numbers below 2^-126 count as 0. A row is a column of the
  * tiles: its bits depend on no other column, on its place, or on the number of rows. Weights that are bfloat16 or int8
@@ -8,7 +8,7 @@
  */
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")
 #define TILES 1
 #endif
 
@@ -16,24 +16,24 @@
 
 #if TILES
 
+#include "unpack.h"
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define TILE 1024   /* bytes: 16 outputs by 32 inputs, or 16 pairs of inputs by 16 rows */
 #define COLUMNS 16  /* rows of x in a tile, at most */
-#define FAR_T1 12288 /* prefetch distances of weights, bytes: 31 to 34 GB/s with both, 27 to 28 with one of 4 KB */
-#define FAR_T0 2048
-#define AHEAD 2 /* blocks between unpacking and use */
-#define RING 4
+#define NEAR_T0 2048 /* prefetch distance into the first-level cache, bytes; the second level has the next panels */
+#define SLOT (8 * TILE) /* the unpacked block of one or two panels: four units in two parts */
 
 /* The compiler's own functions do not tell it that tiles read and write memory. */
 #define TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((long)(stride)) : "memory")
-#define TILE_STORE(tile, to) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"(64l) : "memory")
+#define TILE_STORE(tile, to, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((long)(stride)) : "memory")
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define TILE_DOT(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :)
 
-/* Sums in tiles 0 to 3 (two units of outputs by two groups of rows), weights in 4 and 5, rows in 6 and 7. */
+/* Sums in tiles 0 to 3: four units of outputs, or two by two groups of rows. Weights in 4 and 5, rows in 6 and 7. */
 static void configure(int columns) {
     struct {
         uint8_t palette, start, reserved[14];
@@ -47,239 +47,271 @@ static void configure(int columns) {
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
 
-/* 32 weights as two lines of bfloat16: the upper halves, and what they leave, rounded. */
-INLINE void split(__m512 even, __m512 odd, __m512i *upper, __m512i *lower) {
-    const __m512i halves = _mm512_set1_epi32((int)0xffff0000);
-    const __m512i odd_words =
-        _mm512_cvtepi8_epi16(_mm256_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41,
-                                              43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63));
-    *upper = _mm512_permutex2var_epi16((__m512i)even, odd_words, (__m512i)odd);
-    even -= (__m512)_mm512_and_si512((__m512i)even, halves);
-    odd -= (__m512)_mm512_and_si512((__m512i)odd, halves);
-    *lower = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-}
-
-/* The numbers of a unit, in memory: the compiler would broadcast them from a register, on the port of the look-ups. */
-INLINE void store_numbers(const int kind, const char *unit, float *to) {
-    for (int n = 0; n < FORMATS[kind].numbers; n++)
-        _mm512_store_ps(to + n * UNIT, (__m512)load_numbers(kind, unit, n, 0));
-    __asm__ volatile("" : : "r"(to) : "memory");
-}
-
-/* Sixteen values of each output are all that its quants can be: two outputs' tables at a time, looked up by quant. */
-INLINE void nibbles_to_tiles(const int kind, const char *unit, char *tiles) {
-    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i nibble = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
-    float numbers[2 * UNIT] __attribute__((aligned(64)));
-    store_numbers(kind, unit, numbers);
-#pragma GCC unroll 4
-    for (int z = 0; z < 4; z++) {
-        __m512i four = _mm512_loadu_si512(unit + numbers_size(kind) + 64 * z);
-#pragma GCC unroll 2
-        for (int i = 0; i < 4; i += 2) {
-            const float *scale = numbers + 4 * z + i, *minimum = scale + UNIT;
-            __m512i upper, lower;
-            split(_mm512_fmadd_ps(values, _mm512_set1_ps(scale[0]), _mm512_set1_ps(minimum[0])),
-                  _mm512_fmadd_ps(values, _mm512_set1_ps(scale[1]), _mm512_set1_ps(minimum[1])), &upper, &lower);
-            __m512i a = _mm512_and_si512(_mm512_srli_epi16(four, 4 * i), nibble);
-            __m512i b = _mm512_ternarylogic_epi32(_mm512_srli_epi16(four, 4 * i + 4), nibble, second, 0xea); /* and, or */
-            char *to = tiles + 64 * (4 * z + i);
-            _mm512_store_si512(to, _mm512_permutexvar_epi16(a, upper));
-            _mm512_store_si512(to + 64, _mm512_permutexvar_epi16(b, upper));
-            _mm512_store_si512(to + TILE, _mm512_permutexvar_epi16(a, lower));
-            _mm512_store_si512(to + TILE + 64, _mm512_permutexvar_epi16(b, lower));
-        }
-    }
-}
-
-INLINE void bytes_to_tiles(const int kind, const char *unit, char *tiles) {
-    const int8_t *quants = (const int8_t *)unit + numbers_size(kind);
-    float numbers[2 * UNIT] __attribute__((aligned(64)));
-    store_numbers(kind, unit, numbers);
-#pragma GCC unroll 4
-    for (int o = 0; o < UNIT; o++, quants += BLOCK) {
-        __m512 even = (__m512)from_bytes(quants), odd = (__m512)from_bytes(quants + 16);
-        if (kind == INT8) {
-            _mm512_store_si512(tiles + 64 * o, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-            continue;
-        }
-        __m512 scale = _mm512_set1_ps(numbers[o]), other = scale;
-        if (FORMATS[kind].numbers == 2) other = _mm512_set1_ps(numbers[UNIT + o]);
-        if (FORMATS[kind].minima) {
-            even = _mm512_fmadd_ps(even, scale, other);
-            odd = _mm512_fmadd_ps(odd, scale, other);
-        } else {
-            even *= scale;
-            odd *= other;
-        }
-        __m512i upper, lower;
-        split(even, odd, &upper, &lower);
-        _mm512_store_si512(tiles + 64 * o, upper);
-        _mm512_store_si512(tiles + TILE + 64 * o, lower);
-    }
-}
-
-INLINE void unpack_unit(const int kind, const char *unit, char *tiles) {
-    (FORMATS[kind].bits == 4 ? nibbles_to_tiles : bytes_to_tiles)(kind, unit, tiles);
-}
-
 INLINE __m512 widen(__m256i halves) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
 
-/* Tiles of x: [groups of columns][blocks][2 parts][16 pairs of inputs][columns]. */
-static void prepare_row(const float *x, int inputs, int columns, int row, char *to) {
-    int blocks = (inputs + BLOCK - 1) / BLOCK;
-    __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                        _mm512_set1_epi32(columns));
-    to += (long)(row / columns) * blocks * 2 * 64 * columns + 4 * (row % columns);
-    for (int k = 0; k < inputs; k += BLOCK, to += 2 * 64 * columns) {
-        int left = inputs - k;
-        __m512 even = _mm512_maskz_loadu_ps((__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff), x + k);
-        __m512 odd = _mm512_maskz_loadu_ps((__mmask16)(left < 32 ? left < 16 ? 0 : (1 << (left - 16)) - 1 : 0xffff),
-                                           x + k + 16);
-        __m512i upper = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-        even -= widen(_mm512_castsi512_si256(upper));
-        odd -= widen(_mm512_extracti64x4_epi64(upper, 1));
-        __m512i lower = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-        _mm512_i32scatter_epi32(to, places, upper, 4);
-        _mm512_i32scatter_epi32(to + 64 * columns, places, lower, 4);
+/* A perfect shuffle of `count` vectors, as often as it takes to turn rows of 16 into columns of `count`; and back. */
+INLINE void interleave(__m512i *v, const int count) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int times = 1; times < count; times *= 2) {
+        __m512i from[COLUMNS];
+        memcpy(from, v, sizeof(__m512i) * (size_t)count);
+#pragma GCC unroll 8
+        for (int i = 0; i < count / 2; i++) {
+            v[2 * i] = _mm512_permutex2var_epi32(from[i], low, from[i + count / 2]);
+            v[2 * i + 1] = _mm512_permutex2var_epi32(from[i], high, from[i + count / 2]);
+        }
+    }
+}
+
+INLINE void deal(__m512i *v, const int count) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+#pragma GCC unroll 4
+    for (int times = 1; times < count; times *= 2) {
+        __m512i from[COLUMNS];
+        memcpy(from, v, sizeof(__m512i) * (size_t)count);
+#pragma GCC unroll 8
+        for (int i = 0; i < count / 2; i++) {
+            v[i] = _mm512_permutex2var_epi32(from[2 * i], even, from[2 * i + 1]);
+            v[i + count / 2] = _mm512_permutex2var_epi32(from[2 * i], odd, from[2 * i + 1]);
+        }
+    }
+}
+
+/* Columns of a tile of x in memory: a power of two, so that no line of it crosses a cache line. */
+static int pitch_of(int columns) { return columns <= 2 ? columns : columns <= 4 ? 4 : columns <= 8 ? 8 : COLUMNS; }
+
+/* A block of inputs of `count` rows as two tiles: [2 parts][16 pairs of inputs][pitch]. */
+INLINE void prepare_block(const float *x, int inputs, int k, int count, const int pitch, char *to) {
+    __m512i parts[2][COLUMNS];
+    int left = inputs - k;
+    __mmask16 first = (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+    __mmask16 second = (__mmask16)(left < 32 ? left < 16 ? 0 : (1 << (left - 16)) - 1 : 0xffff);
+#pragma GCC unroll 16
+    for (int r = 0; r < pitch; r++) {
+        const float *row = x + (long)(r < count ? r : 0) * inputs + k;
+        __m512 low = _mm512_maskz_loadu_ps(first, row), high = _mm512_maskz_loadu_ps(second, row + 16);
+        parts[0][r] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        low -= widen(_mm512_castsi512_si256(parts[0][r]));
+        high -= widen(_mm512_extracti64x4_epi64(parts[0][r], 1));
+        parts[1][r] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+        interleave(parts[p], pitch);
+#pragma GCC unroll 16
+        for (int i = 0; i < pitch; i++) _mm512_storeu_si512(to + 64 * (p * pitch + i), parts[p][i]);
     }
 }
 
 /* One unit's sums of a group of columns, of which `count` are rows, into y. */
-static void finish(const Linear *linear, const float *sums, int first, int count, float *y, long y_stride,
-                   int add) {
+INLINE void finish_unit(const Linear *linear, const float *sums, const int pitch, int first, int count, float *y,
+                        long y_stride, int add) {
     int left = linear->outputs - first;
     if (left <= 0) return;
     __mmask16 mask = (__mmask16)(left < UNIT ? (1 << left) - 1 : 0xffff);
-    __m512i places = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
     __m512 bias = linear->bias ? _mm512_maskz_loadu_ps(mask, linear->bias + first) : _mm512_setzero_ps();
     __m512 scale = linear->scales ? _mm512_maskz_loadu_ps(mask, linear->scales + first) : _mm512_set1_ps(1);
-    for (int r = 0; r < count; r++, y += y_stride) {
-        __m512 sum = _mm512_i32gather_ps(places, sums + r, 4) * scale;
+    __m512i rows[COLUMNS];
+#pragma GCC unroll 16
+    for (int i = 0; i < pitch; i++) rows[i] = _mm512_loadu_si512(sums + 16 * i);
+    deal(rows, pitch);
+#pragma GCC unroll 16
+    for (int r = 0; r < pitch; r++) {
+        if (r >= count) break;
+        __m512 sum = (__m512)rows[r] * scale;
         if (linear->bias) sum += bias;
-        if (add) sum += _mm512_maskz_loadu_ps(mask, y + first);
-        _mm512_mask_storeu_ps(y + first, mask, sum);
+        if (add) sum += _mm512_maskz_loadu_ps(mask, y + r * y_stride + first);
+        _mm512_mask_storeu_ps(y + r * y_stride + first, mask, sum);
     }
 }
 
-/* Unpacked blocks of the panels of a thread: a ring that runs on from panel to panel, or all blocks of a panel (`ring` is
- * their number less 1, or −1) for further groups of columns. */
-typedef struct {
-    char *tiles;
-    long ring, next; /* next: the block after the last one that is unpacked */
-    long end;        /* blocks of all panels of the thread */
-} Unpacked;
+/* Tiles of x: [groups of columns][blocks][2 parts][16 pairs of inputs][pitch]. */
+static void prepare(const float *x, int inputs, int k, int rows, int columns, char *to) {
+    const int blocks = (inputs + BLOCK - 1) / BLOCK, pitch = pitch_of(columns);
+#define PREPARE(p) prepare_block(x + (long)r * inputs, inputs, k, rows - r < columns ? rows - r : columns, p, at)
+    for (int r = 0; r < rows; r += columns) {
+        char *at = to + ((long)(r / columns) * blocks + k / BLOCK) * 2 * 64 * pitch;
+        switch (pitch) {
+        case 1: PREPARE(1); break;
+        case 2: PREPARE(2); break;
+        case 4: PREPARE(4); break;
+        case 8: PREPARE(8); break;
+        default: PREPARE(COLUMNS);
+        }
+    }
+}
 
-/* Sums of a panel, whose first block is number `first` of the thread's, for one or two groups of columns. */
-INLINE void sum_panel(const int kind, const int groups, const char *panel, long first, int blocks, const char *x,
-                      int columns, Unpacked *unpacked, float *sums) {
+static void finish(const Linear *linear, const float *sums, int pitch, int first, int count, float *y, long y_stride,
+                   int add) {
+    switch (pitch) {
+    case 1: finish_unit(linear, sums, 1, first, count, y, y_stride, add); break;
+    case 2: finish_unit(linear, sums, 2, first, count, y, y_stride, add); break;
+    case 4: finish_unit(linear, sums, 4, first, count, y, y_stride, add); break;
+    case 8: finish_unit(linear, sums, 8, first, count, y, y_stride, add); break;
+    default: finish_unit(linear, sums, COLUMNS, first, count, y, y_stride, add);
+    }
+}
+
+/* What a thread unpacks next: block after block of one or two panels, then the next panels. */
+typedef struct {
+    const char *at;        /* in the first of the panels */
+    long size, panel_size; /* bytes of a block and of a panel */
+    int blocks, block;     /* of a panel */
+    int panels, wide;      /* left, with these; at most so many together */
+    char *tiles;           /* slots for unpacked blocks */
+    int slots, slot;
+} Stream;
+
+INLINE int units_of(const Stream *stream) { return stream->panels < stream->wide ? 2 * stream->panels : 2 * stream->wide; }
+
+/* One unit of the next block. */
+INLINE void unpack_next(const int kind, const Stream *from, int unit) {
+    const char *at = from->at + unit / 2 * from->panel_size + unit % 2 * unit_size(kind);
+    for (long i = 0; i < unit_size(kind); i += 64) __builtin_prefetch(at + NEAR_T0 + i, 0, 3);
+    unpack_unit(kind, at, from->tiles + from->slot * SLOT + unit * 2 * TILE);
+}
+
+INLINE void advance(Stream *from) {
+    const int together = units_of(from) / 2;
+    const char *far = from->at + from->block * from->size * (together - 1) + from->panel_size * together;
+    for (long i = 0; i < together * from->size; i += 64) __builtin_prefetch(far + i, 0, 2);
+    from->at += from->size;
+    from->slot = from->slot + 1 < from->slots ? from->slot + 1 : 0;
+    if (++from->block == from->blocks) {
+        from->block = 0;
+        from->panels -= together;
+        from->at += from->panel_size * (together - 1);
+    }
+}
+
+/* The products of a unit and a group of rows, whose parts are in tiles 6 and 7. Additions to one tile follow each other
+ * without delay, to tiles in turn they do not. */
+#define ADD(sum, from, two_parts)                \
+    TILE_LOAD(4, from, 64);                      \
+    TILE_DOT(sum, 4, 6);                         \
+    TILE_DOT(sum, 4, 7);                         \
+    if (two_parts) {                             \
+        TILE_LOAD(5, from + TILE, 64);           \
+        TILE_DOT(sum, 5, 6);                     \
+    }
+#define LOAD_ROWS(at)                            \
+    TILE_LOAD(6, at, 4 * pitch);                 \
+    TILE_LOAD(7, at + part, 4 * pitch);
+
+/* Sums of one panel with two groups of rows, or of one or two panels with one group. Later blocks are unpacked between the
+ * products: vectors and tiles work side by side. */
+INLINE void sum_panels(const int kind, const int groups, int units, const char *panel, int slot, Stream *stream, const char *x,
+                       int pitch, float *sums) {
     const int plain = kind == BFLOAT16, two_parts = kind != BFLOAT16 && kind != INT8;
-    const long size = plain ? 2 * TILE : 2 * unit_size(kind), unit = plain ? TILE : 2 * TILE, part = 64 * columns;
+    const long unit = plain ? TILE : 2 * TILE, part = 64 * pitch, group = stream->blocks * 2 * part;
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    const char *weights = panel - first * size; /* of the thread's first block */
-    for (long b = first; b < first + blocks; b++, panel += size, x += 2 * part) {
-        const char *from = plain ? panel : unpacked->tiles + (b & unpacked->ring) * 4 * TILE;
-        const char *second = x + blocks * 2 * part;
-        const long last = b + AHEAD < unpacked->end ? b + AHEAD : unpacked->end - 1;
-        const int unpacks = !plain && unpacked->next <= last;
-        if (plain || unpacks)
-            for (int i = 0; i < size; i += 64) {
-                __builtin_prefetch(panel + FAR_T1 + i, 0, 2);
-                __builtin_prefetch(panel + FAR_T0 + i, 0, 3);
+    for (int b = 0; b < stream->blocks; b++, x += 2 * part) {
+        const char *from = stream->tiles + slot * SLOT, *others = from + 2 * unit;
+        const int unpacks = !plain && stream->panels > 0;
+        const int next = unpacks ? units_of(stream) : 0;
+        slot = slot + 1 < stream->slots ? slot + 1 : 0;
+        if (plain) {
+            from = panel + b * stream->size, others = from + stream->panel_size;
+            for (long i = 0; i < units * TILE; i += 64) { /* far ahead, the panels' blocks one after the other */
+                __builtin_prefetch(from + b * stream->size * (units / 2 - 1) + stream->panel_size * units / 2 + i, 0, 2);
+                __builtin_prefetch((i < 2 * TILE ? from : others - 2 * TILE) + NEAR_T0 + i, 0, 3);
             }
-        for (; unpacks && unpacked->next < last; unpacked->next++) /* at the start only */
-            for (int u = 0; u < 2; u++)
-                unpack_unit(kind, weights + unpacked->next * size + u * unit_size(kind),
-                            unpacked->tiles + (unpacked->next & unpacked->ring) * 4 * TILE + u * 2 * TILE);
-        /* The units of a later block are unpacked between the products of this one: vectors and tiles work side by side. */
-        const char *later = weights + last * size;
-        char *to = unpacked->tiles + (last & unpacked->ring) * 4 * TILE;
-#define ADD_BLOCK(sum, unit, rows)                  \
-    {                                               \
-        TILE_LOAD(7, rows, 4 * columns);            \
-        TILE_LOAD(4, from + unit, 64);              \
-        TILE_DOT(sum, 4, 7);                        \
-        if (two_parts) {                            \
-            TILE_LOAD(5, from + unit + TILE, 64);   \
-            TILE_DOT(sum, 5, 7);                    \
-        }                                           \
-        TILE_LOAD(6, rows + part, 4 * columns);     \
-        TILE_DOT(sum, 4, 6);                        \
+        }
+        LOAD_ROWS(x)
+        if (next) unpack_next(kind, stream, 0);
+        ADD(0, from, two_parts)
+        if (next > 1 && groups == 1) unpack_next(kind, stream, 1);
+        ADD(1, from + unit, two_parts)
+        if (groups == 2) {
+            LOAD_ROWS(x + group)
+            if (next) unpack_next(kind, stream, 1);
+            ADD(2, from, two_parts)
+            ADD(3, from + unit, two_parts)
+        } else if (units > 2) {
+            if (next > 2) unpack_next(kind, stream, 2);
+            ADD(2, others, two_parts)
+            if (next > 2) unpack_next(kind, stream, 3);
+            ADD(3, others + unit, two_parts)
+        }
+        if (next) advance(stream);
     }
-        if (unpacks) unpack_unit(kind, later, to);
-        ADD_BLOCK(0, 0, x)
-        if (groups == 2) ADD_BLOCK(2, 0, second)
-        if (unpacks) unpack_unit(kind, later + unit_size(kind), to + 2 * TILE);
-        ADD_BLOCK(1, unit, x)
-        if (groups == 2) ADD_BLOCK(3, unit, second)
-        if (unpacks) unpacked->next++;
-    }
-    TILE_STORE(0, sums);
-    TILE_STORE(1, sums + 256);
-    TILE_STORE(2, sums + 512);
-    TILE_STORE(3, sums + 768);
-}
-
-#define SUM_PANEL(kind)                                                                        \
-    case kind:                                                                         \
-        if (groups == 2)                                                               \
-            sum_panel(kind, 2, panel, first, blocks, x, columns, unpacked, sums);      \
-        else                                                                           \
-            sum_panel(kind, 1, panel, first, blocks, x, columns, unpacked, sums);      \
-        break;
-
-static void sum_panel_of(int kind, int groups, const char *panel, long first, int blocks, const char *x, int columns,
-                         Unpacked *unpacked, float *sums) {
-    switch (kind) {
-        SUM_PANEL(BFLOAT16)
-        SUM_PANEL(INT8)
-        SUM_PANEL(NIBBLES)
-        SUM_PANEL(BYTES)
-        SUM_PANEL(NIBBLES_K)
-        SUM_PANEL(BYTES_5K)
-        SUM_PANEL(BYTES_6K)
-    }
+    TILE_STORE(0, sums, 4 * pitch);
+    TILE_STORE(1, sums + 256, 4 * pitch);
+    TILE_STORE(2, sums + 512, 4 * pitch);
+    TILE_STORE(3, sums + 768, 4 * pitch);
 }
 
 static int groups_of(int rows) { return (rows + COLUMNS - 1) / COLUMNS; }
 
 /* Bytes of scratch memory of a product: tiles of x, then of every thread's panel. */
 long tiles_scratch(int inputs, int rows, int threads) {
-    long blocks = (inputs + BLOCK - 1) / BLOCK, kept = groups_of(rows) > 2 ? blocks : RING;
-    return groups_of(rows) * blocks * 2 * TILE + threads * kept * 4 * TILE;
+    long blocks = (inputs + BLOCK - 1) / BLOCK, kept = groups_of(rows) > 2 ? blocks : 2;
+    return groups_of(rows) * blocks * 2 * TILE + threads * kept * SLOT;
 }
+
+/* The share of a thread: panels that follow each other, their first block unpacked before the sums begin. */
+INLINE void multiply(const int kind, const Linear *linear, Stream stream, int panels, int first, int groups, int columns,
+                     const char *x, int rows, float *y, long y_stride, int add) {
+    float sums[4 * 256] __attribute__((aligned(64)));
+    const int plain = kind == BFLOAT16, keeps = groups > 2, pitch = pitch_of(columns);
+    const char *weights = stream.at;
+    for (int p = 0, slot = 0, together; p < panels; p += together, weights += together * stream.panel_size) {
+        together = panels - p < stream.wide ? panels - p : stream.wide;
+        if (keeps) stream.at = weights, stream.panels = 1, stream.slot = stream.block = slot = 0;
+        if (!plain && (keeps || p == 0)) {
+            for (int u = 0; u < 2 * together; u++) unpack_next(kind, &stream, u);
+            advance(&stream);
+        }
+        for (int g = 0; g < groups; g += 2) {
+            int both = groups - g < 2 ? 1 : 2;
+            const char *from = x + (long)g * stream.blocks * 2 * 64 * pitch;
+            if (both == 2)
+                sum_panels(kind, 2, 2, weights, slot, &stream, from, pitch, sums);
+            else
+                sum_panels(kind, 1, 2 * together, weights, slot, &stream, from, pitch, sums);
+            for (int i = 0; i < 2 * both * together; i++) {
+                int row = (g + (groups > 1 ? i / 2 : 0)) * columns, count = rows - row < columns ? rows - row : columns;
+                finish(linear, sums + 256 * i, pitch, 32 * (first + p) + UNIT * (groups > 1 ? i % 2 : i), count,
+                       y + row * y_stride, y_stride, add);
+            }
+        }
+        slot = (slot + stream.blocks) % stream.slots;
+    }
+}
+
+#define MULTIPLY(kind) \
+    case kind: multiply(kind, linear, stream, end - start, start, groups, columns, scratch, rows, y, y_stride, add); break;
 
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int inputs = linear->inputs, kind = linear->kind, panels = (linear->outputs + 31) / 32;
     int blocks = (inputs + BLOCK - 1) / BLOCK, groups = groups_of(rows), columns = (rows + groups - 1) / groups;
-    long panel_size = kind == BFLOAT16 ? 2l * TILE * blocks : 2 * unit_size(kind) * blocks;
-    long kept = (groups > 2 ? blocks : RING) * 4l * TILE;
+    int slots = groups > 2 ? blocks : 2;
+    long size = kind == BFLOAT16 ? 2l * TILE : 2 * unit_size(kind);
     char *scratch = (char *)step->tiles;
 #pragma omp parallel num_threads(step->threads)
     {
 #pragma omp for schedule(static)
-        for (int r = 0; r < rows; r++) prepare_row(x + (long)r * inputs, inputs, columns, r, scratch);
-        float sums[4 * 256] __attribute__((aligned(64)));
+        for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
         int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         int start = panels * thread / threads, end = panels * (thread + 1) / threads;
-        const char *weights = (const char *)linear->weights + start * panel_size;
-        char *tiles = scratch + (long)groups * blocks * 2 * TILE + thread * kept;
-        Unpacked unpacked = {tiles, RING - 1, 0, (long)(end - start) * blocks};
+        Stream stream = {.at = (const char *)linear->weights + start * size * blocks, .size = size,
+                         .panel_size = size * blocks, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
+                         .tiles = scratch + (long)groups * blocks * 2 * TILE + (long)thread * slots * SLOT, .slots = slots};
         configure(columns);
-        for (int p = start; p < end; p++, weights += panel_size) {
-            if (groups > 2) unpacked = (Unpacked){tiles, -1, 0, blocks};
-            for (int g = 0; g < groups; g += 2) {
-                int both = groups - g < 2 ? 1 : 2;
-                sum_panel_of(kind, both, weights, groups > 2 ? 0 : (long)(p - start) * blocks, blocks,
-                             scratch + (long)g * blocks * 2 * 64 * columns, columns, &unpacked, sums);
-                for (int i = 0; i < 2 * both; i++) {
-                    int row = (g + i / 2) * columns, count = rows - row < columns ? rows - row : columns;
-                    finish(linear, sums + 256 * i, 32 * p + UNIT * (i % 2), count, y + row * y_stride, y_stride, add);
-                }
-            }
+        switch (kind) {
+            MULTIPLY(BFLOAT16)
+            MULTIPLY(INT8)
+            MULTIPLY(NIBBLES)
+            MULTIPLY(BYTES)
+            MULTIPLY(NIBBLES_K)
+            MULTIPLY(BYTES_5K)
+            MULTIPLY(BYTES_6K)
         }
         __asm__ volatile("tilerelease" : :);
     }
@@ -290,7 +322,7 @@ int outrider_tiles(void) {
     __builtin_cpu_init();
     uint32_t a = 7, b, c = 0, d;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    if (!(d >> 22 & 1) || !__builtin_cpu_supports("avx512bf16")) return 0;
+    if (!(d >> 22 & 1) || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return 0;
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 

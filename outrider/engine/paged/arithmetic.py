@@ -18,7 +18,7 @@ _USUAL = "native 1, torch's functions 3b448689c15b5de5"
 
 def kernel_arithmetic(version: int, *, tiled: bool = False) -> str:
     """Return the arithmetic of the CPU kernels, with the torch functions around them."""
-    return f"native {version}{', tiles 1' if tiled else ''}, torch's functions {torch_functions_digest()}"
+    return f"native {version}{', tiles 2' if tiled else ''}, torch's functions {torch_functions_digest()}"
 
 
 def torch_arithmetic(kind: str, device: torch.device) -> str:
