@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
@@ -59,6 +59,7 @@ class Simulation:
         self.controller = Controller(gamma_max, self.estimator, fixed or FixedChoices())
         self.result = SimulationResult()
         self.plans: list[tuple[float, SpeculationPlan]] = []  # each change, with its time in ms
+        self.proposed: list[tuple[float, int]] = []  # each step: time in ms, length of the checked path
         self._committed: list[int] = []
         self._tree = GuessTree(self._committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
         self._idle_since = 0.0
@@ -159,6 +160,7 @@ class Simulation:
     def _count(self, verdict: Verdict) -> None:
         result = self.result
         result.steps += 1
+        self.proposed.append((self.now, verdict.proposed))
         result.checked += verdict.proposed > 0
         if verdict.last is TokenKind.RECOVERED:
             result.missed += 1
@@ -195,18 +197,36 @@ def _accepted_path(block: Guess) -> list[int]:
 def predict(case: dict[str, Any]) -> dict[str, Any]:
     """Return the predicted throughput of one case.
 
-    Fields: `world`, with `cost` as [[tokens], [ms]]; `wishes` by the fields of FixedChoices; `tokens`; `warm` tokens
-    before; `seeds`; `gamma_max`.
+    Fields: `world`, or `worlds` for several in turn, with `cost` as [[tokens], [ms]]; `wishes` by the fields of
+    FixedChoices; `tokens` per world; `warm` tokens before; `seeds`; `gamma_max`.
     """
+    worlds = [_world(fields) for fields in case.get("worlds", [case.get("world", {})])]
     fixed = FixedChoices(**case.get("wishes", {}))
-    tokens, ms = 0, 0.0
+    total = SimulationResult()
+    ends_ms: list[float] = []
+    plans: list[tuple[float, SpeculationPlan]] = []
+    proposed: list[tuple[float, int]] = []
     for seed in range(case.get("seeds", 3)):
-        simulation = Simulation(_world(case.get("world", {})), case.get("gamma_max", 16), fixed, seed=seed)
+        simulation = Simulation(worlds[0], case.get("gamma_max", 16), fixed, seed=seed)
         if case.get("warm"):
             simulation.run(case["warm"])
-        result = simulation.run(case.get("tokens", 512))
-        tokens, ms = tokens + result.tokens, ms + result.ms
-    return {"tokens_per_s": 1000.0 * tokens / ms}
+        ends_ms.clear()
+        for world in worlds:
+            simulation.world = world
+            result = simulation.run(case.get("tokens", 512))
+            for name in ("tokens", "steps", "ms", "waited_ms", "checked", "missed", "missed_at_hand"):
+                setattr(total, name, getattr(total, name) + getattr(result, name))
+            ends_ms.append(simulation.now)
+        plans, proposed = simulation.plans, simulation.proposed
+    return {
+        "tokens_per_s": total.tokens_per_s,
+        "tokens_per_step": total.tokens / max(1, total.steps),
+        "missed": total.missed,
+        "missed_at_hand": total.missed_at_hand,
+        "plans": [{"ms": ms, "label": plan.label, **asdict(plan)} for ms, plan in plans],  # of the last seed
+        "offered": proposed,  # of the last seed
+        "ends_ms": ends_ms,
+    }
 
 
 def _world(fields: dict[str, Any]) -> World:

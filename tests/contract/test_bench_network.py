@@ -63,11 +63,14 @@ def test_network_measures_every_mode(tmp_path: Path) -> None:
     assert rows[0.0, "in turns, γ 6"]["acceptance_first"] > 0.5
 
 
-def test_what_was_found_is_drawn(tmp_path: Path) -> None:
+def test_what_was_found_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fewer in (("_RTTS", (0.0, 40.0)), ("_ACCEPTANCES", (0.4, 0.8)), ("_DRAFTS", (0.1, 1.0))):
+        monkeypatch.setattr(plot, name, fewer)
     runs = NetworkRuns([NetworkRun((1, 2), (10.0,), GenerationStats(tokens_per_second=30.0))])
     measured = {LinkCase(rtt): dict.fromkeys(modes((2, 4)), runs) for rtt in (0.0, 15.0)}
     drawn = tmp_path / "network.png"
-    plot.draw(measured, remote_pair.ThrottledTimes("1:40,17:40,33:80", 4.0), drawn)
+    pair = remote_pair.ToyPair(tmp_path, tmp_path, 0.8, 0.6)
+    plot.draw(measured, pair, remote_pair.ThrottledTimes("1:40,17:40,33:80", 4.0), drawn)
     assert drawn.stat().st_size > 20_000
 
 

@@ -85,4 +85,4 @@ def network(
         write_json(json_file, rows, summary | {"drift": drift}, paced=worlds, verify=verify)
     if plot_file is not None:
         plot = import_on_use("matplotlib", "bench", "outrider.bench.network.plot")
-        plot.draw(results.measured, first_times, plot_file)
+        plot.draw(results.measured, first, first_times, plot_file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.bench.common.remote_pair import ThrottledTimes
@@ -41,10 +41,16 @@ def predict(
     cases: Mapping[tuple[LinkCase, NetworkMode], dict[str, Any]],
 ) -> dict[tuple[LinkCase, NetworkMode], float]:
     """Return the predicted tokens per second of every case."""
-    # In its own process: this package must not import the coordinator.
+    replies = simulate(list(cases.values()))
+    return {key: reply["tokens_per_s"] for key, reply in zip(cases, replies, strict=True)}
+
+
+def simulate(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the simulator in its own process: this package must not import the coordinator."""
     command = [sys.executable, "-m", "coordinator.control.simulation"]
-    done = subprocess.run(command, input=json.dumps([*cases.values()]), capture_output=True, text=True, check=True)
-    return {key: reply["tokens_per_s"] for key, reply in zip(cases, json.loads(done.stdout), strict=True)}
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=True)
+    replies: list[dict[str, Any]] = json.loads(done.stdout)
+    return replies
 
 
 def verifier_cost(times: ThrottledTimes) -> tuple[list[int], list[float]]:
