@@ -99,6 +99,7 @@ def eagle3(
     draft_vocab: int | None = DRAFT_VOCAB,
     embeddings: bool = True,
     files: str = "safetensors",
+    kind: str = "eagle3",
     **config: Any,
 ) -> Path:
     """Write an EAGLE-3 checkpoint; `config` has more settings, for the layers or around them."""
@@ -124,6 +125,9 @@ def eagle3(
             random.norm(f"fc_norm.{number}", target_hidden)
     if config.get("norm_before_fc") or config.get("eagle_config", {}).get("norm_before_fc"):
         random.norm("input_norm", states * target_hidden)
+    if kind == "peagle":
+        random.matrix("mask_hidden", 1, states * target_hidden)
+        random.weights["mask_hidden"] = random.weights.pop("mask_hidden.weight") * 20
     body = LLAMA | {"num_hidden_layers": layers}
     around = {"draft_vocab_size": draft_vocab}
     if target_hidden != HIDDEN:
@@ -131,8 +135,40 @@ def eagle3(
     if layout == "original":
         values = body | around | {"architectures": ["LlamaForCausalLMEagle3"]} | config
     else:
-        values = speculators("eagle3", body, around, config)
+        values = speculators(kind, body, around, config)
     return write(folder, {name: value for name, value in values.items() if value is not None}, random.weights, files)
+
+
+def eagle(folder: Path, *, seed: int = 1, layers: int = 1, bias: bool = False, embeddings: bool = False) -> Path:
+    """Write an EAGLE-1 or EAGLE-2 checkpoint."""
+    random = Random(seed)
+    random.matrix("fc", HIDDEN, 2 * HIDDEN, bias=bias)
+    random.layer("layers.0")
+    for number in range(1, layers):
+        random.norm(f"layers.{number}.input_layernorm", HIDDEN)
+        random.layer(f"layers.{number}")
+    if embeddings:
+        random.matrix("embed_tokens", VOCAB, HIDDEN)
+    config = LLAMA | {"num_hidden_layers": layers, "architectures": ["LlamaForCausalLM"]}
+    return write(folder, config, random.weights)
+
+
+def mimo(folder: Path, *, seed: int = 1) -> Path:
+    """Write the files of a MiMo target: some of its own weights, and the module that predicts further tokens."""
+    random = Random(seed)
+    name = "model.mtp_layers.0"
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm"):
+        random.norm(f"{name}.{norm}", HIDDEN)
+    random.matrix(f"{name}.input_proj", HIDDEN, 2 * HIDDEN)
+    random.layer(name, bias=True)
+    del random.weights[f"{name}.self_attn.o_proj.bias"]
+    random.layer("model.layers.0", bias=True)
+    random.norm("model.norm", HIDDEN)
+    random.matrix("model.embed_tokens", VOCAB, HIDDEN)
+    random.matrix("lm_head", VOCAB, HIDDEN)
+    config = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
+    more = {"num_hidden_layers": 6, "num_nextn_predict_layers": 1}
+    return write(folder, LLAMA | config | more, random.weights, "sharded")
 
 
 _OF_LAYERS = {"model_type", "attention_bias", "rope_scaling", "rope_theta", "layer_types"}
@@ -197,7 +233,12 @@ CASES: dict[str, Maker] = {
     "eagle3.1-speculators": partial(
         eagle3, seed=5, layout="speculators", model_type="qwen3", fc_norm=True, norm_output=True
     ),
+    "eagle": eagle,
+    "eagle-layers": partial(eagle, seed=2, layers=2, embeddings=True),
+    "mimo-mtp": mimo,
+    "peagle": partial(eagle3, seed=6, layout="speculators", kind="peagle", layers=2, mask_token_id=5),
 }
+BLOCKS = {"peagle"}  # of formats that guess a block in one pass
 
 
 @dataclass(frozen=True)
@@ -205,35 +246,40 @@ class Call:
     """One pass of a drafter: drop the rows after `cut`, then append rows for these tokens.
 
     `states` are the target's, before projection. None: the rows continue from the hidden state that the drafter gave
-    for its last row.
+    for its last row. `masks` rows stand for tokens that are not known.
     """
 
     cut: int
     tokens: torch.Tensor
     states: torch.Tensor | None
+    masks: int = 0
 
 
-def calls(seed: int, width: int, rounds: int = 14) -> Iterator[Call]:
-    """Yield a prompt, and rounds of a chain of guesses and a rollback to what of it was accepted."""
-    random = torch.Generator().manual_seed(1000 + seed)
+def calls(name: str, checkpoint: Path, rounds: int = 14) -> Iterator[Call]:
+    """Yield a prompt, and rounds of guesses and a rollback to what of them was accepted."""
+    random = torch.Generator().manual_seed(1000 + len(name))
+    width, masks = state_width(checkpoint), 4 if name.partition("-")[0] in BLOCKS else 0
     committed = 0
     for number in range(rounds):
         count = 7 if number == 0 else 1 + number % 4
         tokens = torch.randint(VOCAB, (count,), generator=random)
-        yield Call(committed, tokens, torch.randn(count, width, generator=random))
+        yield Call(committed, tokens, torch.randn(count, width, generator=random), masks)
         committed += count
-        for ahead in range(2 + number % 3):
+        for ahead in range(0 if masks else 2 + number % 3):
             yield Call(committed + ahead, torch.randint(VOCAB, (1,), generator=random), None)
 
 
 def target_embeddings() -> torch.Tensor:
     """Return the embeddings of a target, for checkpoints that have none."""
-    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99))
+    return 0.2 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99))
 
 
 def state_width(checkpoint: Path) -> int:
     """Return the width of the target's states of one token, side by side."""
-    return next(weight.shape[1] for name, weight in weights_of(checkpoint).items() if name == "fc.weight")
+    weights = weights_of(checkpoint)
+    if "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights:
+        return weights["fc.weight"].shape[1]
+    return HIDDEN
 
 
 def target_hidden(checkpoint: Path) -> int:

@@ -7,6 +7,8 @@ the place of g: before the final norm in EAGLE-3, after it in 3.1 (`norm_output`
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -36,7 +38,7 @@ class FirstLayer(DraftLayer):
 class PublishedEagle3(PublishedModule):
     """An EAGLE-3 drafter in the original layout; `speculators` differ in their configuration only."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
         shape = DecoderShape.of(config)
         eagle = config.section("eagle_config")
         layers = config.integer("num_hidden_layers", 1, at_most=MAX_LAYERS)
@@ -87,9 +89,7 @@ class PublishedEagle3(PublishedModule):
         first, *rest = self.layers
         assert isinstance(first, FirstLayer)
         residual = first.mix(self.embed_tokens(tokens), hidden, cache)
-        for number, layer in enumerate(rest, 1):
-            residual = layer(residual, cache, number)
-        cache.length += len(tokens)
+        residual = self.through(rest, residual, cache, first=1)
         normed = self.norm(residual)
         return self.logits(normed), normed if self._norm_output else residual
 

@@ -18,6 +18,7 @@ from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
 
 _ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 _FIRST_CAPACITY = 64
+_BIASED = ("qwen2", "mimo")  # their queries, keys and values have biases, their outputs have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class DecoderShape:
         kind = config.text("model_type", "llama")
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         head_dim = config.integer("head_dim", max(1, hidden // heads))
-        bias = config.flag("attention_bias", False)
+        qkv_bias = kind in _BIASED
+        bias = config.flag("attention_bias", False) and not qkv_bias
         return cls(
             hidden=hidden,
             inner=config.integer("intermediate_size", at_most=MAX_IDS),
@@ -54,7 +56,7 @@ class DecoderShape:
             kv_heads=config.integer("num_key_value_heads", heads, at_most=heads),
             head_dim=head_dim,
             eps=config.number("rms_norm_eps", 1e-6),
-            attention_bias=bias or kind in ("qwen2", "mimo"),
+            attention_bias=bias or qkv_bias,
             output_bias=bias,
             mlp_bias=config.flag("mlp_bias", False),
             qk_norm=kind == "qwen3",

@@ -59,7 +59,7 @@ class PublishedCheckpoint:
         config = CheckpointConfig.read(folder)
         found = weight_entries(folder)
         recognised = recognise(config, found.keys())
-        module = recognised.make(recognised.config)
+        module = recognised.make(recognised.config, found.keys())
         entries = {}
         for name, entry in found.items():
             parameter = module.published_name(name)

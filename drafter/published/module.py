@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ class PublishedModule(nn.Module):
         self.shape = shape
         self.needs = needs
         self._num_caches = layers
-        self._logit_scale = config.number("logit_scale", 1.0)
+        self.logit_scale = config.number("logit_scale", 1.0)
         self.draft_vocab = config.integer("draft_vocab_size", needs.vocab, at_most=needs.vocab)
         self.embed_tokens = nn.Embedding(needs.vocab, shape.hidden, device="meta")
         self.lm_head = linear(shape.hidden, self.draft_vocab)
@@ -72,13 +72,28 @@ class PublishedModule(nn.Module):
         """Append rows, and return their logits and the hidden states for the rows after them."""
         raise NotImplementedError
 
+    def through(
+        self,
+        layers: Iterable[nn.Module],
+        residual: torch.Tensor,
+        cache: DraftKvCache,
+        *,
+        first: int = 0,
+        causal: bool = True,
+    ) -> torch.Tensor:
+        """Run decoder layers from number `first` on, and advance the cache."""
+        for number, layer in enumerate(layers, first):
+            residual = layer(residual, cache, number, causal=causal)
+        cache.length += len(residual)
+        return residual
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of the drafted ids.  # [tokens, draft vocab]"""
         logits: torch.Tensor = self.lm_head(hidden)
-        return logits * self._logit_scale
+        return logits * self.logit_scale
 
 
-ModuleMaker = Callable[[CheckpointConfig], PublishedModule]
+ModuleMaker = Callable[[CheckpointConfig, Collection[str]], PublishedModule]  # of a configuration and tensors
 
 
 def vocab_of(config: CheckpointConfig) -> int:

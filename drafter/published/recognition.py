@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from drafter.published.checkpoint_config import CheckpointConfig, refused
+from drafter.published.eagle import PublishedEagle
 from drafter.published.eagle3 import PublishedEagle3
+from drafter.published.mimo_mtp import MimoMtp
 from drafter.published.module import ModuleMaker
+from drafter.published.peagle import PublishedPeagle
 
-_MODULES: dict[str, ModuleMaker] = {"eagle3": PublishedEagle3}
+_MODULES: dict[str, ModuleMaker] = {
+    "eagle": PublishedEagle,
+    "eagle3": PublishedEagle3,
+    "mimo-mtp": MimoMtp,
+    "peagle": PublishedPeagle,
+}
+# Architectures, and tensors that formats of other architectures do not have; the first sign that is found decides.
+_ARCHITECTURES = (("dspark", "DSpark"), ("dflash2", "^DFlash2"), ("dflash", "DFlash"))
+_TENSORS = (
+    ("peagle", r"mask_hidden"),
+    ("eagle3", r"(midlayer|layers\.0)\.hidden_norm\.weight"),
+    ("mimo-mtp", r"model\.mtp_layers\.0\.input_proj\.weight"),
+    ("qwen3-next-mtp", r"mtp\.fc\.weight"),
+    ("deepseek-mtp", r"model\.layers\.\d+\.eh_proj\.weight"),
+    ("eagle", r"fc\.weight"),
+)
 _SPECULATORS = frozenset({"eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"})
 _LAYER_TYPES = ("llama", "qwen3")
 
@@ -49,21 +68,14 @@ def recognise(config: CheckpointConfig, names: Collection[str]) -> RecognisedFor
 
 def _by_files(config: CheckpointConfig, names: Collection[str]) -> str:
     architectures = config.texts("architectures")
-    for name, fits in _SIGNS:
-        if any(fits(each) for each in architectures):
+    for name, sign in _ARCHITECTURES:
+        if any(re.search(sign, each) for each in architectures):
             return name
-    if any(each.endswith("hidden_norm.weight") for each in names) and "fc.weight" in names:
-        return "eagle3"
+    for name, sign in _TENSORS:
+        if any(re.fullmatch(sign, each) for each in names):
+            return name
     shown = ", ".join(architectures) or "no architecture"
     raise refused(config.folder, f"is no drafter that is known: {shown}", ", ".join(_MODULES))
-
-
-_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    ("dspark", lambda text: "DSpark" in text),
-    ("dflash2", lambda text: text.startswith("DFlash2")),
-    ("dflash", lambda text: "DFlash" in text),
-    ("eagle3", lambda text: "eagle3" in text.lower()),
-)
 
 
 def _unfolded(config: CheckpointConfig) -> CheckpointConfig:
@@ -79,6 +91,7 @@ _OUTER = (
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
     "fc_norm",
+    "mask_token_id",
     "norm_before_fc",
     "norm_before_residual",
     "norm_output",

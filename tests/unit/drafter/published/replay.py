@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class Replay:
 
     def __init__(self, checkpoint: Path) -> None:
         matrices = EmbeddingsAndHead(target_embeddings(), target_embeddings(), None, 0.0)
-        self._module = PublishedCheckpoint.open(checkpoint).load(matrices)
+        self._module: Any = PublishedCheckpoint.open(checkpoint).load(matrices)
         self._cache = self._module.new_cache()
         self._hidden = torch.empty(0)
         self.ids = self._module.ids
@@ -25,6 +26,10 @@ class Replay:
     def run(self, call: Call) -> torch.Tensor:
         """Return the logits of the call's rows."""
         self._cache.truncate(call.cut)
+        tokens = call.tokens
         hidden = self._hidden[-1:] if call.states is None else self._module.project(call.states)
-        logits, self._hidden = self._module.step(self._cache, call.tokens, hidden)
+        if call.masks:
+            masks, unknown = self._module.masks(call.masks)
+            tokens, hidden = torch.cat([tokens, masks]), torch.cat([hidden, unknown])
+        logits, self._hidden = self._module.step(self._cache, tokens, hidden)
         return logits

@@ -29,7 +29,7 @@ def test_draft_logits_equal_the_recorded_ones(name: str, tmp_path: Path) -> None
     recorded = load_file(ROOT / "tests" / "fixtures" / "published" / f"{name}.safetensors")
     checkpoint = CASES[name](tmp_path)
     ours = Replay(checkpoint)
-    found = torch.cat([ours.run(call) for call in published.calls(len(name), published.state_width(checkpoint))])
+    found = torch.cat([ours.run(call) for call in published.calls(name, checkpoint)])
     assert torch.equal(ours.ids, recorded["ids"])
     assert len(found) >= published.MIN_POSITIONS
     torch.testing.assert_close(found, recorded["logits"], rtol=0, atol=1e-4)

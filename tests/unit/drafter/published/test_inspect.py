@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from drafter.published.__main__ import app, main
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.testing.toy_models import make_model
-from tests.published import HIDDEN, VOCAB, eagle3
+from tests.published import CASES, HIDDEN, LLAMA, VOCAB, Maker, eagle, eagle3, mimo, write
 
 TARGET = TargetSize("toy", HIDDEN, VOCAB, 6)
 
@@ -35,6 +36,15 @@ def test_the_command_tells_format_needs_and_fit(tmp_path: Path) -> None:
     assert "input embeddings of the target" in done.stdout
     assert "made for    toys/target" in done.stdout
     assert done.stdout.endswith(f"fits {target}\n")
+
+
+def test_the_state_after_the_final_norm_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(eagle(tmp_path))])
+    assert (
+        "needs       hidden size 128, vocabulary size 257\n            the hidden state after the final norm"
+        in done.stdout
+    )
+    assert "input embeddings and head of the target" in done.stdout
 
 
 def test_without_a_target_the_usual_layers_are_named(tmp_path: Path) -> None:
@@ -96,6 +106,32 @@ def test_formats_are_recognised(values: dict[str, Any], name: str, tmp_path: Pat
     config = eagle3(tmp_path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | values))
     assert PublishedCheckpoint.open(tmp_path).format.name == name
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(eagle, "eagle"), (mimo, "mimo-mtp"), (CASES["peagle"], "peagle")],
+)
+def test_formats_are_recognised_by_their_tensors(make: Maker, name: str, tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(make(tmp_path))
+    assert checkpoint.format.name == name
+    checkpoint.check_target(TARGET)
+
+
+def test_a_module_of_a_target_with_another_number_of_layers_does_not_fit(tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(mimo(tmp_path))
+    with pytest.raises(ModelMismatch, match="needs 6, the target has number of layers 7"):
+        checkpoint.check_target(TargetSize("toy", HIDDEN, VOCAB, 7))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "name"),
+    [("mtp.fc.weight", "qwen3-next-mtp"), ("model.layers.61.eh_proj.weight", "deepseek-mtp")],
+)
+def test_modules_of_other_targets_are_named_and_refused(tensor: str, name: str, tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, {tensor: torch.zeros(1)})
+    with pytest.raises(StartupError, match=f"has the format {name}, which is not supported"):
+        PublishedCheckpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize(

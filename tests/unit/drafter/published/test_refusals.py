@@ -231,6 +231,13 @@ def test_layer_ids_of_another_number(tmp_path: Path) -> None:
         PublishedCheckpoint.open(configured(tmp_path, eagle_config=ids, num_aux_hidden_states=3))
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, None])
+def test_a_mask_token_beyond_the_vocabulary(token: int | None, tmp_path: Path) -> None:
+    checkpoint = eagle3(tmp_path, layout="speculators", kind="peagle", mask_token_id=token)
+    with pytest.raises(StartupError, match="mask_token_id"):
+        PublishedCheckpoint.open(checkpoint)
+
+
 def test_a_configuration_of_a_million_layers_costs_nothing(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="num_hidden_layers 1000000"):
         PublishedCheckpoint.open(configured(tmp_path, num_hidden_layers=1_000_000))
