@@ -183,19 +183,14 @@ int list_tasks(const Model *model, const Step *step, Task *tasks) {
 
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
     long stride = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
-#pragma omp parallel num_threads(step->threads)
-    {
 #pragma omp for schedule(static)
-        for (int row = 0; row < step->rows; row++) {
-            int s = 0;
-            while (row >= step->segments[s].start + step->segments[s].count) s++;
-            cache_row(model, layer, step, &step->segments[s], row - step->segments[s].start,
-                      step->mixed + row * stride);
-        }
-#pragma omp for schedule(dynamic)
-        for (int t = 0; t < num_tasks; t++) {
-            attend(model, layer, &step->segments[tasks[t].segment], tasks[t].kv_head, tasks[t].first, tasks[t].count,
-                   step->mixed, stride, step->attended, step->scores + omp_get_thread_num() * step->scores_per_thread);
-        }
+    for (int row = 0; row < step->rows; row++) {
+        int s = 0;
+        while (row >= step->segments[s].start + step->segments[s].count) s++;
+        cache_row(model, layer, step, &step->segments[s], row - step->segments[s].start, step->mixed + row * stride);
     }
+#pragma omp for schedule(dynamic)
+    for (int t = 0; t < num_tasks; t++)
+        attend(model, layer, &step->segments[tasks[t].segment], tasks[t].kv_head, tasks[t].first, tasks[t].count,
+               step->mixed, stride, step->attended, step->scores + omp_get_thread_num() * step->scores_per_thread);
 }

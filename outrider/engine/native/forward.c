@@ -15,39 +15,40 @@
 
 #define ARITHMETIC 1 /* raise it when the bits of any result change */
 
+/* All threads run it together. */
 static void run_layer(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
-    int rows = step->rows, hidden = model->hidden, threads = step->threads;
+    int rows = step->rows, hidden = model->hidden;
     long mixed = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
     long inner = (long)model->inner * (model->gated ? 2 : 1);
     const float *in = step->x;
     if (layer->attention_in.kind) {
-        normalise_rows(&layer->attention_in, step->x, rows, hidden, step->normed, threads);
+        normalise_rows(&layer->attention_in, step->x, rows, hidden, step->normed);
         in = step->normed;
     }
     products(layer->qkv, in, rows, step->mixed, mixed, 0, step);
     if (model->parallel) { /* the feed-forward part reads the input of attention, or its own norm of it */
-        if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
+        if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed);
         products(layer->up, step->normed, rows, step->inner, inner, 0, step);
     }
     attention(model, layer, step, tasks, num_tasks);
     if (layer->attention_out.kind) {
         products(layer->out, step->attended, rows, step->normed, hidden, 0, step);
-        add_normalised(&layer->attention_out, step->normed, rows, hidden, step->x, step->mixed);
+        add_normalised(&layer->attention_out, step->normed, rows, hidden, step->x);
     } else
         products(layer->out, step->attended, rows, step->x, hidden, 1, step);
     if (!model->parallel) {
         in = step->x;
         if (layer->mlp_in.kind) {
-            normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed, threads);
+            normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed);
             in = step->normed;
         }
         products(layer->up, in, rows, step->inner, inner, 0, step);
     }
     float *activated = model->gated ? step->mixed : step->inner; /* packed rows: `mixed` is free again */
-    activate(step->inner, rows, model, activated, threads);
+    activate(step->inner, rows, model, activated);
     if (layer->mlp_out.kind) {
         products(layer->down, activated, rows, step->normed, hidden, 0, step);
-        add_normalised(&layer->mlp_out, step->normed, rows, hidden, step->x, step->attended);
+        add_normalised(&layer->mlp_out, step->normed, rows, hidden, step->x);
     } else
         products(layer->down, activated, rows, step->x, hidden, 1, step);
 }
@@ -92,18 +93,22 @@ int outrider_forward(const Model *model, Step *step) {
     Task *tasks = malloc(sizeof(Task) * (size_t)num_tasks);
     if (!tasks) return -1;
     list_tasks(model, step, tasks);
-    for (int l = 0; l < model->num_layers; l++) run_layer(model, &model->layers[l], step, tasks, num_tasks);
-    free(tasks);
-    for (int w = 0; w < step->num_wanted; w++) {
-        const float *from = step->x + (long)step->wanted[w] * model->hidden;
-        float *to = step->hidden + (long)w * model->hidden;
-        if (model->final.kind)
-            normalise(&model->final, from, model->hidden, to);
-        else
-            memcpy(to, from, 4 * (size_t)model->hidden);
+#pragma omp parallel num_threads(step->threads)
+    {
+        for (int l = 0; l < model->num_layers; l++) run_layer(model, &model->layers[l], step, tasks, num_tasks);
+#pragma omp for schedule(static)
+        for (int w = 0; w < step->num_wanted; w++) {
+            const float *from = step->x + (long)step->wanted[w] * model->hidden;
+            float *to = step->hidden + (long)w * model->hidden;
+            if (model->final.kind)
+                normalise(&model->final, from, model->hidden, to);
+            else
+                memcpy(to, from, 4 * (size_t)model->hidden);
+        }
+        if (step->num_logits)
+            product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);
     }
-    if (step->num_logits)
-        product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);
+    free(tasks);
     return 0;
 }
 

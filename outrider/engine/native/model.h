@@ -92,15 +92,18 @@ typedef void Accumulate(int rows, const float *x, long x_stride, const float *pa
                         Ahead ahead, float *out, long out_stride);
 Accumulate begin_floats, go_on_floats;
 
+void normalise(const Norm *norm, const float *x, int width, float *y);
+
+/* The threads of a parallel region share the work of the functions from here on, and wait for each other at their end. */
+
 /* Of a linear map's parts. */
 void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 long tiles_scratch(int inputs, int rows, int threads);
-void normalise(const Norm *norm, const float *x, int width, float *y);
-void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y, int threads);
-void add_normalised(const Norm *norm, const float *y, int rows, int width, float *x, float *scratch);
-void activate(float *x, int rows, const Model *model, float *y, int threads);
+void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y);
+void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
+void activate(float *x, int rows, const Model *model, float *y);
 
 typedef struct {
     int32_t segment, kv_head, first, count; /* queries */

@@ -23,15 +23,18 @@ void normalise(const Norm *norm, const float *x, int width, float *y) {
         for (i = 0; i < width; i++) y[i] += norm->bias[i];
 }
 
-void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 4)
+void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y) {
+#pragma omp for schedule(static)
     for (int r = 0; r < rows; r++) normalise(norm, x + (long)r * width, width, y + (long)r * width);
 }
 
-void add_normalised(const Norm *norm, const float *y, int rows, int width, float *x, float *scratch) {
+/* x += the norms of y, which it overwrites. */
+void add_normalised(const Norm *norm, float *y, int rows, int width, float *x) {
+#pragma omp for schedule(static)
     for (int r = 0; r < rows; r++) {
-        normalise(norm, y + (long)r * width, width, scratch);
-        for (int i = 0; i < width; i++) x[(long)r * width + i] += scratch[i];
+        float *row = y + (long)r * width;
+        normalise(norm, row, width, row);
+        for (int i = 0; i < width; i++) x[(long)r * width + i] += row[i];
     }
 }
 
@@ -45,35 +48,39 @@ INLINE vec activated(vec x, const int kind) {
     return 0.5f * x * (1.0f + error_function(x * 0.70710678118654752f));
 }
 
-/* In place: [gate and up] → the first `inner` of them. */
-INLINE void activate_row(float *row, int inner, int gated, const int kind) {
+/* [count] of gate and of up, or of one input. */
+INLINE void activate_values(const float *gate, const float *up, int count, const int kind, float *y) {
     int i = 0;
-    for (; i + LANES <= inner; i += LANES) {
-        vec x = activated(load(row + i), kind);
-        store(row + i, gated ? x * load(row + inner + i) : x);
+    for (; i + LANES <= count; i += LANES) {
+        vec x = activated(load(gate + i), kind);
+        store(y + i, up ? x * load(up + i) : x);
     }
-    if (i < inner) {
-        size_t left = 4 * (size_t)(inner - i);
-        vec x = {0}, up = spread(1.0f);
-        memcpy(&x, row + i, left);
-        if (gated) memcpy(&up, row + inner + i, left);
-        x = activated(x, kind) * up;
-        memcpy(row + i, &x, left);
+    if (i < count) {
+        size_t left = 4 * (size_t)(count - i);
+        vec x = {0}, factor = spread(1.0f);
+        memcpy(&x, gate + i, left);
+        if (up) memcpy(&factor, up + i, left);
+        x = activated(x, kind) * factor;
+        memcpy(y + i, &x, left);
     }
 }
 
-void activate(float *x, int rows, const Model *model, float *y, int threads) {
-    int inner = model->inner;
-    long stride = (long)inner * (model->gated ? 2 : 1);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int r = 0; r < rows; r++) {
-        float *row = x + r * stride;
+#define SHARE 512 /* values that a thread takes at once */
+
+/* [gate and up] of every row → packed rows of `inner`. */
+void activate(float *x, int rows, const Model *model, float *y) {
+    int inner = model->inner, shares = (inner + SHARE - 1) / SHARE;
+#pragma omp for schedule(static)
+    for (int i = 0; i < rows * shares; i++) {
+        int first = i % shares * SHARE, count = inner - first < SHARE ? inner - first : SHARE;
+        const float *gate = x + (long)(i / shares) * inner * (model->gated ? 2 : 1) + first;
+        const float *up = model->gated ? gate + inner : NULL;
+        float *to = y + (long)(i / shares) * inner + first;
         switch (model->activation) {
-        case SILU: activate_row(row, inner, model->gated, SILU); break;
-        case GELU_TANH: activate_row(row, inner, model->gated, GELU_TANH); break;
-        case GELU: activate_row(row, inner, model->gated, GELU); break;
-        default: activate_row(row, inner, model->gated, RELU); break;
+        case SILU: activate_values(gate, up, count, SILU, to); break;
+        case GELU_TANH: activate_values(gate, up, count, GELU_TANH, to); break;
+        case GELU: activate_values(gate, up, count, GELU, to); break;
+        default: activate_values(gate, up, count, RELU, to); break;
         }
-        if (y != x) memcpy(y + (long)r * inner, row, 4 * (size_t)inner);
     }
 }

@@ -159,7 +159,7 @@ void product(const Linear *linear, const float *x, int rows, float *y, long y_st
         product_tiles(linear, x, rows, y, y_stride, add, step);
         return;
     }
-#pragma omp parallel for schedule(static) num_threads(step->threads)
+#pragma omp for schedule(static)
     for (int panel = 0; panel < panels; panel++) {
         float out[SLICE * PANEL];
         for (int r = 0; r < rows; r += SLICE)

@@ -294,27 +294,25 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
     int slots = groups > 2 ? blocks : 2;
     long size = kind == BFLOAT16 ? 2l * TILE : 2 * unit_size(kind);
     char *scratch = (char *)step->tiles;
-#pragma omp parallel num_threads(step->threads)
-    {
 #pragma omp for schedule(static)
-        for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
-        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        int start = panels * thread / threads, end = panels * (thread + 1) / threads;
-        Stream stream = {.at = (const char *)linear->weights + start * size * blocks, .size = size,
-                         .panel_size = size * blocks, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
-                         .tiles = scratch + (long)groups * blocks * 2 * TILE + (long)thread * slots * SLOT, .slots = slots};
-        configure(columns);
-        switch (kind) {
-            MULTIPLY(BFLOAT16)
-            MULTIPLY(INT8)
-            MULTIPLY(NIBBLES)
-            MULTIPLY(BYTES)
-            MULTIPLY(NIBBLES_K)
-            MULTIPLY(BYTES_5K)
-            MULTIPLY(BYTES_6K)
-        }
-        __asm__ volatile("tilerelease" : :);
+    for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
+    int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int start = panels * thread / threads, end = panels * (thread + 1) / threads;
+    Stream stream = {.at = (const char *)linear->weights + start * size * blocks, .size = size,
+                     .panel_size = size * blocks, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
+                     .tiles = scratch + (long)groups * blocks * 2 * TILE + (long)thread * slots * SLOT, .slots = slots};
+    configure(columns);
+    switch (kind) {
+        MULTIPLY(BFLOAT16)
+        MULTIPLY(INT8)
+        MULTIPLY(NIBBLES)
+        MULTIPLY(BYTES)
+        MULTIPLY(NIBBLES_K)
+        MULTIPLY(BYTES_5K)
+        MULTIPLY(BYTES_6K)
     }
+    __asm__ volatile("tilerelease" : :);
+#pragma omp barrier
 }
 
 /* Whether this processor has tiles of bfloat16 and the system lets this process use them. */
