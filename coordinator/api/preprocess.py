@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
@@ -28,8 +29,6 @@ log = structlog.get_logger(__name__)
 
 MAX_MESSAGES = 1_000
 LARGE_BYTES = 16 * 1024
-
-Chat = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class ClientRequest:
     @property
     def size(self) -> int:
         """Return the size of the input in characters or tokens."""
-        return len(self.prompt or "") + len(self.tokens or ()) + sum(len(content) for _, content in self.chat or ())
+        return len(self.prompt or "") + len(self.tokens or ()) + sum(map(len, self.chat.texts() if self.chat else ()))
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ def from_proto(request: pb.GenerateRequest) -> ClientRequest:
     return ClientRequest(
         params=convert.params_from_proto(request.params),
         prompt=request.prompt if kind == "prompt" else None,
-        chat=tuple((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
+        chat=Chat.of((message.role, message.content) for message in request.chat.messages) if kind == "chat" else None,
         tokens=request.tokens.ids if kind == "tokens" else None,
         speculation=from_plain(SpeculationOptions, convert.present_fields(request.speculation)),
         cache_salt=request.cache_salt,
@@ -93,7 +92,7 @@ def resolve(
     params = request.params
     params.check(target.info.vocab_size)
     request.speculation.check()
-    prompt = _prompt(request, target, settings.max_prompt_kib * 1024)
+    prompt = prompt_tokens(request, target, settings.max_prompt_kib * 1024)
     budget = target.info.context_length - len(prompt)
     if budget < 1:
         raise InvalidRequest.of(
@@ -123,23 +122,25 @@ def resolve(
     return SessionRequest(prompt, params, request.speculation, request.cache_salt, drawn_seed)
 
 
-def _prompt(request: ClientRequest, target: Target, limit: int) -> tuple[int, ...]:
+def prompt_tokens(request: ClientRequest, target: Target, limit: int) -> tuple[int, ...]:
+    """Return the input as tokens. Raises InvalidRequest for more than `limit` bytes."""
     if request.prompt is not None:
         kind = "prompt"
-        _check_size("prompt", len(request.prompt.encode()), limit)
+        check_size("prompt", len(request.prompt.encode()), limit)
         if not request.prompt:
             raise InvalidRequest.of("prompt", "empty", "some text")
         tokens = target.encode(request.prompt)
     elif request.chat is not None:
         kind = "chat"
-        if not 1 <= len(request.chat) <= MAX_MESSAGES:
-            raise InvalidRequest.of("chat.messages", f"{len(request.chat)} messages", f"1 to {MAX_MESSAGES} messages")
-        _check_size("chat.messages", sum(len(content.encode()) for _, content in request.chat), limit)
-        tokens = target.encode_chat([{"role": role, "content": content} for role, content in request.chat])
+        count = len(request.chat.messages)
+        if not 1 <= count <= MAX_MESSAGES:
+            raise InvalidRequest.of("chat.messages", f"{count} messages", f"1 to {MAX_MESSAGES} messages")
+        check_size("chat.messages", sum(len(text.encode()) for text in request.chat.texts()), limit)
+        tokens = target.encode_chat(request.chat)
     elif request.tokens is not None:
         kind = "tokens"
         tokens = tuple(request.tokens)
-        _check_size("tokens.ids", len(tokens), limit)
+        check_size("tokens.ids", len(tokens), limit)
         check_tokens("tokens.ids", tokens, target.info.vocab_size)
     else:
         raise InvalidRequest.of("input", "absent", "one of prompt, chat, tokens")
@@ -148,6 +149,6 @@ def _prompt(request: ClientRequest, target: Target, limit: int) -> tuple[int, ..
     return tokens
 
 
-def _check_size(field: str, size: int, limit: int) -> None:
+def check_size(field: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequest.of(field, f"{size} bytes", f"at most {limit} bytes")

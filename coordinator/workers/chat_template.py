@@ -7,7 +7,9 @@ encoded separately. Other chats are rendered and encoded as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,30 +24,56 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None
     return re.compile("|".join(map(re.escape, long))) if long else None
 
 
-class CutMessages:
-    """Messages of a chat with their control tokens cut in two; `pieces` splits the rendered text at the cuts."""
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages of a chat, the tools that it may call, and how the template ends the prompt."""
 
-    def __init__(self, messages: Sequence[Mapping[str, str]], control: re.Pattern[str] | None) -> None:
-        written = [text for message in messages for text in message.values()]
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @classmethod
+    def of(cls, messages: Iterable[tuple[str, str]]) -> Chat:
+        """Return a chat of (role, content)."""
+        return cls([{"role": role, "content": content} for role, content in messages])
+
+    def texts(self) -> Iterator[str]:
+        """Yield every text that the client wrote."""
+        return _texts((self.messages, self.tools))
+
+
+class CutChat:
+    """A chat with the control tokens in its texts cut in two; `pieces` splits the rendered text at the cuts."""
+
+    def __init__(self, chat: Chat, control: re.Pattern[str] | None) -> None:
+        self.messages, self.tools = list(chat.messages), list(chat.tools)
         self._mark = ""
-        if control is not None and any(control.search(text) for text in written):
-            self._mark = _unused(written)
-        self.messages = [
-            {
-                name: self._cut(text, control) if control is not None and self._mark else text
-                for name, text in one.items()
-            }
-            for one in messages
-        ]
+        if control is not None and any(control.search(text) for text in chat.texts()):
+            self._mark = _unused(chat.texts())
+            self.messages, self.tools = self._cut(self.messages, control), self._cut(self.tools, control)
 
     def pieces(self, rendered: str) -> list[str]:
         return rendered.split(self._mark) if self._mark else [rendered]
 
-    def _cut(self, text: str, control: re.Pattern[str]) -> str:
+    def _cut(self, value: Any, control: re.Pattern[str]) -> Any:
         """Cut until no control token is left, since one may begin inside another."""
-        while control.search(text):
-            text = control.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
-        return text
+        if isinstance(value, Mapping):
+            return {self._cut(name, control): self._cut(each, control) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._cut(each, control) for each in value]
+        while isinstance(value, str) and control.search(value):
+            value = control.sub(lambda match: match[0][0] + self._mark + match[0][1:], value)
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        for each in parts:
+            yield from _texts(each)
 
 
 def _unused(texts: Iterable[str]) -> str:

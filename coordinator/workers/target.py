@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coordinator.workers.chat_template import CutMessages, control_tokens
+from coordinator.workers.chat_template import Chat, CutChat, control_tokens
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.fleet import ModelInfo
@@ -55,7 +55,7 @@ class Target:
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+    def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         if not self.tokenizer.chat_template:
             raise InvalidRequest(
                 f"{self.info.name} has no chat template; send a prompt instead",
@@ -63,9 +63,15 @@ class Target:
                 value=self.info.name,
                 limit="a target with a chat template",
             )
-        cut = CutMessages(messages, self._control)
+        cut = CutChat(chat, self._control)
         try:
-            text = self.tokenizer.apply_chat_template(cut.messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                cut.messages,
+                tools=cut.tools or None,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                tokenize=False,
+            )
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error
         return tuple(token for piece in cut.pieces(str(text)) for token in self.encode(piece, special=False))

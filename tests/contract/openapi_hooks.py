@@ -15,6 +15,7 @@ RULES = re.compile(
     "|".join(
         (
             r"needs logprobs|stream_options needs|best_of must equal n|echo with logprobs|are the same field",
+            r"continue_final_message needs",
             r"is required with type|response_format|verification is|must be 0 when verification is greedy",
             r"must be 0 or at least|must be a token id in|chat template|is no tokens",
             r"under the context of|the context is \d+ tokens|to leave room for",

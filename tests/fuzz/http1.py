@@ -55,6 +55,10 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
                 "tools": [],
             },
         ),
+        (CHAT, few | {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}),
+        ("/tokenize", {"prompt": corpus.TEXT, "add_special_tokens": False, "return_token_strs": True}),
+        ("/tokenize", {"messages": messages, "add_generation_prompt": True, "continue_final_message": False}),
+        ("/detokenize", {"tokens": corpus.PROMPT}),
     ]
 
 

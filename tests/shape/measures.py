@@ -17,6 +17,7 @@ _VLLM = ("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py
 _KERNELS = "outrider/speculation/triton_"
 _PUBLISHED = "drafter/published/"
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
+_AGENTS = "coordinator/api/http/agents/"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     adapter -= sum(source.lines for source in product if source.path.startswith(_ATTACHED[1]))
     kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
     published = sum(source.lines for source in product if source.path.startswith(_PUBLISHED))
-    lines = layout.lines_of(product, measured) - attached - adapter - kernels - published
+    agents = sum(source.lines for source in product if source.path.startswith(_AGENTS))
+    lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -85,6 +87,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the vLLM adapter", adapter, 1_500)
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_200)
+    yield Measure("lines of the agents' API", agents, 1_200)
     yield Measure("lines of Triton kernels", kernels, 300)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.api.http.bodies import ChatBody, CompletionBody, ResponseFormat
+from coordinator.api.http.bodies import ChatOptions, CompletionBody, ResponseFormat
 from coordinator.api.preprocess import ClientRequest, admission, prepare
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.sessions.output import Token, follow
@@ -24,7 +24,6 @@ from outrider.settings.coordinator import CoordinatorSettings
 
 CHAT_TOKENS = 1_024  # default of max_tokens in a chat, if the context has space for them
 _SEED_BITS = 53  # of a drawn seed: JSON readers keep 53 bits exactly
-_ROLES = {"developer": "system"}
 
 
 async def progress(sessions: Sequence[Session]) -> AsyncGenerator[tuple[int, list[Token]], None]:
@@ -53,18 +52,19 @@ async def start_answer(
 
 
 async def requests_of(
-    body: ChatBody | CompletionBody, target: Target, settings: CoordinatorSettings
+    body: ChatOptions | CompletionBody,
+    inputs: Sequence[ClientRequest],
+    target: Target,
+    settings: CoordinatorSettings,
 ) -> list[SessionRequest]:
-    """Return a request per choice, in the order of the prompts, after the same checks as over gRPC."""
-    name = served_name(target, settings)
-    if body.model not in (None, "", name):
-        raise NotFound(f"there is no model {body.model!r} here", field="model", value=body.model, limit=name)
-    count = body.choices * (len(body.prompts) if isinstance(body, CompletionBody) else 1)
+    """Return a request per choice, in the order of the inputs, after the same checks as over gRPC."""
+    check_model(body.model, target, settings)
+    count = body.choices * len(inputs)
     if count > settings.max_request_sessions:
         raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
-    default = CHAT_TOKENS if isinstance(body, ChatBody) else None
+    default = CHAT_TOKENS if isinstance(body, ChatOptions) else None
     requests: list[SessionRequest] = []
-    for request in _inputs(body):
+    for request in inputs:
         prepared = await prepare(request, target, settings, default_tokens=default)
         prepared = replace(prepared, drawn_seed=body.seed is None)
         seed = prepared.params.seed
@@ -80,18 +80,21 @@ def served_name(target: Target, settings: CoordinatorSettings) -> str:
     return settings.served_model_name or target.info.name
 
 
-def _inputs(body: ChatBody | CompletionBody) -> list[ClientRequest]:
+def check_model(model: str | None, target: Target, settings: CoordinatorSettings) -> None:
+    name = served_name(target, settings)
+    if model not in (None, "", name):
+        raise NotFound(f"there is no model {model!r} here", field="model", value=model, limit=name)
+
+
+def inputs_of(body: CompletionBody) -> list[ClientRequest]:
     """Return one request per prompt. Without a seed in the body each prompt draws its own."""
-    if isinstance(body, ChatBody):
-        messages = tuple((_ROLES.get(message.role, message.role), message.text) for message in body.messages)
-        return [_request(body, chat=messages)]
     return [
-        _request(body, prompt=prompt) if isinstance(prompt, str) else _request(body, tokens=prompt)
+        input_of(body, prompt=prompt) if isinstance(prompt, str) else input_of(body, tokens=prompt)
         for prompt in body.prompts
     ]
 
 
-def _request(body: ChatBody | CompletionBody, **given: Any) -> ClientRequest:
+def input_of(body: ChatOptions | CompletionBody, **given: Any) -> ClientRequest:
     return ClientRequest(
         params=_params(body),
         speculation=from_plain(SpeculationOptions, _given(body.speculation or ())),
@@ -101,7 +104,7 @@ def _request(body: ChatBody | CompletionBody, **given: Any) -> ClientRequest:
     )
 
 
-def _params(body: ChatBody | CompletionBody) -> SamplingParams:
+def _params(body: ChatOptions | CompletionBody) -> SamplingParams:
     """Return the parameters; fields that the body leaves out take their defaults."""
     given = _given(body) | _given(body.speculation or ())
     given |= {

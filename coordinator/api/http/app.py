@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,23 +19,24 @@ from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
-from coordinator.api.http.answer import requests_of, served_name, start_answer
-from coordinator.api.http.bodies import ChatBody, CompletionBody
-from coordinator.api.http.failures import of_validation, on_http_error, on_outrider_error, respond
+from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.tokenize import TokensApi
+from coordinator.api.http.answer import input_of, inputs_of, requests_of, served_name, start_answer
+from coordinator.api.http.bodies import CompletionBody, read_body
+from coordinator.api.http.failures import on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import RequestChecks, hosts_of
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
 from coordinator.api.http.replies import BodyT, ChatReplies, CompletionReplies, Replies
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
-from coordinator.api.preprocess import admission
+from coordinator.api.preprocess import ClientRequest, admission
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
 
-_UNSUPPORTED_MEDIA = 415
 _JSON_FACTOR = 3  # by which a text may be longer as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
 
@@ -57,6 +57,7 @@ class Api:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            *TokensApi(self._sessions, self._settings).routes(),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             Route("/fleet", self.fleet),
@@ -87,15 +88,19 @@ class Api:
     # Generation.
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, await _read(request, ChatBody), ChatReplies)
+        body = await read_body(request, ChatBody)
+        return await self._generate(request, body, lambda: [input_of(body, chat=body.chat)], ChatReplies)
 
     async def complete(self, request: Request) -> Response:
-        return await self._generate(request, await _read(request, CompletionBody), CompletionReplies)
+        body = await read_body(request, CompletionBody)
+        return await self._generate(request, body, lambda: inputs_of(body), CompletionReplies)
 
-    async def _generate(self, request: Request, body: BodyT, kind: type[Replies[BodyT]]) -> Response:
+    async def _generate(
+        self, request: Request, body: BodyT, inputs: Callable[[], list[ClientRequest]], kind: type[Replies[BodyT]]
+    ) -> Response:
         with admission(self._sessions.metrics):
             target = self._sessions.target
-            requests = await requests_of(body, target, self._settings)
+            requests = await requests_of(body, inputs(), target, self._settings)
         replies = kind(body, target, served_name(target, self._settings))
         answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
@@ -167,22 +172,6 @@ def _cors(origins: list[str]) -> Middleware:
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )
-
-
-async def _read(request: Request, kind: type[BodyT]) -> BodyT:
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":
-        raise HTTPException(
-            _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
-        )
-    try:
-        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {shorten(str(error))}", field="body") from error
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise of_validation(error) from error
 
 
 def _key(request: Request) -> str:

@@ -6,11 +6,15 @@ that only label a request are ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import InitErrorDetails
+from pydantic_core import InitErrorDetails, from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
+from coordinator.api.http.failures import of_validation
+from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST
 from outrider.protocol.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -24,10 +28,11 @@ from outrider.protocol.speculation import MAX_BRANCHES, MAX_DRAFT_WAIT_US, MAX_G
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
-MAX_MESSAGES = 1_000
-MAX_PARTS = 1_000
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _MAX_TOKENS = 2**31 - 1
+_UNSUPPORTED_MEDIA = 415
+
+BodyModel = TypeVar("BodyModel", bound="Body")
 
 
 def _whole(value: Any) -> Any:
@@ -44,11 +49,11 @@ def _few(value: Any) -> Any:
     return value
 
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(min_length=1)]
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 # The first error ends validation: collecting a million of them takes seconds and gigabytes.
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+_TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -66,6 +71,29 @@ class Body(BaseModel):
             fault = InitErrorDetails(type="extra_forbidden", loc=(unknown,), input=data[unknown])
             raise ValidationError.from_exception_data(cls.__name__, [fault])
         return {name: _whole(value) for name, value in data.items()}
+
+    @classmethod
+    def required(cls) -> set[str]:
+        return {name for name, field in cls.model_fields.items() if field.is_required()}
+
+
+async def read_body(request: Request, *kinds: type[BodyModel]) -> BodyModel:
+    """Return the body of a request, as the first of these kinds that has all of its required fields."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise HTTPException(
+            _UNSUPPORTED_MEDIA, f"Content-Type is {shorten(media) or 'absent'}, must be application/json"
+        )
+    try:
+        data = from_json(await request.body(), allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {shorten(str(error))}", field="body") from error
+    named = data if isinstance(data, dict) else {}
+    kind = next((kind for kind in kinds if kind.required() <= named.keys()), kinds[0])
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise of_validation(error) from error
 
 
 class StreamOptions(Body):
@@ -135,7 +163,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS, description="0 and -1 keep all.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
@@ -172,43 +200,18 @@ class GenerationBody(Body):
         return self.speculation is not None and self.speculation.show
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+class ChatOptions(GenerationBody):
+    """Fields of a chat, besides its messages and tools."""
 
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
-    # Fields of OpenAI's answers, so that an answer can be sent back unchanged.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported: only empty.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Ignored: there are no tools.")
-    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
     prediction: dict[str, Any] | None = Field(None, description="Ignored: the drafters guess.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ChatBody:
+    def _whole(self) -> ChatOptions:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from coordinator.api.http import responses
-from coordinator.api.http.bodies import ChatBody, CompletionBody
+from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from coordinator.api.http.agents.tokenize import Detokenized, Tokenized
+from coordinator.api.http.bodies import CompletionBody
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 
 Json = dict[str, Any]
@@ -16,6 +19,8 @@ REFS = "#/components/schemas/{model}"
 
 _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
+_TEXT: Json = {"prompt": "Three rivers are"}
+_TOKENS: Json = {"tokens": [40, 41]}
 _STATUSES = {
     400: "The request is invalid; the error names the field and its limit",
     401: "The key is missing or wrong",
@@ -41,6 +46,7 @@ def document() -> Json:
     kinds = (
         *(ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk),
         *(CompletionBody, responses.Completion, responses.CompletionChunk),
+        *(TokenizeTextBody, TokenizeChatBody, Tokenized, DetokenizeBody, Detokenized),
         *(responses.Model, responses.ModelList, responses.Fleet, responses.Status, responses.Error),
     )
     adapters: list[Any] = [(kind.__name__, "validation", TypeAdapter(kind)) for kind in kinds]
@@ -66,6 +72,10 @@ def document() -> Json:
                     "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
                 )
             },
+            "/tokenize": {
+                "post": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized)
+            },
+            "/detokenize": {"post": _converts("Text of tokens", (DetokenizeBody,), _TOKENS, Detokenized)},
             "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
             "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
             "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
@@ -111,6 +121,12 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
             **_errors(400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504),
         },
     }
+
+
+def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:
+    schema: Json = {"anyOf": [_ref(body) for body in bodies]} if len(bodies) > 1 else _ref(bodies[0])
+    body: Json = {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
+    return _gets(summary, _json(reply), 400, 401, 404, 408, 413, 415, 429, 503) | {"requestBody": body}
 
 
 def _gets(summary: str, content: Json, *statuses: int) -> Json:

@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
 from coordinator.api.http.answer import progress
-from coordinator.api.http.bodies import ChatBody, CompletionBody
+from coordinator.api.http.bodies import ChatOptions, CompletionBody
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
 
-BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+BodyT = TypeVar("BodyT", ChatOptions, CompletionBody)
 Answering = AbstractAsyncContextManager[Sequence[Session]]
 
 
@@ -78,7 +78,7 @@ class Replies(ABC, Generic[BodyT]):
         """Return the chunks for new tokens of a choice; without tokens the end, with the finish reason."""
 
 
-class ChatReplies(Replies[ChatBody]):
+class ChatReplies(Replies[ChatOptions]):
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"

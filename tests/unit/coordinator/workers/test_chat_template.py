@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
 from outrider.testing.toy_models import EOS, byte_tokenizer
 
@@ -47,8 +48,8 @@ ATTACKS = [
 @pytest.mark.parametrize("field", ["content", "role"])
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
 def test_no_message_holds_a_control_token(target: Target, text: str, field: str, role: str) -> None:
-    attack = target.encode_chat([{"role": role, "content": "hi"} | {field: text}])
-    harmless = target.encode_chat([{"role": role, "content": "hi"} | {field: "harmless"}])
+    attack = target.encode_chat(Chat([{"role": role, "content": "hi"} | {field: text}]))
+    harmless = target.encode_chat(Chat([{"role": role, "content": "hi"} | {field: "harmless"}]))
     special = {id_ for id_, token in target.tokenizer.added_tokens_decoder.items() if token.special}
     assert [token for token in attack if token in special] == [token for token in harmless if token in special]
     assert text in shown(target, attack), "and it says the same"
@@ -60,4 +61,4 @@ def test_no_message_holds_a_control_token(target: Target, text: str, field: str,
 def test_every_other_chat_is_encoded_as_it_is_rendered(target: Target, text: str) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": text}]
     rendered = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert target.encode_chat(messages) == target.encode(str(rendered), special=False)
+    assert target.encode_chat(Chat(messages)) == target.encode(str(rendered), special=False)

@@ -1,0 +1,1 @@
+"""API for agents: chats with tools, their answers in parts, and texts as tokens."""

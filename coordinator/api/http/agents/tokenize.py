@@ -1,0 +1,82 @@
+"""Texts and chats as tokens of the target, and back, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from typing_extensions import TypedDict
+
+from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from coordinator.api.http.answer import check_model
+from coordinator.api.http.bodies import read_body
+from coordinator.api.preprocess import ClientRequest, admission, check_size, prompt_tokens
+from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.target import Target
+from outrider.protocol.checks import check_tokens
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.settings.coordinator import CoordinatorSettings
+
+TokenizeBody = TokenizeChatBody | TokenizeTextBody
+
+
+class Tokenized(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class TokensApi:
+    """Handlers of `/tokenize` and `/detokenize`."""
+
+    def __init__(self, sessions: SessionManager, settings: CoordinatorSettings) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._limit = settings.max_prompt_kib * 1024
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
+        with admission(self._sessions.metrics):
+            target = self._target(body)
+            tokens = await asyncio.to_thread(self._encode, body, target)
+        texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        reply: Tokenized = {
+            "count": len(tokens),
+            "max_model_len": target.info.context_length,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
+        return JSONResponse(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody)
+        with admission(self._sessions.metrics):
+            target = self._target(body)
+            check_size("tokens", len(body.tokens), self._limit)
+            check_tokens("tokens", body.tokens, target.info.vocab_size)
+        text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
+        return JSONResponse(Detokenized(prompt=text))
+
+    def _target(self, body: TokenizeBody | DetokenizeBody) -> Target:
+        target = self._sessions.target
+        check_model(body.model, target, self._settings)
+        return target
+
+    def _encode(self, body: TokenizeBody, target: Target) -> list[int]:
+        if isinstance(body, TokenizeChatBody):
+            return list(prompt_tokens(ClientRequest(SamplingParams(), chat=body.chat), target, self._limit))
+        check_size("prompt", len(body.prompt.encode()), self._limit)
+        return list(target.encode(body.prompt, special=body.add_special_tokens))
