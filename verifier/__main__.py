@@ -20,7 +20,7 @@ from outrider.engine.mock import MockEngine
 from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
 from outrider.engine.vllm.compatibility import check_installed, installed_version
 from outrider.engine.vllm.core import CoreOptions, node_rank, run_ranks
-from outrider.models.hub import locate
+from outrider.models.hub import locate_safetensors
 from outrider.models.tokenizer import save_tokenizer
 from outrider.observability.tracing import Tracing, make_tracing
 from outrider.protocol.errors import StartupError
@@ -128,7 +128,7 @@ def follow(settings: VerifierSettings, rank: int) -> None:
     """Run this machine's processes of a model whose verifier is on another machine."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    options = replace(vllm_options(settings), model=Path(locate(settings.target, log.info)))
+    options = replace(vllm_options(settings), model=Path(locate_safetensors(settings.target, log.info)))
     log.info("running processes of a verifier on another machine", node_rank=rank)
     run_ranks(options)
     log.error("a process of the model ended, so this machine's end too", node_rank=rank)

@@ -13,7 +13,6 @@ from drafter.published.checkpoint_config import CheckpointConfig, refused
 from drafter.published.module import EMBEDDINGS, HEAD, PublishedModule
 from drafter.published.recognition import RecognisedFormat, recognise
 from drafter.published.weight_files import WeightEntry, read_finite, weight_entries
-from outrider.models.gguf import pretrained_source
 from outrider.models.hub import locate
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
@@ -35,7 +34,7 @@ class TargetSize:
         """Return the dimensions in a target's configuration. Its weights are not read."""
         path = locate(name, progress)
         try:
-            config = AutoConfig.from_pretrained(**pretrained_source(path)).get_text_config()
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
             return cls(name, config.hidden_size, config.vocab_size, config.num_hidden_layers)
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise StartupError(

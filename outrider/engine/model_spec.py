@@ -8,10 +8,9 @@ runs it instead, slower and correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -44,7 +43,7 @@ class Linear:
 
     weight: torch.Tensor  # [outputs, inputs]; on the meta device where `quantized` has it
     bias: torch.Tensor | None = None
-    quantized: tuple[QuantizedRows, ...] = ()  # one after the other, of different kinds if there are several
+    quantized: tuple[QuantizedRows, ...] = ()  # one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +176,8 @@ def _llama(model: Any) -> ModelSpec:
 
 
 def _gpt2(model: Any) -> ModelSpec:
-    config, body = model.config, model.transformer
-    layers = tuple(
+    body = model.transformer
+    layers = [
         Layer(
             qkv=_linear(block.attn.c_attn),
             out=_linear(block.attn.c_proj),
@@ -189,25 +188,15 @@ def _gpt2(model: Any) -> ModelSpec:
             mlp_in=_layer_norm(block.ln_2),
         )
         for block in body.h
-    )
-    return ModelSpec(
-        layers=layers,
-        embed=lambda ids, positions: body.wte(ids) + body.wpe(positions),
-        rotations=(),
-        final=_layer_norm(body.ln_f),
-        head=_linear(model.lm_head),
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_dim=config.n_embd // config.n_head,
-        gated=False,
-        activation=_activation(config.activation_function),
-    )
+    ]
+    embed = lambda ids, positions: body.wte(ids) + body.wpe(positions)  # noqa: E731
+    return _ungated(model, layers, body.ln_f, model.config.activation_function, embed=embed, rotations=())
 
 
 def _gpt_neox(model: Any) -> ModelSpec:
     config, body = model.config, model.gpt_neox
     head_dim = config.hidden_size // config.num_attention_heads
-    layers = tuple(
+    layers = [
         Layer(
             qkv=_sorted_by_kind(_linear(layer.attention.query_key_value), config.num_attention_heads, head_dim),
             out=_linear(layer.attention.dense),
@@ -219,25 +208,15 @@ def _gpt_neox(model: Any) -> ModelSpec:
             rope=0,
         )
         for layer in body.layers
-    )
-    return ModelSpec(
-        layers=layers,
-        embed=lambda ids, _: body.embed_in(ids),
-        rotations=_rotations(body.rotary_emb, config),
-        final=_layer_norm(body.final_layer_norm),
-        head=_linear(model.get_output_embeddings()),
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_dim=head_dim,
-        gated=False,
-        activation=_activation(config.hidden_act),
-        parallel=bool(config.use_parallel_residual),
-    )
+    ]
+    others = {"rotations": _rotations(body.rotary_emb, config), "parallel": bool(config.use_parallel_residual)}
+    embed = lambda ids, _: body.embed_in(ids)  # noqa: E731
+    return _ungated(model, layers, body.final_layer_norm, config.hidden_act, embed=embed, **others)
 
 
 def _phi(model: Any) -> ModelSpec:
     config, body = model.config, model.model
-    layers = tuple(
+    layers = [
         Layer(
             qkv=_joined(layer.self_attn, "qkv_proj", "q_proj", "k_proj", "v_proj"),
             out=_linear(layer.self_attn.dense),
@@ -251,19 +230,25 @@ def _phi(model: Any) -> ModelSpec:
             rope=0,
         )
         for layer in body.layers
-    )
+    ]
+    others = {"rotations": _rotations(body.rotary_emb, config), "parallel": True}
+    embed = lambda ids, _: body.embed_tokens(ids)  # noqa: E731
+    return _ungated(model, layers, body.final_layernorm, config.hidden_act, embed=embed, **others)
+
+
+def _ungated(model: Any, layers: Sequence[Layer], final: Any, activation: str, **others: Any) -> ModelSpec:
+    """Return the spec of a family with layer norms and a feed-forward without a gate."""
+    config = model.config
     return ModelSpec(
-        layers=layers,
-        embed=lambda ids, _: body.embed_tokens(ids),
-        rotations=_rotations(body.rotary_emb, config),
-        final=_layer_norm(body.final_layernorm),
-        head=_linear(model.lm_head),
+        layers=tuple(layers),
+        final=_layer_norm(final),
+        head=_linear(model.get_output_embeddings()),
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         head_dim=config.hidden_size // config.num_attention_heads,
         gated=False,
-        activation=_activation(config.hidden_act),
-        parallel=True,
+        activation=_activation(activation),
+        **others,
     )
 
 
@@ -296,13 +281,10 @@ def _joined(parent: Any, whole: str, *parts: str) -> Linear:
     bias = torch.cat(biases) if biases else None
     quantized = [rows for linear in linears for rows in linear.quantized]
     if len(quantized) == len(linears):
-        weight = torch.empty(sum(len(each.rows) for each in quantized), quantized[0].inputs, device="meta")
-        alike = [list(group) for _, group in groupby(quantized, key=lambda each: each.kind)]
-        return Linear(
-            weight, bias, tuple(replace(group[0], rows=torch.cat([each.rows for each in group])) for group in alike)
-        )
+        weight = torch.empty(sum(len(each.stored) for each in quantized), quantized[0].inputs, device="meta")
+        return Linear(weight, bias, tuple(quantized))
     with torch.inference_mode(False), torch.no_grad():  # the model stays trainable
-        weight = torch.cat([linear.weight for linear in linears])
+        weight = torch.cat([each.quantized[0].dequantize() if each.quantized else each.weight for each in linears])
     parts_of = torch.split_with_sizes(weight, [len(linear.weight) for linear in linears])
     for module, part in zip(modules, parts_of, strict=True):
         module.weight.data = part

@@ -1,1 +1,3 @@
-"""Models and tokenizers: locating, downloading and converting them."""
+"""Models and tokenizers: locating, downloading, and reading GGUF files."""
+
+GGUF, INDEX = "weights.gguf", "gguf.json"  # in the folder of a GGUF file: the file, and what is known of it

@@ -1,7 +1,7 @@
-"""Model sources for from_pretrained, the conversion of GGUF files to safetensors, and the blocks of such files.
+"""GGUF files: a folder with all that loading needs besides the weights, and the weights in the file's own blocks.
 
-A converted folder keeps the GGUF file. An index names the weights whose blocks dequantise to exactly what was
-converted. An engine may read those blocks in place of the float32 weights.
+The folder holds configuration, tokenizer, the file itself (linked), and an index: digest of the file, and where each
+weight is. Files of other architectures have no such places: their models are loaded from safetensors only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Any
 
 import gguf
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-_FILE, INDEX = "weights.gguf", "gguf.json"
-_KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")]
+from outrider.models import GGUF, INDEX
+
+_BLOCKS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")]
+_ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,73 +31,144 @@ class QuantizedRows:
     """Rows of a weight in the blocks of a GGUF file."""
 
     kind: int  # number of the block format in ggml
-    rows: torch.Tensor  # [outputs, bytes of a row]
+    stored: torch.Tensor  # [outputs, bytes of a row]
     inputs: int
+    heads: int = 0  # llama.cpp interleaved the halves of each of so many heads
 
-    def dequantize(self) -> torch.Tensor:
-        """Return the rows as float32."""
-        return torch.from_numpy(gguf.quants.dequantize(self.rows.numpy(), gguf.GGMLQuantizationType(self.kind)))
+    @property
+    def rows(self) -> torch.Tensor:
+        """Return the rows in the model's order; interleaved ones are copied."""
+        return _ordered(self.stored, self.heads)
+
+    def dequantize(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Return rows as float32; None: all."""
+        rows = self.rows if ids is None else self.rows[ids]
+        return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(self.kind)))
+
+    def sample(self, stride: int) -> torch.Tensor:
+        """Return every so many-th number as float32; only its block is dequantised."""
+        width, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.kind)]
+        at = torch.arange(0, len(self.stored) * self.inputs, stride)
+        blocks = QuantizedRows(self.kind, self.rows.reshape(-1, size)[at // width], width)
+        return blocks.dequantize()[torch.arange(len(at)), at % width]
 
 
-def pretrained_source(path: Path | str) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a directory, a GGUF file or a hub id."""
-    if isinstance(path, Path) and path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path), "trust_remote_code": False}
+Dequantize = Callable[[QuantizedRows, torch.Tensor | None], torch.Tensor]
 
 
-def convert_gguf(source: Path, into: Path) -> None:
-    """Dequantise a GGUF file and save it as safetensors with its tokenizer, so that loading takes seconds."""
-    options = pretrained_source(source)
-    quantised = AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
-    config = quantised.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    # transformers refuses to save a model that was loaded as quantised.
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(quantised.state_dict())
-    model.generation_config = quantised.generation_config
+def convert_gguf(folder: Path, into: Path) -> None:
+    """Dequantise the GGUF file of a folder, and save it as safetensors with its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=GGUF, dtype=torch.float32)
+    if hasattr(model, "hf_quantizer"):  # transformers refuses to save a model that was loaded as quantised
+        del model.hf_quantizer, model.config.quantization_config
     model.save_pretrained(into)
     for weights in into.glob("*.safetensors"):
         weights.chmod(0o644)  # services may run as other users
-    AutoTokenizer.from_pretrained(**options).save_pretrained(into)
-    index_gguf(source, into)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(into)
 
 
-def index_gguf(source: Path, folder: Path) -> None:
-    """Put a GGUF file into the folder it was converted to, with an index of its blocks."""
-    (folder / _FILE).unlink(missing_ok=True)
+def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
+    """Put a GGUF file into a folder, with its configuration and its tokenizer. Return the places of its tensors."""
     try:
-        os.link(source, folder / _FILE)
+        os.link(source, folder / GGUF)
     except OSError:  # another file system
-        (folder / _FILE).symlink_to(source)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+        (folder / GGUF).symlink_to(source)
+    AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF).save_pretrained(folder)
+    model = empty_model(AutoConfig.from_pretrained(str(folder), gguf_file=GGUF))
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
     reader = gguf.GGUFReader(source)
-    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    architecture = architectures[reader.fields["general.architecture"].contents()]
-    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    data, index = _mapped(folder), {}
+    places = {
+        each.name: [int(each.tensor_type), int(each.data_offset), *map(int, each.shape)] for each in reader.tensors
+    }
+    return {"architecture": reader.fields["general.architecture"].contents(), "tensors": places}
+
+
+def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
+    """Return a model's weights in the mapped GGUF file of a folder; none where they cannot be read in place."""
+    index = json.loads((Path(folder) / INDEX).read_text()) if (Path(folder) / INDEX).is_file() else {}
+    if index.get("architecture") not in _ARCHITECTURES:
+        return {}
+    with (Path(folder) / GGUF).open("rb") as file:
+        data = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    config, architectures = model.config, {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[index["architecture"]], config.num_hidden_layers)
+    interleaved = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    rows = {}
     for name, weight in model.named_parameters():
-        tensor = tensors.get(names.get_name(name, try_suffixes=(".weight",)) or "")
-        if tensor is None or tensor.tensor_type not in _KINDS:
-            continue
-        place: dict[str, Any] = {"kind": tensor.tensor_type, "start": tensor.data_offset, "size": tensor.n_bytes}
-        for heads in {0, model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", 0)}:
-            entry = {key: int(value) for key, value in (place | {"heads": heads}).items()}
-            if len(weight) % max(1, 2 * heads) == 0 and torch.equal(_rows(data, weight, entry).dequantize(), weight):
-                index[name] = entry
-    (folder / INDEX).write_text(json.dumps(index))
+        stored_as = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        kind, start, inputs, *outputs = index["tensors"].get(stored_as, (0, 0, 0))
+        if [*outputs, inputs] != list(weight.shape):
+            return {}
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        stored = data[start : start + weight.numel() // block * size].view(*outputs, -1)
+        heads = interleaved.get(str(stored_as).split(".")[-2], 0) if index["architecture"] == "llama" else 0
+        rows[name] = QuantizedRows(kind, stored, inputs, heads)
+    return rows
 
 
-def attach_rows(model: PreTrainedModel, folder: Path) -> None:
-    """Attach the blocks of its GGUF file, mapped into memory, to each weight of a converted model that has them."""
-    if not (folder / INDEX).is_file() or not (folder / _FILE).is_file():
+def load_in_blocks(folder: Path | str, dequantize: Dequantize, config: Any) -> PreTrainedModel | None:
+    """Load a model whose large weights stay in the GGUF file of its folder; None where they cannot be read there.
+
+    Each module dequantises its weight while it runs. In its place is NaN of the same shape, which takes no memory.
+    """
+    empty, nothing = empty_model(config), torch.full((1,), torch.nan)
+    if not (rows := rows_in_file(folder, empty)):
+        return None
+    from_one = config.model_type.startswith("gemma")
+    state = {
+        name: nothing.expand(len(each.stored), each.inputs)
+        if each.kind in _BLOCKS
+        else each.dequantize() - float(from_one and name.endswith("norm.weight"))
+        for name, each in rows.items()
+    }
+    loading = {"config": config, "state_dict": state, "dtype": torch.float32, "attn_implementation": "eager"}
+    model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    for name, weight in model.named_parameters():
+        if rows[name].kind in _BLOCKS:
+            weight.quantized = rows[name]
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and (quantized := quantized_rows(module)):
+            _dequantize_while_running(module, quantized, dequantize)
+    return model
+
+
+def _dequantize_while_running(module: Any, rows: QuantizedRows, dequantize: Dequantize) -> None:
+    if not isinstance(module, nn.Embedding):
+        module.row_hooks = replace_while_running(module, lambda _: {"weight": dequantize(rows, None)})
         return
-    data, index = _mapped(folder), json.loads((folder / INDEX).read_text())
-    for name, weight in model.named_parameters():
-        if name in index:
-            weight.quantized = _rows(data, weight, index[name])
+    number = lambda _, x: (torch.arange(x[0].numel()).view(x[0].shape),)  # noqa: E731 - of the dequantised rows
+    hooks = replace_while_running(module, lambda x: {"weight": dequantize(rows, x[0].reshape(-1))})
+    module.__dict__["row_hooks"] = [*hooks, module.register_forward_pre_hook(number)]
+    module.padding_idx = None  # a gradient's business; it counts rows of the whole weight
+
+
+def replace_while_running(
+    module: nn.Module, make: Callable[[Any], Mapping[str, torch.Tensor]]
+) -> list[RemovableHandle]:
+    """Replace parameters of a module while it runs, by what `make` returns for its inputs. Return the hooks."""
+    own: dict[str, nn.Parameter] = {}
+
+    def put(_: nn.Module, inputs: Any) -> None:
+        own.update(module.named_parameters(recurse=False))
+        for name, value in make(inputs).items():
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+    def restore(*_: Any) -> None:
+        for name, value in own.items():
+            setattr(module, name, value)
+
+    # The last one that replaced restores first.
+    restoring = module.register_forward_hook(restore, prepend=True, always_call=True)
+    return [module.register_forward_pre_hook(put), restoring]
+
+
+def rows_of(weight: torch.Tensor) -> QuantizedRows:
+    """Return a weight in numbers as rows of a file would be."""
+    name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[weight.dtype]
+    return QuantizedRows(int(gguf.GGMLQuantizationType[name]), weight.contiguous().view(torch.uint8), weight.shape[1])
 
 
 def quantized_rows(module: Any) -> QuantizedRows | None:
@@ -101,33 +176,28 @@ def quantized_rows(module: Any) -> QuantizedRows | None:
     return getattr(module.weight, "quantized", None)
 
 
-def detach_rows(model: PreTrainedModel, dequantize: Callable[[QuantizedRows, torch.Tensor], torch.Tensor]) -> None:
+def detach_rows(model: PreTrainedModel, dequantize: Dequantize) -> None:
     """Unmap the file. Embeddings that have rows keep a copy of them, and dequantise those they are asked for."""
     embeddings: Any = model.get_input_embeddings()
     mapped = quantized_rows(embeddings)
+    for module in model.modules():
+        for hook in module.__dict__.pop("row_hooks", ()):
+            hook.remove()
     for weight in model.parameters():
         weight.__dict__.pop("quantized", None)
-    if mapped is None:
-        return
-    quantized = replace(mapped, rows=mapped.rows.clone())
-
-    def look_up(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        module.weight.data = dequantize(quantized, inputs[0].reshape(-1))
-        return (torch.arange(inputs[0].numel()).view(inputs[0].shape),)
-
-    embeddings.register_forward_pre_hook(look_up)
-    embeddings.weight.data = torch.empty(0)
-    embeddings.padding_idx = None  # a gradient's business; it counts rows of the dropped weight
+    if mapped is not None:
+        _dequantize_while_running(embeddings, replace(mapped, stored=mapped.stored.clone()), dequantize)
 
 
-def _mapped(folder: Path) -> torch.Tensor:
-    with (folder / _FILE).open("rb") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+def empty_model(config: Any) -> PreTrainedModel:
+    """Return a model without memory for its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def _rows(data: torch.Tensor, weight: torch.Tensor, entry: Mapping[str, int]) -> QuantizedRows:
-    """Return the rows of `weight` in a file's bytes. With `heads`, llama.cpp interleaved the halves of each head."""
-    rows = data[entry["start"] : entry["start"] + entry["size"]].view(len(weight), -1)
-    if entry["heads"]:
-        rows = rows.view(entry["heads"], -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-    return QuantizedRows(entry["kind"], rows, weight.shape[1])
+def _ordered(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows in the model's order: llama.cpp interleaves the halves of each of so many heads."""
+    if not heads:
+        return rows
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

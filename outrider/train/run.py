@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions, pick_device
-from outrider.models.hub import locate
+from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.train import data, loop
@@ -165,7 +165,7 @@ def _method(
     watcher.on_status("preparing the drafter")
     torch.manual_seed(order.seed)
     model = AutoModelForCausalLM.from_pretrained(
-        locate(order.target, watcher.on_status), dtype=torch.float32, use_safetensors=True
+        locate_safetensors(order.target, watcher.on_status), dtype=torch.float32, use_safetensors=True
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
-from outrider.models.hub import locate
+from outrider.models.hub import locate_safetensors
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.train import data
@@ -64,7 +64,8 @@ def _lengths_by_layer(
     target: str, examples: Sequence[Example], gamma_max: int, status: Callable[[str], None]
 ) -> list[torch.Tensor]:
     """Return, per layer, the accepted length of each chain if the model ended there."""
-    model: Any = AutoModelForCausalLM.from_pretrained(locate(target, status), dtype=torch.float32, use_safetensors=True)
+    source = locate_safetensors(target, status)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, use_safetensors=True)
     norm = getattr(model.base_model, "norm", None)
     if norm is None:
         raise StartupError(

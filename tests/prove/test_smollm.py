@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.models.hub import fetch_default
+from outrider.models.hub import DEFAULT, locate_safetensors
 from tests.cluster import Cluster, ask, generate_all
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(1800)]
@@ -54,7 +54,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def target() -> Path:
-    return fetch_default(print)
+    return Path(locate_safetensors(DEFAULT, print))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.models.hub import fetch_default
+from outrider.models.hub import DEFAULT, locate_safetensors
 from outrider.train.data import TrainingPrompt, shipped
 from tests.cluster import Process, free_port
 from tests.vllm.conftest import RUNNER
@@ -65,7 +65,7 @@ def bench(served: Served, model: Path, concurrent: int, given: Sequence[str], fo
 
 
 async def test_throughput_is_not_below_that_without_outrider(tmp_path: Path) -> None:
-    model = fetch_default(print)
+    model = Path(locate_safetensors(DEFAULT, print))
     port = free_port()
     python = [sys.executable, "-u", "-m"]
     coordinator = Process(

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
-from outrider.models.hub import fetch_default
+from outrider.models.hub import DEFAULT, locate_safetensors
 from outrider.protocol.sampling_params import SamplingParams
 from tests.vllm.conftest import RUNNER
 
@@ -78,7 +78,7 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def smollm() -> Path:
-    return fetch_default(print)
+    return Path(locate_safetensors(DEFAULT, print))
 
 
 @pytest.fixture(scope="module")

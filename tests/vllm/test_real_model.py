@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.models.hub import fetch_default
+from outrider.models.hub import DEFAULT, locate_safetensors
 from outrider.train.data import shipped
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
@@ -70,7 +70,7 @@ class Knowing(drafter_rpc.DrafterServicer):
 
 @pytest.fixture(scope="module")
 def target() -> Path:
-    return fetch_default(print)
+    return Path(locate_safetensors(DEFAULT, print))
 
 
 def fleet(target: Path, folder: Path, *flags: str) -> Cluster:

@@ -22,7 +22,7 @@ from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.models.drafter_choice import best_drafter, drafter_kinds
-from outrider.models.hub import DEFAULT, locate
+from outrider.models.hub import DEFAULT, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 
@@ -113,7 +113,7 @@ def _measure(
     vllm_python: Path | None,
     turns: TurnProgress,
 ) -> tuple[Comparison, dict[str, Any]]:
-    model = str(locate(plan.target, turns.set_text))
+    model = str(locate_safetensors(plan.target, turns.set_text))
 
     def show_starting(running: Stack) -> None:
         waiting = [f"{child.name} {child.state}" for child in running.children if not child.ready.is_set()]

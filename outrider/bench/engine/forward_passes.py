@@ -23,7 +23,7 @@ from outrider.engine.loading.options import EngineOptions, pick_device, pick_dty
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
 from outrider.launch.stack import LaunchPlan
-from outrider.models.hub import locate
+from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import StartupError
 
 Key = tuple[str, int, int]  # kind of step, context, number of tokens or sessions
@@ -173,7 +173,7 @@ class _Eager:
         self._device = pick_device(plan.device, resolve_engine(plan.engine, plan.compile, plan.device))
         self.dtype = pick_dtype(plan.dtype, self._device)
         model = AutoModelForCausalLM.from_pretrained(
-            str(locate(plan.target, notify)),
+            str(locate_safetensors(plan.target, notify)),
             dtype=self.dtype,
             attn_implementation="sdpa",
             use_safetensors=True,

@@ -16,12 +16,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from outrider.engine.checks.reference import (
-    logits_with_far_token,
-    reference_logits,
-    unsupported_state,
-    weights_in_format,
-)
+from outrider.engine.checks.reference import reference_logits, unsupported_state, weights_in_format
 from outrider.engine.interface import SessionTokens
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
@@ -84,7 +79,7 @@ def check_supported(model: PreTrainedModel, context: int) -> None:
         if getattr(module, "attn_temperature_tuning", False):  # Llama 4 counts positions within the step
             raise Differs(f"{name} scales attention by a token's index in the step, which holds many sessions")
     ids = _random_ids(model, _FAR_TOKENS)
-    own, with_far = reference_logits(model, ids), logits_with_far_token(model, ids, context - 1)
+    own, with_far = reference_logits(model, ids), reference_logits(model, ids, context - 1)
     _compare("with a token at a far position", with_far, own, _tolerance(model))
 
 

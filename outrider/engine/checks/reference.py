@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.pytorch_utils import Conv1D
 
+from outrider.models.gguf import replace_while_running
+
 _PROBE_TOKENS = 3
 # Releases of transformers before 5.20 have no layer class for layers without a cache.
 _ATTENTION_STATE = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))
@@ -22,24 +25,17 @@ _STATELESS = {"loss", "logits", "past_key_values", "hidden_states", "attentions"
 
 
 @torch.inference_mode()
-def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits after every token.  # [tokens, vocab], float32"""
-    with _eager(model):
-        logits: torch.Tensor = model(_ids(model, tokens), use_cache=False).logits[0]
-    return logits.float()
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int], far: int | None = None) -> torch.Tensor:
+    """Return the logits after every token.  # [tokens, vocab], float32
 
-
-@torch.inference_mode()
-def logits_with_far_token(model: PreTrainedModel, tokens: Sequence[int], position: int) -> torch.Tensor:
-    """Return the same logits from a pass that also has a last token at a far position; no other token attends to it."""
-    positions = torch.tensor([[*range(len(tokens)), position]], device=model.device)
+    With `far`, the pass has one more token, at this position; no other token attends to it.
+    """
+    ids, options = [*tokens], dict[str, Any](use_cache=False)
+    if far is not None:
+        ids, positions = [*tokens, tokens[0]], torch.tensor([[*range(len(tokens)), far]], device=model.device)
+        options |= {"attention_mask": torch.ones_like(positions), "position_ids": positions}
     with _eager(model):
-        logits: torch.Tensor = model(
-            _ids(model, [*tokens, tokens[0]]),
-            attention_mask=torch.ones_like(positions),
-            position_ids=positions,
-            use_cache=False,
-        ).logits[0, :-1]
+        logits: torch.Tensor = model(_ids(model, ids), **options).logits[0, : len(tokens)]
     return logits.float()
 
 
@@ -73,11 +69,7 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(_in_float32))
         elif next(module.parameters(recurse=False), None) is not None:
-            swap = _ConvertedParameters(weights == "int8" and isinstance(module, (nn.Linear, Conv1D)))
-            handles += [
-                module.register_forward_pre_hook(swap.convert),
-                module.register_forward_hook(swap.restore, always_call=True),
-            ]
+            handles += replace_while_running(module, partial(_converted, module, weights))
     try:
         yield
     finally:
@@ -85,26 +77,14 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
             handle.remove()
 
 
-class _ConvertedParameters:
-    """A module's converted parameters while it runs: one module's copy at a time."""
-
-    def __init__(self, int8: bool) -> None:
-        self._int8 = int8
-        self._own: dict[str, nn.Parameter] = {}
-
-    def convert(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._own = dict(module.named_parameters(recurse=False))
-        for name, own in self._own.items():
-            value = own.detach()
-            value = value.float() if value.is_floating_point() else value
-            if self._int8 and name == "weight":
-                value = round_to_int8(value.T).T if isinstance(module, Conv1D) else round_to_int8(value)
-            setattr(module, name, nn.Parameter(value, requires_grad=False))
-
-    def restore(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for name, own in self._own.items():
-            setattr(module, name, own)
-        self._own = {}
+def _converted(module: nn.Module, weights: str, _: Any) -> dict[str, torch.Tensor]:
+    """Return a module's parameters in float32, and its weight with int8's rounding if that is the format."""
+    own = {name: value.detach() for name, value in module.named_parameters(recurse=False)}
+    made = {name: value.float() if value.is_floating_point() else value for name, value in own.items()}
+    if weights == "int8" and isinstance(module, (nn.Linear, Conv1D)):
+        weight = made["weight"]
+        made["weight"] = round_to_int8(weight.T).T if isinstance(module, Conv1D) else round_to_int8(weight)
+    return made
 
 
 def round_to_int8(weight: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,8 @@ class WeightSample:
 
     @classmethod
     def of(cls, name: str, weight: torch.Tensor) -> WeightSample:
+        if rows := getattr(weight, "quantized", None):
+            return cls(name, tuple(weight.shape), rows.sample(sample_stride(weight.numel())))
         flat = gather_weight(weight.detach()).reshape(-1)
         return cls(name, tuple(weight.shape), flat[:: sample_stride(flat.numel())].cpu())
 
@@ -50,7 +52,7 @@ def describe(
 
     `samples` stand for the weights of a model that is not loaded: one on torch's device `meta`.
     """
-    samples = samples or [WeightSample.of(key, weight) for key, weight in model.state_dict().items()]
+    samples = samples or [WeightSample.of(key, weight) for key, weight in model.state_dict(keep_vars=True).items()]
     config = model.config.get_text_config()
     dtype = str(samples[0].values.dtype).removeprefix("torch.") if quantization == "none" else quantization
     context = getattr(config, "max_position_embeddings", None)

@@ -25,10 +25,12 @@ from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.identity import describe
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.engine.loading.selection import error_text, make_engine, startup_errors
+from outrider.engine.model_spec import UnsupportedModel
+from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import attach_rows, pretrained_source
-from outrider.models.hub import locate
+from outrider.models.gguf import load_in_blocks, quantized_rows
+from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.protocol.vocabulary import Vocabulary
@@ -67,17 +69,21 @@ def load_model(
     dtype = pick_dtype(options.dtype, device)
     with contextlib.nullcontext() if rank_group is None else rank_group.rank_0_first():
         path = locate(name, progress)
-        source = pretrained_source(path)
         if rank_group is not None:
-            rank_group.check_model(name, source)
+            path = locate_safetensors(name, progress)
+            rank_group.check_model(name, {"pretrained_model_name_or_path": str(path)})
     progress(f"loading {name}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(
-            **source,
-            **_first_layers(source, options.layers),
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        config = _first_layers(path, options.layers)
+        native = options.engine in ("auto", "native") and device.type == "cpu" and dtype == torch.float32
+        model = load_in_blocks(path, dequantize, config) if native and change is None and rank_group is None else None
+        model = model or AutoModelForCausalLM.from_pretrained(
+            locate_safetensors(name, progress),
+            config=config,
             dtype=dtype,
             attn_implementation="eager",  # `make_engine` changes it
+            trust_remote_code=False,
             use_safetensors=True,
             **({} if rank_group is None else rank_group.sharding()),
         )
@@ -91,8 +97,6 @@ def load_model(
         ) from error
     if change is not None:
         change(model)
-    elif isinstance(path, Path) and dtype == torch.float32 and device.type == "cpu" and options.quantization == "none":
-        attach_rows(model, path)
     model = model.to(device).eval()
     with startup_errors(name, type(model).__name__):
         info = describe(Path(path).name, model, tokenizer, vocabulary, options.quantization)
@@ -100,7 +104,10 @@ def load_model(
         info = replace(info, fingerprint=reduce_head(model, options.head_ids, info.fingerprint))
     if options.pace:
         info = replace(info, name=f"{info.name} (paced {options.pace})", device="paced")
-    engine = make_engine(model, info, options, progress, rank_group)
+    try:
+        engine = make_engine(model, info, options, progress, rank_group)
+    except (UnsupportedModel, NoCompiler):  # a model in blocks, which the kernels alone read
+        return load_model(name, replace(options, engine="transformers"), progress)
     if rank_group is not None and not rank_group.is_leader:
         return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 runs warm-up and measurement on all
     progress("warming up")
@@ -116,18 +123,18 @@ def load_model(
     return LoadedModel(engine, tokenizer, vocabulary, cost)
 
 
-def _first_layers(source: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Return from_pretrained's arguments for a model that ends after `layers` layers; None: all of them."""
-    if layers is None:
-        return {}
-    config = AutoConfig.from_pretrained(**source)
+def _first_layers(path: Path | str, layers: int | None) -> Any:
+    """Return the configuration of a model that ends after `layers` layers; None: all of them."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
+    if layers is None:
+        return config
     if not 1 <= layers <= text.num_hidden_layers:
         raise ValueError(f"it has {text.num_hidden_layers} layers, not {layers}")
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
-    return {"config": config}
+    return config
 
 
 def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) -> str:
@@ -145,7 +152,9 @@ def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) 
         )
     chosen = torch.tensor(ids, device=head.weight.device)
     smaller = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
-    smaller.weight = torch.nn.Parameter(head.weight.detach()[chosen], requires_grad=False)
+    rows = quantized_rows(head)
+    weight = rows.dequantize(chosen) if rows else head.weight.detach()[chosen]
+    smaller.weight = torch.nn.Parameter(weight, requires_grad=False)
     if head.bias is not None:
         smaller.bias = torch.nn.Parameter(head.bias.detach()[chosen], requires_grad=False)
     model.set_output_embeddings(smaller)

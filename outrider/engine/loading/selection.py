@@ -16,7 +16,7 @@ from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.options import DTYPES, EngineOptions
 from outrider.engine.model_spec import ModelSpec, UnsupportedModel, build_spec
-from outrider.engine.native import NativeEngine, NoCompiler
+from outrider.engine.native import NativeEngine, NoCompiler, dequantize
 from outrider.engine.paged.arithmetic import combine
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.tensor_parallel import RankGroup, TensorParallelEngine
@@ -61,7 +61,7 @@ def make_engine(
 ) -> Engine:
     """Return the engine that `options` name, or the fastest one whose logits match the model's.
 
-    Raises StartupError where there is none.
+    Raises StartupError where there is none, UnsupportedModel where only another engine could run a model in blocks.
     """
     with startup_errors(info.name, info.architecture):
         context = fix_rotations(model, info.context_length)
@@ -110,6 +110,8 @@ def _select(candidate: _Candidate) -> tuple[str, PagedEngine]:
                     limit="auto or transformers here",
                 ) from reason
             progress(f"engine {name} not usable, running through transformers, slower: {reason}")
+            if any(hasattr(weight, "quantized") for weight in candidate.model.parameters()):
+                raise  # it does not read blocks
     if options.quantization != "none":
         raise StartupError(
             f"{options.quantization} needs engine native, which cannot run this model, device or machine",
@@ -146,7 +148,7 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
             tiles=options.dtype != "float32",
         )
         _check_spec(model, spec, engine, weights)
-    detach_rows(model, engine.dequantize)
+    detach_rows(model, dequantize)
     _drop_weights(model, spec)
     return engine
 

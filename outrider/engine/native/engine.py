@@ -7,6 +7,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ import torch
 from outrider.engine import model_spec as specs
 from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.native.build import library, structures
+from outrider.engine.native.build import NoCompiler, library, structures
 from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
-from outrider.models.gguf import QuantizedRows
+from outrider.models.gguf import QuantizedRows, rows_of
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
@@ -89,13 +90,6 @@ class NativeEngine(PagedEngine):
     @property
     def arithmetic(self) -> str:
         return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled)
-
-    def dequantize(self, quantized: QuantizedRows, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows as float32."""
-        made = torch.empty(len(ids), quantized.inputs)
-        rows, wanted, to = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (quantized.rows, ids, made))
-        self._library.outrider_dequantise(quantized.kind, rows, quantized.inputs, wanted, len(ids), to)
-        return made
 
     def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor) -> Any:
         """Return what `chain` needs of a layer: each token's part of its input, and the linear map of the state."""
@@ -200,46 +194,33 @@ class NativeEngine(PagedEngine):
 
     def _linears(self, linear: specs.Linear, weights: str) -> Any:
         """Return the parts of a linear map, of which there are several where rows are of several kinds."""
-        parts = [linear]
-        if len(linear.quantized) > 1:
-            sizes = [len(rows.rows) for rows in linear.quantized]
-            biases = [None] * len(sizes) if linear.bias is None else torch.split(linear.bias, sizes)
-            shapes = [linear.weight[:size] for size in sizes]
-            parts = [specs.Linear(*part[:2], part[2:]) for part in zip(shapes, biases, linear.quantized, strict=True)]
+        alike = [tuple(group) for _, group in groupby(linear.quantized, key=lambda rows: rows.kind)]
+        sizes = [sum(len(rows.stored) for rows in group) for group in alike] or [len(linear.weight)]
+        biases = [None] * len(sizes) if linear.bias is None else torch.split(linear.bias, sizes)
+        parts = [
+            specs.Linear(*part) for part in zip(torch.split(linear.weight, sizes), biases, alike or [()], strict=True)
+        ]
         return (_C.Linear * 3)(*(self._linear(part, weights) for part in parts))
 
     def _linear(self, linear: specs.Linear, weights: str) -> Any:
         outputs, inputs = linear.weight.shape
+        sources = linear.quantized or (rows_of(linear.weight),)
+        kind, data = sources[0].kind, ctypes.c_void_p(sources[0].stored.data_ptr())
         made = _C.Linear(inputs=inputs, outputs=outputs, kind=_KINDS[weights])
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
-        if linear.quantized and weights == "float32":
-            (quantized,) = linear.quantized
-            made.tiles = self._tiled = self._may_tile
-            size = self._library.outrider_packed_size(quantized.kind, ctypes.byref(made))
-            made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
-            rows = quantized.rows.contiguous()
-            address = ctypes.c_void_p(rows.data_ptr())
-            self._library.outrider_pack(quantized.kind, address, ctypes.byref(made), self._threads)
-            return made
-        weight = linear.weight.float()
-        half = weight.to(torch.bfloat16)
         if weights == "int8":
-            scales = weight.abs().amax(dim=1).clamp_(min=1e-12) / 127
-            weight = (weight / scales[:, None]).round_().to(torch.int8)
-            made.scales = _address(self._referenced, scales)
-        elif weights == "bfloat16" or (self._may_tile and torch.equal(half.float(), weight)):
-            weight, made.kind = half, _KINDS["bfloat16"]
-        if self._may_tile and weight.dtype != torch.float32:
-            made.tiles = self._tiled = True
-            weight = torch.nn.functional.pad(weight, (0, -inputs % 32, 0, -outputs % 32))
-            packed = self._memory.take((len(weight) // 32, weight.shape[1] // 32, 2, 16, 32), weight.dtype)
-            packed.copy_(weight.view(-1, 2, 16, packed.shape[1], 32).permute(0, 3, 1, 2, 4))
-            made.weights = _address(self._referenced, packed)
-            return made
-        weight = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % (2 * self._lanes)))
-        packed = self._memory.take((len(weight) // (2 * self._lanes), 2, inputs, self._lanes), weight.dtype)
-        packed.copy_(weight.view(-1, 2, self._lanes, inputs).transpose(2, 3))
-        made.weights = _address(self._referenced, packed)
+            made.scales = _address(self._referenced, torch.empty(outputs))
+        if weights == "float32" and self._may_tile and not linear.quantized:
+            made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
+        made.tiles = self._may_tile and bool(linear.quantized or made.kind)
+        self._tiled |= made.tiles
+        size = self._library.outrider_packed_size(kind, ctypes.byref(made))
+        made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
+        first = 0
+        for rows in (source.rows for source in sources):
+            data = ctypes.c_void_p(rows.data_ptr())
+            self._library.outrider_pack(kind, data, ctypes.byref(made), first, len(rows), self._threads)
+            first += len(rows)
         return made
 
     def _norm(self, norm: specs.Norm | None) -> Any:
@@ -251,6 +232,20 @@ class NativeEngine(PagedEngine):
             eps=norm.eps,
             kind=_NORMS[norm.kind],
         )
+
+
+def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Return rows as float32; None: all."""
+    try:
+        kernels = library()
+    except NoCompiler:
+        return quantized.dequantize(ids)
+    rows = quantized.rows
+    ids = torch.arange(len(rows)) if ids is None else ids
+    made = torch.empty(len(ids), quantized.inputs)
+    stored, wanted, to = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, ids, made))
+    kernels.outrider_dequantise(quantized.kind, stored, quantized.inputs, wanted, len(ids), to, torch.get_num_threads())
+    return made
 
 
 class _MappedMemory:

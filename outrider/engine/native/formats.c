@@ -1,8 +1,9 @@
-/* Repacking of a GGUF file's blocks into units, see formats.h. Block layouts are those of ggml. */
+/* Packing of weights: numbers into panels or tiles, a GGUF file's blocks into units, see formats.h. Types and block layouts
+ * are those of ggml. */
 
 #include "formats.h"
 
-enum { GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q5_K = 13, GGML_Q6_K = 14 };
+enum { GGML_F32 = 0, GGML_F16 = 1, GGML_BF16 = 30, GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q5_K = 13, GGML_Q6_K = 14 };
 
 /* Of 32 inputs of one output: quants, and the numbers of its unit. */
 typedef struct {
@@ -79,16 +80,12 @@ static void put_number(int kind, char *unit, int which, int output, float number
 }
 
 static const struct {
-    int kind, inputs, bytes;
-} PACKED[] = {[GGML_Q4_0] = {NIBBLES, 32, 18},     [GGML_Q4_1] = {NIBBLES, 32, 20},    [GGML_Q8_0] = {BYTES, 32, 34},
+    int kind, inputs, bytes; /* a block's */
+} PACKED[] = {[GGML_F32] = {FLOAT32, 1, 4},        [GGML_F16] = {FLOAT32, 1, 2},       [GGML_BF16] = {FLOAT32, 1, 2},
+              [GGML_Q4_0] = {NIBBLES, 32, 18},     [GGML_Q4_1] = {NIBBLES, 32, 20},    [GGML_Q8_0] = {BYTES, 32, 34},
               [GGML_Q4_K] = {NIBBLES_K, 256, 144}, [GGML_Q5_K] = {BYTES_5K, 256, 176}, [GGML_Q6_K] = {BYTES_6K, 256, 210}};
 
-/* Sets the kind of weights that are packed from a GGUF type, and returns their bytes. Outputs are filled up to a multiple
- * of PANEL and UNIT. */
-int64_t outrider_packed_size(int type, Linear *linear) {
-    linear->kind = PACKED[type].kind;
-    return (linear->outputs + 31) / 32 * 2l * (linear->inputs / BLOCK) * unit_size(linear->kind);
-}
+static long row_bytes(int type, int inputs) { return (long)inputs / PACKED[type].inputs * PACKED[type].bytes; }
 
 /* A block's even inputs before its odd ones; of Q8_0, two outputs in every four bytes, above 0. */
 static int byte_in_tile(int kind, int output, int input) {
@@ -96,40 +93,108 @@ static int byte_in_tile(int kind, int output, int input) {
     return output * BLOCK + input % 2 * 16 + input / 2;
 }
 
-/* Repacks rows of a GGUF file's blocks into the linear's zeroed memory. */
-void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int threads) {
-    const int kind = linear->kind;
-    long blocks = linear->inputs / BLOCK, row_bytes = (long)linear->inputs / PACKED[type].inputs * PACKED[type].bytes;
-#pragma omp parallel for schedule(static, UNIT) num_threads(threads)
-    for (int output = 0; output < linear->outputs; output++)
-        for (int block = 0; block < blocks; block++) {
-            long at = linear->tiles ? (output / 32 * blocks + block) * 2 + output / UNIT % 2 : output / UNIT * blocks + block;
-            char *unit = (char *)linear->weights + at * unit_size(kind);
-            char *quants = unit + numbers_size(kind);
-            int lane = output % UNIT;
-            Decoded from = decode(type, rows + (long)output * row_bytes, block);
-            for (int n = 0; n < FORMATS[kind].numbers; n++) put_number(kind, unit, n, lane, from.numbers[n]);
-            for (int k = 0; k < BLOCK; k++)
-                if (FORMATS[kind].bits == 8)
-                    quants[linear->tiles ? byte_in_tile(kind, lane, k) : k * UNIT + lane] =
-                        (char)(from.quants[k] + (linear->tiles && kind == BYTES ? 128 : 0));
-                else if (linear->tiles) /* four outputs in the 16 bits of an input */
-                    quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)(from.quants[k] << lane % 2 * 4);
-                else /* eight inputs in the 32 bits of an output */
-                    quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)(from.quants[k] << k % 2 * 4);
+static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
+    const Format format = FORMATS[PACKED[type].kind];
+    if (type == GGML_F32) memcpy(to, row, 4l * inputs);
+    else if (type == GGML_F16)
+        for (int k = 0; k < inputs; k++) to[k] = float16(row + 2 * k);
+    else if (type == GGML_BF16)
+        for (int k = 0; k < inputs; k++) ((uint32_t *)to)[k] = (uint32_t)((const uint16_t *)row)[k] << 16;
+    else
+        for (int block = 0; block < inputs / BLOCK; block++) {
+            Decoded from = decode(type, row, block);
+            for (int k = 0; k < BLOCK; k++) {
+                float scale = from.numbers[k * format.sub_blocks / BLOCK], quant = from.quants[k];
+                *to++ = format.minima ? fused_one(quant, scale, from.numbers[1]) : quant * scale;
+            }
         }
 }
 
-/* Rows of a GGUF file's blocks as floats, one for each id. */
-void outrider_dequantise(int type, const uint8_t *rows, int inputs, const int64_t *ids, int count, float *to) {
-    const Format format = FORMATS[PACKED[type].kind];
-    long row_bytes = (long)inputs / PACKED[type].inputs * PACKED[type].bytes;
-    for (int r = 0; r < count; r++)
-        for (int block = 0; block < inputs / BLOCK; block++) {
-            Decoded from = decode(type, rows + ids[r] * row_bytes, block);
-            for (int k = 0; k < BLOCK; k++, to++) {
-                float scale = from.numbers[k * format.sub_blocks / BLOCK];
-                *to = format.minima ? fused_one(from.quants[k], scale, from.numbers[1]) : from.quants[k] * scale;
+/* Whether all numbers of rows are bfloat16. */
+int outrider_are_bfloat16(int type, const uint32_t *numbers, int outputs, int inputs) {
+    uint32_t low = type != GGML_F32;
+    for (long i = 0; i < (long)outputs * inputs && type == GGML_F32; i++) low |= numbers[i] & 0xffff;
+    return type == GGML_BF16 || !low;
+}
+
+/* Returns the bytes of a linear map's weights. Blocks stay blocks where the weights are to be FLOAT32. Outputs are filled
+ * up to a multiple of PANEL and UNIT. */
+int64_t outrider_packed_size(int type, Linear *linear) {
+    static const int sizes[] = {[FLOAT32] = 4, [BFLOAT16] = 2, [INT8] = 1};
+    if (linear->kind == FLOAT32) linear->kind = PACKED[type].kind;
+    long groups = (linear->outputs + 31) / 32 * 2l, blocks = (linear->inputs + BLOCK - 1) / BLOCK;
+    if (linear->kind > INT8) return groups * blocks * unit_size(linear->kind);
+    return groups * UNIT * (linear->tiles ? blocks * BLOCK : linear->inputs) * sizes[linear->kind];
+}
+
+/* A row of numbers, in panels or tiles. */
+static void pack_numbers(float *row, const Linear *linear, int output) {
+    long blocks = (linear->inputs + BLOCK - 1) / BLOCK, at, step = linear->tiles ? 1 : LANES;
+    float scale = 0;
+    if (linear->kind == INT8) {
+        for (int k = 0; k < linear->inputs; k++) scale = fmaxf(scale, fabsf(row[k]));
+        scale = fmaxf(scale, 1e-12f) / 127;
+        ((float *)linear->scales)[output] = scale;
+    }
+    for (int start = 0; start < linear->inputs; start += BLOCK, row += BLOCK) {
+        if (linear->tiles)
+            at = ((output / 32 * blocks + start / BLOCK) * 2 + output / UNIT % 2) * UNIT * BLOCK + output % UNIT * BLOCK;
+        else
+            at = ((output / PANEL * 2l + output / LANES % 2) * linear->inputs + start) * LANES + output % LANES;
+        int count = linear->inputs - start < BLOCK ? linear->inputs - start : BLOCK;
+        for (int k = 0; k < count; k++, at += step)
+            if (linear->kind == INT8)
+                ((int8_t *)linear->weights)[at] = (int8_t)rintf(row[k] / scale);
+            else if (linear->kind == FLOAT32)
+                ((float *)linear->weights)[at] = row[k];
+            else { /* rounded to even */
+                uint32_t bits = ((uint32_t *)row)[k], rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+                ((uint16_t *)linear->weights)[at] = (uint16_t)(row[k] == row[k] ? rounded : 0x7fc0);
             }
+    }
+}
+
+/* A block of 32 inputs of an output, in a unit. */
+static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
+    const int kind = linear->kind, lane = output % UNIT;
+    long blocks = linear->inputs / BLOCK;
+    long at = linear->tiles ? (output / 32 * blocks + block) * 2 + output / UNIT % 2 : output / UNIT * blocks + block;
+    char *unit = (char *)linear->weights + at * unit_size(kind), *quants = unit + numbers_size(kind);
+    for (int n = 0; n < FORMATS[kind].numbers; n++) put_number(kind, unit, n, lane, from->numbers[n]);
+    for (int k = 0; k < BLOCK; k++)
+        if (FORMATS[kind].bits == 8)
+            quants[linear->tiles ? byte_in_tile(kind, lane, k) : k * UNIT + lane] =
+                (char)(from->quants[k] + (linear->tiles && kind == BYTES ? 128 : 0));
+        else if (linear->tiles) /* four outputs in the 16 bits of an input */
+            quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)(from->quants[k] << lane % 2 * 4);
+        else /* eight inputs in the 32 bits of an output */
+            quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)(from->quants[k] << k % 2 * 4);
+}
+
+/* Repacks rows into the linear's zeroed memory, as `count` outputs from `first` on. A thread has whole units. */
+void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int first, int count, int threads) {
+    const int inputs = linear->inputs;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int unit = first / UNIT; unit <= (first + count - 1) / UNIT; unit++) {
+        float *floats = linear->kind > INT8 ? NULL : malloc(4l * inputs);
+        for (int output = unit * UNIT; output < (unit + 1) * UNIT; output++) {
+            if (output < first || output >= first + count) continue;
+            const uint8_t *row = rows + (output - first) * row_bytes(type, inputs);
+            if (floats) {
+                to_floats(type, row, inputs, floats);
+                pack_numbers(floats, linear, output);
+            } else
+                for (int block = 0; block < inputs / BLOCK; block++) {
+                    Decoded from = decode(type, row, block);
+                    pack_block(&from, linear, output, block);
+                }
         }
+        free(floats);
+    }
+}
+
+/* Rows as floats, one for each id. */
+void outrider_dequantise(int type, const uint8_t *rows, int inputs, const int64_t *ids, int count, float *to, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (count > UNIT)
+    for (int r = 0; r < count; r++) to_floats(type, rows + ids[r] * row_bytes(type, inputs), inputs, to + (long)r * inputs);
 }

@@ -26,7 +26,7 @@ from outrider.engine.paged.arithmetic import USUAL_KERNELS, combine, kernel_arit
 from outrider.engine.vllm.compatibility import installed_version
 from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Opening, PlannedSession
-from outrider.models.hub import locate
+from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -56,7 +56,7 @@ def load_core(name: str, options: CoreOptions, progress: Callable[[str], None]) 
 
     `options.model` is ignored: it is where `name` is found.
     """
-    path = Path(locate(name, progress))
+    path = Path(locate_safetensors(name, progress))
     if not path.is_dir() or not list(path.glob("*.safetensors")):
         raise StartupError(
             f"engine vllm needs a directory with safetensors, {name} is none",

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from outrider.models.gguf import empty_model, rows_in_file
 from outrider.models.hub import locate
 from outrider.protocol.errors import StartupError
 
@@ -69,15 +70,16 @@ class EmbeddingsAndHead:
 
 
 def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> EmbeddingsAndHead:
-    """Read them from a target's safetensors, without the rest."""
+    """Read them from a target's files, without the rest."""
     path = locate(target, progress)
     progress("reading the target's embeddings")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = empty_model(config)
         embeddings, head, bias = _names(model)
-        read = {name: _read(path, name) for name in (embeddings, head, bias) if name}
+        names = [name for name in (embeddings, head, bias) if name]
+        rows = rows_in_file(path, model)
+        read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise StartupError(
             f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.base.config import home
 from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Linear, build_spec
-from outrider.engine.native import NativeEngine, build
+from outrider.engine.native import NativeEngine, build, dequantize
 from outrider.models.gguf import QuantizedRows, detach_rows
 from outrider.protocol.fleet import ModelInfo
 
@@ -98,13 +98,13 @@ def test_blocks_give_the_bits_of_float32(kind: str, level: str, monkeypatch: pyt
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_dequantises_the_rows_that_it_is_asked_for(kind: str) -> None:
     made = model(kind)
-    runs, embeddings = engine(made), made.get_input_embeddings()
+    embeddings = made.get_input_embeddings()
     ids = torch.tensor([[3, 1], [3, 207]])
     before = embeddings(ids)
-    detach_rows(made, runs.dequantize)
+    embeddings.weight.data = torch.full((1,), torch.nan).expand(VOCAB, 256)  # as where the file has the weight
+    detach_rows(made, dequantize)
     assert not any(hasattr(weight, "quantized") for weight in made.parameters())
     assert torch.equal(embeddings(ids), before)
-    assert embeddings.weight.numel() < VOCAB * 256
 
 
 needs_tiles = pytest.mark.skipif(not build.library().outrider_tiles(), reason="this processor has no AMX tiles")
