@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ RATIO_SMOOTHING = 0.2  # at least; the first comparisons weigh more
 KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
 RATIO_RECOVERY = 0.02  # per choice, for modes not in use
 RATIO_BOUNDS = (0.3, 1.5)
+WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
+KNOWN_STEPS = 3  # for their median to count
 
 
 class CostLine:
@@ -74,6 +77,7 @@ class ThroughputRatios:
     def __init__(self, known: Mapping[str, float]) -> None:
         self._means = {Mode(mode): DecayedMean(RATIO_SMOOTHING, ratio) for mode, ratio in known.items()}
         self._comparisons = Counter(dict.fromkeys(self._means, KNOWN_COMPARISONS))
+        self.measured = {Mode(mode): ratio for mode, ratio in known.items()}  # at the last comparison
 
     def add(self, mode: Mode, ratio: float) -> None:
         """Record a comparison. The first ones weigh more."""
@@ -81,6 +85,7 @@ class ThroughputRatios:
         weight = max(RATIO_SMOOTHING, 1.0 / (2 + self._comparisons[mode]))
         self._means.setdefault(mode, DecayedMean(RATIO_SMOOTHING, 1.0)).add(min(high, max(low, ratio)), weight)
         self._comparisons[mode] += 1
+        self.measured[mode] = self._means[mode].value
 
     def recover(self, used: Mode) -> None:
         """Move the modes that are not in use towards 1, so that they are tried again after a bad phase."""
@@ -111,6 +116,7 @@ class PairEstimate:
 
     def start_from(self, history: PairHistory) -> None:
         self._known_acceptance = history.acceptance
+        self.known = bool(history.acceptance)
         self._accepted = [DecayedMean(FORGETTING, 0.0, trials=0.0) for _ in range(self._positions)]
         self.tree_gain = DecayedMean(FORGETTING, history.tree_gain, PRIOR_GAIN_TRIALS)
         self.ahead_gain = DecayedMean(FORGETTING, history.ahead_gain, PRIOR_GAIN_TRIALS)
@@ -188,7 +194,7 @@ class PairEstimate:
             ahead_gain=self.ahead_gain.value,
             tree_rows=self.nodes_per_level.value,
             level_ms=self.level_ms.value,
-            paces={mode.value: ratio for mode, ratio in self.ratios.by_mode().items()},
+            paces={mode.value: ratio for mode, ratio in self.ratios.measured.items()},
         )
 
 
@@ -207,6 +213,7 @@ class Estimator:
         """Start from the cost curve and the number of sessions that a verifier reports."""
         self._published = published
         self._slowdown = DecayedMean(SMOOTHING)  # measured step time over the published one
+        self._plain_slowdown: deque[float] = deque(maxlen=WINDOW)  # the same of plain steps, on shared cores
         self._steps = 0  # on this verifier
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
@@ -217,7 +224,7 @@ class Estimator:
         self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None
     ) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
-        self._observe_step(verdict)
+        self._observe_step(verdict, plan, shared=drafter is not None and drafter.shares_cores)
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
         due = asked and (waited or verdict.proposed > 0)
         self.pair.observe_verdict(
@@ -237,13 +244,21 @@ class Estimator:
             self._shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
         return in_vain
 
-    def _observe_step(self, verdict: Verdict) -> None:
+    @property
+    def plain_known(self) -> bool:
+        """Return whether plain steps of this session were measured on shared cores."""
+        return not self._published.rows or len(self._plain_slowdown) >= KNOWN_STEPS
+
+    def _observe_step(self, verdict: Verdict, plan: SpeculationPlan, *, shared: bool) -> None:
         timings = verdict.timings
         if timings.batch_tokens > MAX_FITTED_TOKENS:
             return
         step_ms = timings.step_us / 1000
         if self._published.rows:
-            self._slowdown.add(step_ms / self._published.at(timings.batch_tokens))
+            slowdown = step_ms / self._published.at(timings.batch_tokens)
+            self._slowdown.add(slowdown)
+            if shared and not plan.gamma and not verdict.proposed:
+                self._plain_slowdown.append(slowdown)
         else:
             self._cost.add(timings.batch_tokens, step_ms)
         self._steps += 1
@@ -256,7 +271,9 @@ class Estimator:
     def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
         if self._published.rows:
-            cost = self._published.scaled(self._slowdown.value or 1.0)
+            shared = drafter.shares_cores and self._plain_slowdown
+            slowdown = statistics.median(self._plain_slowdown) if shared else self._slowdown.value or 1.0
+            cost = self._published.scaled(slowdown)
         else:
             cost = CostCurve.line(*self._cost.fit())
         pair = self.pair
@@ -276,4 +293,5 @@ class Estimator:
             timeout_rate=self._timeout_rate.value,
             shortfall_rate=self._shortfall_rate.value,
             throughput_ratios=pair.ratios.by_mode(),
+            shares_cores=drafter.shares_cores,
         )

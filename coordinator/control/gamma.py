@@ -44,6 +44,15 @@ SETTLING = 3  # verdicts after a new plan that still show the previous one
 COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are compared
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
+# The credit of speculation on cores that drafter and verifier share, in plain steps:
+ADVANCE_TOKENS = 8  # before the first guess: what these tokens are expected to gain,
+ADVANCE = 4.0  # at most; less without a pair history, which makes the expectation a guess
+ADVANCE_UNKNOWN = 1.0
+MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
+REFILL = 0.02  # per plain step,
+REFILLED = 1.0  # at most; with less, speculation that was suspended does not begin again
+LONGEST_ROUND = 4.0  # a longer round counts as this: other load has delayed it
+REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
 
 
 def choose_plan(
@@ -108,6 +117,10 @@ class Controller:
         self._since_retry = 0
         self._retry_after = RETRY_AFTER
         self._measured = PlanTally()  # of the present plan, since it settled
+        self._credit = 0.0
+        self._advanced = False
+        self._suspended = False  # until the credit is refilled
+        self._since_reference = 0  # steps with guesses
         self._expected = 0.0  # of the present plan, tokens per second
         self.plan = PLAIN
         self.wait_timeout_ms = 0.0
@@ -143,6 +156,8 @@ class Controller:
         timings = verdict.timings
         ms = (timings.wait_us + timings.step_us) / 1000
         self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected)
+        if drafter is not None and drafter.shares_cores:
+            self._update_credit(len(verdict.tokens) - ms * self._expected_plain / 1000.0)
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
 
@@ -199,12 +214,35 @@ class Controller:
 
     def _choose_adaptive(self, conditions: Conditions) -> PlanChoice:
         self._expected_plain = throughput(conditions, PLAIN)
+        if (conditions.shares_cores and not self._fixed.ahead) and (
+            self._suspended or not self._estimator.plain_known or self._since_reference >= REFERENCE_EVERY
+        ):
+            return PlanChoice(PLAIN, 0.0, self._expected_plain)
         choice = choose_plan(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
+            if not self._advanced:
+                gain = ADVANCE_TOKENS * (choice.tokens_per_s / self._expected_plain - 1.0)
+                self._credit += min(gain, ADVANCE if self._estimator.pair.known else ADVANCE_UNKNOWN)
+                self._advanced = True
+            return choice
+        if conditions.shares_cores and self._credit < REFILLED:
             return choice
         return self._probe(conditions) or choice
+
+    def _update_credit(self, gain: float) -> None:
+        """Record what a step gained over plain decoding, in plain steps; suspend speculation without credit."""
+        suspended, referred = self._suspended, self._since_reference >= REFERENCE_EVERY
+        if self.plan.gamma:
+            self._since_reference += 1
+            self._credit = min(MAX_CREDIT, self._credit + max(gain, -LONGEST_ROUND))
+        else:
+            self._since_reference = 0
+            self._credit = max(self._credit, min(REFILLED, self._credit + REFILL))
+        self._suspended = self._advanced and (self._credit <= 0.0 or (suspended and self._credit < REFILLED))
+        if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:
+            self._choice_due = True
 
     def _probe(self, conditions: Conditions) -> PlanChoice | None:
         """Return now and then, while plain decoding wins, a plan that checks guesses without waiting for them."""
@@ -220,8 +258,11 @@ class Controller:
             self._plain_steps = 0
             self._probe_steps_left = PROBE_STEPS + late
         gamma = min(PROBE_GAMMA + late, self._gamma_max)
-        plan = SpeculationPlan(gamma, ahead=self._fixed.ahead is not False)
-        return PlanChoice(plan, 0.0, throughput(conditions, PLAIN))
+        ahead = self._fixed.ahead is not False and (not conditions.shares_cores or bool(self._fixed.ahead))
+        plan = SpeculationPlan(gamma, ahead=ahead)
+        # On shared cores, steps beside the drafter would be slower than plain ones: they wait for it.
+        timeout_ms = draft_wait_timeout_ms(conditions, plan) if conditions.shares_cores else 0.0
+        return PlanChoice(plan, timeout_ms, throughput(conditions, PLAIN))
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Compare measured and expected throughput of the plan's mode, over several steps."""

@@ -53,12 +53,13 @@ class SimulatedDrafter:
             self._flush()
             return
         self._busy = True
-        self._world.after(self._world.world.draft_ms, partial(self._finish_step, self._open.guess))
+        draft_ms = self._world.world.draft_ms + self._world.delay_ms()
+        self._world.after(draft_ms, partial(self._finish_step, self._open.guess, draft_ms))
 
-    def _finish_step(self, before: Guess) -> None:
+    def _finish_step(self, before: Guess, draft_ms: float) -> None:
         """Extend the guesses that were open when the step began, unless all that follows them is wrong by now."""
         self._busy = False
-        self._unreported_us += int(self._world.world.draft_ms * 1000)
+        self._unreported_us += int(draft_ms * 1000)
         committed = (RIGHT,) * (self._open.guess.position - before.position)
         if before.walk(committed)[1] == len(committed):
             self._grow(self._open.guess)

@@ -23,6 +23,10 @@ class World:
     rtt_ms: float = 0.0
     jitter_ms: float = 0.0
     overhead_ms: float = 1.2  # of a round through three services
+    shared: bool = False  # drafter and verifier run on the same cores
+    burden: float = 1.0  # factor of the time of steps with guesses, which the published cost curve does not show
+    hiccups: float = 0.0  # share of steps and drafts that other load on the machine delays
+    hiccup_ms: float = 12.0  # at most
 
     def chances(self) -> list[float]:
         """Return the chance of each of the drafter's candidates to be right, by rank."""
@@ -37,6 +41,7 @@ class SimulatedWorld:
         self.now = 0.0
         self._seed = seed
         self._jitter = random.Random(seed)
+        self._load = random.Random(seed + 1)
         self._ranks: dict[int, int] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -63,6 +68,11 @@ class SimulatedWorld:
     def _one_way_ms(self) -> float:
         world = self.world
         return (world.rtt_ms + world.overhead_ms) / 2 + self._jitter.uniform(0, world.jitter_ms)
+
+    def delay_ms(self) -> float:
+        """Return how long other load on the machine delays the next step or draft."""
+        hit = self._load.random() < self.world.hiccups
+        return self._load.uniform(0.0, self.world.hiccup_ms) if hit else 0.0
 
     def right_rank(self, position: int) -> int:
         """Return the rank of the drafter's candidate that is right after a correct path; −1: none is."""

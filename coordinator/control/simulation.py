@@ -113,7 +113,8 @@ class Simulation:
         self._stepping = True
         waited_ms = self.now - self._idle_since
         self.result.waited_ms += waited_ms
-        step_ms = self.world.cost.at(1 + len(block.tokens))
+        step_ms = self.world.cost.at(1 + len(block.tokens)) * (self.world.burden if block.tokens else 1.0)
+        step_ms += self._world.delay_ms()
         self._world.after(step_ms, lambda: self._finish_step(block, waited_ms, step_ms))
 
     def _finish_step(self, block: Guess, waited_ms: float, step_ms: float) -> None:
@@ -170,7 +171,7 @@ class Simulation:
     def _best_drafter(self) -> BestDrafter:
         pair = self.estimator.pair
         round_trips_ms = self.world.rtt_ms + self.world.overhead_ms
-        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None)
+        return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, self.world.shared)
 
     def _steer(self) -> None:
         before = self.controller.plan

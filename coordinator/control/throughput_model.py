@@ -110,6 +110,7 @@ class Conditions:
     timeout_rate: float = 0.0  # share of the waits that timed out without a guess
     shortfall_rate: float = 0.0  # share of the waits that timed out with fewer guesses than γ
     throughput_ratios: Mapping[Mode, float] = field(default_factory=dict)  # measured over expected throughput
+    shares_cores: bool = False  # the drafter, with the verifier
 
     def verify_ms(self, guesses: float) -> float:
         """Return the time of a step that checks this number of our guesses."""
@@ -190,7 +191,10 @@ def _delay_share(conditions: Conditions, plan: SpeculationPlan) -> float:
         missed = 1.0 - mean_acceptance(conditions.acceptance_of(plan))
         wait_ms = missed * draft_wait_ms(conditions, plan.awaited, plan.branches) if plan.awaited else 0.0
     step_ms = conditions.verify_ms(guesses_per_step(plan))
-    return conditions.proposal_rate * (step_ms - conditions.verify_ms(0)) / max(step_ms + wait_ms, 1e-6)
+    delay_ms = max(0.0, step_ms - conditions.verify_ms(0))
+    if conditions.shares_cores:  # shared steps are slower while it drafts
+        delay_ms += plan.gamma * conditions.draft_step_ms(plan.branches)
+    return conditions.proposal_rate * delay_ms / max(step_ms + wait_ms, 1e-6)
 
 
 def _throughput_in_turns(conditions: Conditions, plan: SpeculationPlan) -> float:

@@ -636,8 +636,8 @@ def test_a_way_that_brings_less_than_promised_is_left_for_another() -> None:
     drive(made, 120, {first: 2.5})
     assert made.plan.mode != first
     assert made.estimator.pair.ratios.by_mode()[first] < 0.9
-    assert made.estimator.pair.history().paces[first.value] == made.estimator.pair.ratios.by_mode()[first], (
-        "and it is remembered"
+    assert made.estimator.pair.history().paces[first.value] <= made.estimator.pair.ratios.by_mode()[first], (
+        "and it is remembered, without the recovery since then"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.control.estimator import BestDrafter, Estimator
+from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_world import World
 from coordinator.control.simulation import Simulation, SimulationResult
@@ -214,6 +214,66 @@ def test_a_verifier_that_pauses_changes_little() -> None:
     before = len(simulation.plans)
     assert times_plain(world, simulation.run(400)) > 1.9
     assert len(simulation.plans) - before <= 16
+
+
+# --- one machine ------------------------------------------------------------------------------------------------------
+
+ONE_MACHINE = World(
+    acceptance=0.4, gain=0.4, draft_ms=0.4, shared=True, cost=CostCurve((1, 5, 9, 17, 32), (6.0, 6.6, 7.2, 9.0, 11.0))
+)
+LOSING = {
+    "few hold": replace(ONE_MACHINE, acceptance=0.2, draft_ms=2.0),
+    "the drafter slows the verifier": replace(ONE_MACHINE, burden=1.5),
+    "a slow drafter slows the verifier": replace(ONE_MACHINE, acceptance=0.6, burden=1.5, draft_ms=2.0),
+    "other load": replace(ONE_MACHINE, acceptance=0.2, draft_ms=2.0, hiccups=0.3),
+    "other load, and the drafter slows the verifier": replace(ONE_MACHINE, burden=1.5, hiccups=0.3),
+}
+
+
+def beside_plain(world: World, tokens: int, history: PairHistory | None = None) -> list[float]:
+    """Control left to itself over plain decoding of the same text, under as much other load, with each of ten seeds."""
+    found = []
+    for seed in range(10):
+        plain = Simulation(world, fixed=FixedChoices(gamma=0), seed=seed).run(1000).ms / 1000
+        result = Simulation(world, seed=seed, history=history).run(tokens)
+        found.append(result.tokens * plain / result.ms)
+    return found
+
+
+def seen(world: World, tokens: int = 400) -> PairHistory:
+    simulation = Simulation(world, seed=99)
+    simulation.run(tokens)
+    return simulation.estimator.pair.history()
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_on_one_machine_speculation_that_loses_costs_little(name: str) -> None:
+    """The published cost curve does not show what the drafter costs the verifier: plain steps in between do."""
+    world = LOSING[name]
+    assert statistics.median(beside_plain(world, 400)) > 0.97
+    assert statistics.median(beside_plain(world, 66)) > 0.95, "the first answer of a pair"
+    assert statistics.median(beside_plain(world, 66, seen(world))) > 0.96
+
+
+def test_on_one_machine_speculation_that_gains_is_used() -> None:
+    assert statistics.median(beside_plain(ONE_MACHINE, 400)) > 1.12
+    good = replace(ONE_MACHINE, acceptance=0.6)
+    assert statistics.median(beside_plain(good, 400)) > 1.4
+    assert statistics.median(beside_plain(good, 66, seen(good))) > 1.3, "a known pair starts at once"
+
+
+def test_a_bad_start_of_a_short_answer_ends_at_once() -> None:
+    """The history of another text promises much: the credit that it gives is soon spent."""
+    promising = seen(replace(ONE_MACHINE, acceptance=0.8))
+    disappointing = replace(ONE_MACHINE, acceptance=0.05, gain=0.1, burden=1.5, draft_ms=1.0)
+    assert statistics.median(beside_plain(disappointing, 66, promising)) > 0.9
+
+
+def test_on_one_machine_nothing_is_drafted_beside_a_step() -> None:
+    simulation = Simulation(ONE_MACHINE)
+    simulation.run(400)
+    assert any(plan.gamma for _, plan in simulation.plans)
+    assert not any(plan.ahead for _, plan in simulation.plans)
 
 
 @pytest.mark.parametrize(
