@@ -33,7 +33,7 @@ _NAMES = (
     "DEFAULT_TOKENS_PER_MINUTE DEVICE DRAFTER DRAFTERS DRAFTERS_PER_SESSION DRAFTER_DEVICE DRAFTER_KEY "
     "DRAFT_CANDIDATES DRAFT_VOCABULARY DRAIN_S DTYPE EARLY_EXIT ENDPOINT ENGINE EXAMPLES EXIT_LAYERS EXPLAIN "
     "FLEET_KEY GAMMA GAMMA_MAX GPU_MEMORY GRPC_SHARE GUESS_ROWS HEADS HEARTBEAT_MS HIDDEN HOME HOST HTTP_ENDPOINT "
-    "HTTP_PORT HTTP_SHARE INSECURE JSON JSON_OBJECT JSON_SCHEMA KIND KINDS KV_TOKENS LAYERS LEARNING_RATE "
+    "HTTP_PORT HTTP_SHARE INSECURE JSON JSON_OBJECT JSON_SCHEMA KIND KINDS KV_DTYPE KV_TOKENS LAYERS LEARNING_RATE "
     "LOG_JSON LOG_LEVEL MAX_BODIES_MIB MAX_CONNECTIONS MAX_MESSAGE_MIB MAX_MODEL_LEN MAX_PROMPT_KIB "
     "MAX_REQUEST_SESSIONS MAX_SESSIONS MAX_STREAMS MAX_TOKENS MAX_USERS MAX_WAITING METRICS_KEY METRICS_PORT "
     "METRICS_TLS MIN_P MIXED_VERIFIERS MODES MODEL NGRAM_MAX NGRAM_MIN NUM_PROMPTS OPEN_METRICS OPEN_TIMEOUT_S "
@@ -135,6 +135,11 @@ class WorkerSettings(Settings):
         "auto", description="auto, float32, bfloat16 or float16; auto: on a CPU, weights as they are; else bfloat16."
     )
     quantization: str = Field("none", pattern="^(none|int8)$", description="none or int8 (weights only, on a CPU).")
+    kv_dtype: str = Field(
+        "auto",
+        pattern="^(auto|float32|bfloat16)$",
+        description="Keys and values of engine native: float32 or bfloat16; auto: bfloat16 with --dtype bfloat16.",
+    )
     engine: str = Field(
         "auto",
         pattern="^(auto|native|cuda|transformers|mock|instant)$",

@@ -25,6 +25,7 @@ class EngineOptions:
     quantization: str = "none"
     engine: str = "auto"
     threads: int = 0
+    kv_dtype: str = "auto"  # of engine native
     kv_tokens: int | None = KV_TOKENS  # None: what fits into most of a GPU's free memory
     prefix_tokens: int | None = None  # capacity for evictable cached blocks; None: by device
     head_ids: tuple[int, ...] | None = None  # the only ids that get logits, in this order; None: all
@@ -41,6 +42,7 @@ class EngineOptions:
             quantization=settings.quantization,
             engine=resolve_engine(settings.engine, settings.compile, settings.device),
             threads=settings.threads,
+            kv_dtype=settings.kv_dtype,
             kv_tokens=settings.kv_tokens or None,
             prefix_tokens=None if settings.prefix_tokens < 0 else settings.prefix_tokens,
             pace=settings.pace,

@@ -148,6 +148,8 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
             tiles=options.dtype != "float32",
         )
         _check_spec(model, spec, engine, weights)
+        if options.kv_dtype == "bfloat16" or (options.kv_dtype == "auto" and options.dtype == "bfloat16"):
+            engine.use_cache(torch.bfloat16)
     detach_rows(model, dequantize)
     _drop_weights(model, spec)
     return engine

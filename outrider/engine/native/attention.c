@@ -1,4 +1,4 @@
-/* Attention over keys and values in pages. The largest score comes before the sums, and sums go key by key in order, so
+/* Attention over keys and values in pages, as floats or rounded to bfloat16. The largest score comes before the sums, and sums go key by key in order, so
  * masked keys between others change nothing (trees). */
 
 #include "model.h"
@@ -12,16 +12,24 @@ static void turn(float *restrict head, const float *restrict cos, const float *r
     }
 }
 
-INLINE long key_at(const Model *model, int page, int head, int offset, int dim) {
+INLINE char *key_at(const Model *model, const Layer *layer, int page, int head, int offset) {
     long stream = ((long)page * model->kv_heads + head) * (PAGE / LANES) + offset / LANES;
-    return (stream * model->head_dim + dim) * LANES + offset % LANES;
+    return (char *)layer->keys + (stream * model->head_dim * LANES + offset % LANES) * model->cache_bytes;
 }
 
 INLINE int value_panels(const Model *model) { return (model->head_dim + PANEL - 1) / PANEL; }
 
-INLINE long value_at(const Model *model, int page, int head, int dim, int offset) {
+INLINE char *value_at(const Model *model, const Layer *layer, int page, int head, int dim, int offset) {
     long stream = ((long)page * model->kv_heads + head) * 2 * value_panels(model) + dim / LANES;
-    return (stream * PAGE + offset) * LANES + dim % LANES;
+    return (char *)layer->values + ((stream * PAGE + offset) * LANES + dim % LANES) * model->cache_bytes;
+}
+
+INLINE void put(const Model *model, char *to, float number) {
+    uint16_t half = to_half(number);
+    if (model->cache_bytes == 2)
+        memcpy(to, &half, 2);
+    else
+        memcpy(to, &number, 4);
 }
 
 /* Norms and rotation of queries and keys, and the copy of keys and values into their pages. */
@@ -40,11 +48,9 @@ static void cache_row(const Model *model, const Layer *layer, const Step *step, 
     }
     for (int i = 0; i < model->heads * dim; i++) queries[i] *= layer->scale;
     for (int h = 0; h < model->kv_heads; h++) {
-        float *to = layer->keys + key_at(model, page, h, offset, 0);
-        for (int d = 0; d < dim; d++) to[(long)d * LANES] = keys[h * dim + d];
-        for (int d = 0; d < dim; d += LANES)
-            memcpy(layer->values + value_at(model, page, h, d, offset), values + h * dim + d,
-                   4 * (size_t)(dim - d < LANES ? dim - d : LANES));
+        char *to = key_at(model, layer, page, h, offset);
+        for (int d = 0; d < dim; d++) put(model, to + (long)d * LANES * model->cache_bytes, keys[h * dim + d]);
+        for (int d = 0; d < dim; d++) put(model, value_at(model, layer, page, h, d, offset), values[h * dim + d]);
     }
 }
 
@@ -84,15 +90,16 @@ INLINE int all_finite(const float *x, long count) {
 static void weigh_seen(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int row, int begin,
                        int end, const float *weights, float *out) {
     int panels = value_panels(model);
+    Accumulate *go_on = model->cache_bytes == 2 ? go_on_halves : go_on_floats;
     memset(out, 0, 4 * (size_t)panels * PANEL);
     for (int first = begin; first < end; first += PAGE, weights += PAGE) {
         float seen[PAGE] = {0};
         if (first + PAGE > segment->base || layer->window) hide(segment, row, layer->window, first, seen);
-        const float *values = layer->values + value_at(model, segment->table[first / PAGE], kv_head, 0, 0);
+        const char *values = value_at(model, layer, segment->table[first / PAGE], kv_head, 0, 0);
         for (int j = 0; j < PAGE && first + j < end; j++)
             for (int v = 0; v < panels && seen[j] == 0; v++)
-                go_on_floats(1, weights, PAGE, values + v * PANEL * PAGE, PAGE, j, j + 1,
-                             (Ahead){(const char *)values, 0}, out + v * PANEL, PANEL);
+                go_on(1, weights, PAGE, values + (long)v * PANEL * PAGE * model->cache_bytes, PAGE, j, j + 1,
+                      (Ahead){values, 0}, out + v * PANEL, PANEL);
     }
 }
 
@@ -103,7 +110,8 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
     int first_row = first_query / group, last_row = (first_query + count - 1) / group;
     float *queries = scores, *out = queries + (long)MAX_ROWS * dim;
     float *peaks = out + (long)MAX_ROWS * panels * PANEL, *totals = peaks + MAX_ROWS;
-    int rows[MAX_ROWS], heads[MAX_ROWS];
+    int rows[MAX_ROWS], heads[MAX_ROWS], bytes = model->cache_bytes;
+    Accumulate *begin_with = bytes == 2 ? begin_halves : begin_floats, *go_on = bytes == 2 ? go_on_halves : go_on_floats;
     scores = totals + MAX_ROWS;
     for (int q = 0; q < count; q++) {
         rows[q] = (first_query + q) / group;
@@ -121,12 +129,12 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
 
     for (int p = 0; p < pages; p++) {
         int first = begin + p * PAGE, page = segment->table[first / PAGE];
-        const float *keys = layer->keys + key_at(model, page, kv_head, 0, 0);
-        const float *next = p + 1 < pages ? layer->keys + key_at(model, segment->table[first / PAGE + 1], kv_head, 0, 0)
-                                          : layer->values + value_at(model, segment->table[begin / PAGE], kv_head, 0, 0);
+        const char *keys = key_at(model, layer, page, kv_head, 0);
+        const char *next = p + 1 < pages ? key_at(model, layer, segment->table[first / PAGE + 1], kv_head, 0)
+                                         : value_at(model, layer, segment->table[begin / PAGE], kv_head, 0, 0);
         for (int part = 0; part < PAGE; part += PANEL)
-            begin_floats(count, queries, dim, keys + part * dim, dim, 0, dim, (Ahead){(const char *)next, 4 * LANES},
-                         scores + p * PAGE + part, stride);
+            begin_with(count, queries, dim, keys + (long)part * dim * bytes, dim, 0, dim, (Ahead){next, bytes * LANES},
+                       scores + p * PAGE + part, stride);
         int hidden = first + PAGE > segment->base || layer->window;
         for (int q = 0; q < count; q++) {
             float *row = scores + q * stride + p * PAGE;
@@ -151,13 +159,12 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
             }
         for (int j = 0; j < used; j++)
             for (int q = 0; q < count; q++) totals[q] += part[q * stride + j];
-        const float *values = layer->values + value_at(model, page, kv_head, 0, 0);
-        const float *next = p + 1 < pages
-                                ? layer->values + value_at(model, segment->table[begin / PAGE + p + 1], kv_head, 0, 0)
-                                : values;
+        const char *values = value_at(model, layer, page, kv_head, 0, 0);
+        const char *next = values;
+        if (p + 1 < pages) next = value_at(model, layer, segment->table[begin / PAGE + p + 1], kv_head, 0, 0);
         for (int v = 0; v < panels; v++)
-            go_on_floats(count, part, stride, values + v * PANEL * PAGE, PAGE, 0, used,
-                         (Ahead){(const char *)next, 4 * LANES}, out + v * PANEL, (long)panels * PANEL);
+            go_on(count, part, stride, values + (long)v * PANEL * PAGE * bytes, PAGE, 0, used,
+                  (Ahead){next, bytes * LANES}, out + v * PANEL, (long)panels * PANEL);
     }
     for (int q = 0; q < count; q++) {
         float *to = attended + ((long)(segment->start + rows[q]) * model->heads + heads[q]) * dim;

@@ -58,23 +58,14 @@ class NativeEngine(PagedEngine):
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
         self._vocab = spec.head.weight.shape[0]
-        self._lanes = lanes = self._library.outrider_lanes()
+        self._lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._buffers: dict[str, torch.Tensor] = {}
         self._rotations: list[tuple[torch.Tensor, ...]] = []
         self._rotated_to = 0  # positions
-        blocks = self.capacity_tokens // BLOCK_TOKENS
-        dim_streams = 2 * -(-spec.head_dim // (2 * lanes))
         self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
-        # With large pages, all layers would reach a new page in the same step, and that step would clear 60 of them.
-        cache = _MappedMemory(large_pages=False)
-        per_block = (len(spec.layers), blocks, spec.kv_heads)
-        self._keys = cache.take((*per_block, BLOCK_TOKENS // lanes, spec.head_dim, lanes), torch.float32)
-        self._values = cache.take((*per_block, dim_streams, BLOCK_TOKENS, lanes), torch.float32)
-        self._layers = (_C.Layer * len(spec.layers))(
-            *(self._layer(layer, i, weights) for i, layer in enumerate(spec.layers))
-        )
+        self._layers = (_C.Layer * len(spec.layers))(*(self._layer(layer, weights) for layer in spec.layers))
         self._model = _C.Model(
             layers=ctypes.addressof(self._layers),
             final=self._norm(spec.final),
@@ -83,13 +74,29 @@ class NativeEngine(PagedEngine):
             activation=_ACTIVATIONS[spec.activation],
             **{name: getattr(spec, name) for name in _SAME},
         )
+        self.use_cache(torch.float32)
         self.weight_bytes = self._memory.taken
         # The weights are packed: drop the references to the originals.
         self._spec = replace(spec, layers=(), head=specs.Linear(torch.empty(0)))
 
     @property
     def arithmetic(self) -> str:
-        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled)
+        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled, cache=self._keys.dtype)
+
+    def use_cache(self, dtype: torch.dtype) -> None:
+        """Replace the cache, which no session may use, by an empty one of float32 or bfloat16."""
+        assert not self.blocks.pool.num_used
+        self.blocks.pool.evict_all()
+        model, lanes = self._model, self._lanes
+        # With large pages, all layers would reach a new page in the same step, and that step would clear 60 of them.
+        memory = _MappedMemory(large_pages=False)
+        per_block = (model.num_layers, self.capacity_tokens // BLOCK_TOKENS, model.kv_heads)
+        dim_streams = 2 * -(-model.head_dim // (2 * lanes))
+        self._keys = memory.take((*per_block, BLOCK_TOKENS // lanes, model.head_dim, lanes), dtype)
+        self._values = memory.take((*per_block, dim_streams, BLOCK_TOKENS, lanes), dtype)
+        model.cache_bytes = dtype.itemsize
+        for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
     def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor) -> Any:
         """Return what `chain` needs of a layer: each token's part of its input, and the linear map of the state."""
@@ -181,12 +188,10 @@ class NativeEngine(PagedEngine):
             buffer = self._buffers[name] = torch.empty(max(1, height * width))
         return buffer[: height * width].view(height, width)
 
-    def _layer(self, layer: specs.Layer, index: int, weights: str) -> Any:
+    def _layer(self, layer: specs.Layer, weights: str) -> Any:
         return _C.Layer(
             **{name: self._linears(getattr(layer, name), weights) for name in ("qkv", "out", "up", "down")},
             **{name: self._norm(getattr(layer, name)) for name in _LAYER_NORMS},
-            keys=self._keys[index].data_ptr(),
-            values=self._values[index].data_ptr(),
             window=layer.window or 0,
             rope=-1 if layer.rope is None else layer.rope,
             scale=layer.scale,

@@ -33,7 +33,8 @@ typedef struct {
     /* Up to three parts one after the other; up: gate and up when gated. */
     Linear qkv[3], out[3], up[3], down[3];
     Norm attention_in, attention_out, mlp_in, mlp_out, query, key;
-    float *keys, *values; /* panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES] */
+    /* Panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES]. */
+    void *keys, *values;
     int32_t window;       /* 0: all */
     int32_t rope;         /* index of cos and sin; −1: none */
     float scale;
@@ -48,7 +49,7 @@ typedef struct {
     int32_t rotated; /* rotated dimensions of a head */
     int32_t gated, activation, parallel;
     float softcap; /* 0: none */
-    int32_t unused;
+    int32_t cache_bytes; /* of a number of keys and values: 4, or 2 for bfloat16 */
 } Model;
 
 typedef struct {
@@ -88,9 +89,9 @@ typedef struct {
     long step;
 } Ahead;
 
-typedef void Accumulate(int rows, const float *x, long x_stride, const float *panel, int inputs, int first, int end,
+typedef void Accumulate(int rows, const float *x, long x_stride, const void *panel, int inputs, int first, int end,
                         Ahead ahead, float *out, long out_stride);
-Accumulate begin_floats, go_on_floats;
+Accumulate begin_floats, go_on_floats, begin_halves, go_on_halves;
 
 void normalise(const Norm *norm, const float *x, int width, float *y);
 

@@ -6,9 +6,11 @@
 #define TURN 64 /* inputs that one block of rows processes before the next block */
 #define SLICE (8 * MAX_ROWS)
 
-/* out[rows][PANEL] (+)= x[rows][first to end] · panel, one input after the other. `far`: the panel is in memory. */
-INLINE void accumulate(const int far, const int rows, const float *x, long x_stride, const float *panel, int inputs,
+/* out[rows][PANEL] (+)= x[rows][first to end] · panel, one input after the other. `far`: the panel is in memory, and its
+ * numbers have so many bytes. */
+INLINE void accumulate(const int far, const int rows, const float *x, long x_stride, const void *panel, int inputs,
                        int first, int end, Ahead ahead, float *out, long out_stride, const int onto) {
+    const int bytes = far ? far : 4;
     vec acc[MAX_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -18,12 +20,12 @@ INLINE void accumulate(const int far, const int rows, const float *x, long x_str
         vec w[2];
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            const float *at = panel + ((long)i * inputs + k) * LANES;
-            if (far && k * LANES * 4 % 64 == 0) { /* a cache line begins */
-                __builtin_prefetch((const char *)at + NEAR, 0, 3);
-                __builtin_prefetch(ahead.at + (long)i * inputs * LANES * 4, 0, 2);
+            const char *at = (const char *)panel + ((long)i * inputs + k) * LANES * bytes;
+            if (far && k * LANES * bytes % 64 == 0) { /* a cache line begins */
+                __builtin_prefetch(at + NEAR, 0, 3);
+                __builtin_prefetch(ahead.at + (long)i * inputs * LANES * bytes, 0, 2);
             }
-            w[i] = load(at);
+            w[i] = bytes == 2 ? from_halves((const uint16_t *)at) : load((const float *)at);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
@@ -54,12 +56,14 @@ INLINE void accumulate(const int far, const int rows, const float *x, long x_str
 #endif
 
 #define ACCUMULATE(name, far, onto)                                                                            \
-    void name(int rows, const float *x, long x_stride, const float *panel, int inputs, int first, int end,     \
+    void name(int rows, const float *x, long x_stride, const void *panel, int inputs, int first, int end,     \
               Ahead ahead, float *out, long out_stride) {                                                      \
         switch (rows) { ALL_ROWS(far, x, x_stride, panel, inputs, first, end, ahead, out, out_stride, onto) }  \
     }
-ACCUMULATE(begin_floats, 1, 0)
-ACCUMULATE(go_on_floats, 1, 1)
+ACCUMULATE(begin_floats, 4, 0)
+ACCUMULATE(go_on_floats, 4, 1)
+ACCUMULATE(begin_halves, 2, 0)
+ACCUMULATE(go_on_halves, 2, 1)
 static ACCUMULATE(begin_unpacked, 0, 0)
 static ACCUMULATE(go_on_unpacked, 0, 1)
 

@@ -157,6 +157,14 @@ INLINE vec from_halves(const uint16_t *p) {
 #endif
 }
 
+/* Rounded to the nearest, to even between two. */
+INLINE uint16_t to_half(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 /* float16. */
 INLINE vec from_float16(const uint16_t *p) {
 #if defined(__AVX512F__)

@@ -34,6 +34,7 @@ GOLDEN = {
     "relu float32": "7eb71d0efb094462",
     "relu bfloat16": "cb620e50eca3bec7",
     "relu int8": "996d3f47a4ef4d9b",
+    "silu bfloat16 cache": "142e79e45944576e",
 }
 
 
@@ -105,16 +106,17 @@ def model(activation: str) -> ModelSpec:
 def digests() -> dict[str, str]:
     found = {}
     for activation in ("silu", "gelu_tanh", "gelu", "relu"):
-        for weights in ("float32", "bfloat16", "int8"):
+        for kind in ("float32", "bfloat16", "int8", *["bfloat16 cache"] * (activation == "silu")):
             info = ModelInfo("m", "f", vocab_size=VOCAB)
-            runs = NativeEngine(model(activation), info, kv_tokens=256, weights=weights, threads=1)
+            runs = NativeEngine(model(activation), info, kv_tokens=256, weights=kind.split()[0], threads=1)
+            runs.use_cache(torch.bfloat16 if "cache" in kind else torch.float32)
             digest = hashlib.sha256()
             for rows in (SessionTokens("s", TOKENS), SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1))):
                 logits = runs.extend([rows]).logits[0]
                 assert logits.isfinite().all()
                 assert logits.std() > 0.1
                 digest.update(logits.numpy().astype("<f4").tobytes())
-            found[f"{activation} {weights}"] = digest.hexdigest()[:16]
+            found[f"{activation} {kind}"] = digest.hexdigest()[:16]
     return found
 
 

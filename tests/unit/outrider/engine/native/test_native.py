@@ -62,9 +62,11 @@ def seeded(kind: Any, config: Any) -> Any:
     return kind(config).eval()
 
 
-def engine(model: Any, weights: str = "float32", threads: int = 1) -> NativeEngine:
+def engine(model: Any, weights: str = "float32", threads: int = 1, cache: str = "float32") -> NativeEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
-    return NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads)
+    made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads)
+    made.use_cache(getattr(torch, cache))
+    return made
 
 
 SHAPES = {
@@ -78,9 +80,14 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
-def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(model: Any, weights: str) -> None:
-    runs = engine(model, weights)
+@pytest.mark.parametrize(
+    ("weights", "cache"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32"), ("float32", "bfloat16")],
+)
+def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(
+    model: Any, weights: str, cache: str
+) -> None:
+    runs = engine(model, weights, cache=cache)
     whole = runs.extend([SessionTokens("whole", TOKENS)]).logits[0].clone()
     for size in (1, 2, 3, 5, 9, 12, 13, 17, 25, 49, 60, 97):
         runs.free("pieces")
@@ -97,9 +104,10 @@ def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_o
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
-def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any) -> None:
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any, cache: str) -> None:
     """Along any path of a tree, and after the path was kept and its rows moved together."""
-    runs = engine(model)
+    runs = engine(model, cache=cache)
     whole = runs.extend([SessionTokens("whole", TOKENS[:70])]).logits[0].clone()
     for base in (1, 30, 31, 33, 63):  # paths within a page, and across one
         session = f"tree {base}"
@@ -161,8 +169,8 @@ def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monk
         built = build.load(build.compile_for(level, home() / "kernels"))
         assert built.outrider_arithmetic() > 0
         monkeypatch.setattr("outrider.engine.native.engine.library", lambda built=built: built)
-        for weights in ("float32", "bfloat16", "int8"):
-            runs = engine(model, weights)
+        for weights, cache in (("float32",) * 2, ("bfloat16",) * 2, ("int8", "float32")):
+            runs = engine(model, weights, cache=cache)
             whole = runs.extend([SessionTokens("s", TOKENS[:150])])
             tree = runs.extend([SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1), hidden_from=0)])
             found.setdefault(weights, []).append(torch.cat([whole.logits[0], tree.logits[0]]).clone())
@@ -173,10 +181,13 @@ def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monk
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("make", [llama, KINDS["window"]], ids=["all", "window"])
-def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callable[[], Any], bad: float) -> None:
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(
+    make: Callable[[], Any], bad: float, cache: str
+) -> None:
     """Siblings, tokens before it, and whoever gets its page later. Who continues it sees it."""
     model = make()
-    runs = engine(model)
+    runs = engine(model, cache=cache)
     whole = runs.extend([SessionTokens("whole", TOKENS[:70])]).logits[0].clone()
     with torch.no_grad():
         model.get_input_embeddings().weight[7] = bad
@@ -198,12 +209,24 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(make: Callabl
     assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
-def test_threads_do_not_change_the_bits() -> None:
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+def test_threads_do_not_change_the_bits(cache: str) -> None:
     model = llama()
-    one, three = engine(model), engine(model, threads=3)
+    one, three = engine(model, cache=cache), engine(model, threads=3, cache=cache)
     assert torch.equal(
         one.extend([SessionTokens("s", TOKENS)]).logits[0], three.extend([SessionTokens("s", TOKENS)]).logits[0]
     )
+
+
+def test_a_cache_of_bfloat16_holds_the_same_keys_and_values_rounded() -> None:
+    """In the first layer; the others read what attention made of it."""
+    model = llama()
+    whole, rounded = engine(model), engine(model, cache="bfloat16")
+    logits = [runs.extend([SessionTokens("s", TOKENS[:50])]).logits[0] for runs in (whole, rounded)]
+    assert torch.equal(rounded._keys[0], whole._keys[0].bfloat16())
+    assert torch.equal(rounded._values[0], whole._values[0].bfloat16())
+    assert 0 < (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+    assert rounded.arithmetic != whole.arithmetic
 
 
 def test_a_prefix_from_the_cache_has_the_bits_of_one_made_anew() -> None:
