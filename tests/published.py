@@ -171,6 +171,40 @@ def mimo(folder: Path, *, seed: int = 1) -> Path:
     return write(folder, LLAMA | config | more, random.weights, "sharded")
 
 
+def dflash(folder: Path, *, seed: int = 1, layout: str = "original", kind: str = "dflash", **config: Any) -> Path:
+    """Write a DFlash or DSpark checkpoint."""
+    random = Random(seed)
+    layers, rank = 2, 16
+    random.matrix("fc", HIDDEN, layers * HIDDEN)
+    random.norm("hidden_norm", HIDDEN)
+    for number in range(layers):
+        random.norm(f"layers.{number}.input_layernorm", HIDDEN)
+        random.layer(f"layers.{number}", qk_norm=True)
+    random.norm("norm", HIDDEN)
+    around: dict[str, Any] = {"block_size": 6}
+    if layout == "speculators":
+        random.matrix("embed_tokens", VOCAB, HIDDEN)
+        random.matrix("lm_head", DRAFT_VOCAB, HIDDEN)
+        random.drafted_ids(DRAFT_VOCAB)
+        around["draft_vocab_size"] = DRAFT_VOCAB
+    if kind == "dspark":
+        random.matrix("markov_head.markov_w1", VOCAB, rank)
+        random.matrix("markov_head.markov_w2", around.get("draft_vocab_size", VOCAB), rank)
+        random.matrix("confidence_head.proj", 1, HIDDEN + rank, bias=True)
+        around |= {"markov_rank": rank, "markov_head_type": "vanilla"}
+        around |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    body = LLAMA | {"model_type": "qwen3", "num_hidden_layers": layers}
+    if layout == "speculators":
+        values = speculators(kind, body, around, {"aux_hidden_state_layer_ids": [2, 4], "mask_token_id": 5} | config)
+        return write(folder, values, random.weights)
+    own: dict[str, Any] = {"mask_token_id": 5, "target_layer_ids": [1, 3]}
+    own = own if kind == "dspark" else {"dflash_config": own}
+    architecture = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[kind]
+    return write(
+        folder, body | around | own | {"architectures": [architecture], "num_target_layers": 6} | config, random.weights
+    )
+
+
 _OF_LAYERS = {"model_type", "attention_bias", "rope_scaling", "rope_theta", "layer_types"}
 
 
@@ -237,8 +271,12 @@ CASES: dict[str, Maker] = {
     "eagle-layers": partial(eagle, seed=2, layers=2, embeddings=True),
     "mimo-mtp": mimo,
     "peagle": partial(eagle3, seed=6, layout="speculators", kind="peagle", layers=2, mask_token_id=5),
+    "dflash": dflash,
+    "dflash-speculators": partial(dflash, seed=2, layout="speculators"),
+    "dspark": partial(dflash, seed=3, kind="dspark"),
+    "dspark-speculators": partial(dflash, seed=4, kind="dspark", layout="speculators"),
 }
-BLOCKS = {"peagle"}  # of formats that guess a block in one pass
+BLOCKS = {"peagle", "dflash", "dspark"}  # of formats that guess a block in one pass
 
 
 @dataclass(frozen=True)
@@ -258,7 +296,7 @@ class Call:
 def calls(name: str, checkpoint: Path, rounds: int = 14) -> Iterator[Call]:
     """Yield a prompt, and rounds of guesses and a rollback to what of them was accepted."""
     random = torch.Generator().manual_seed(1000 + len(name))
-    width, masks = state_width(checkpoint), 4 if name.partition("-")[0] in BLOCKS else 0
+    width, masks = state_width(checkpoint), 5 if name.partition("-")[0] in BLOCKS else 0
     committed = 0
     for number in range(rounds):
         count = 7 if number == 0 else 1 + number % 4
@@ -269,6 +307,12 @@ def calls(name: str, checkpoint: Path, rounds: int = 14) -> Iterator[Call]:
             yield Call(committed + ahead, torch.randint(VOCAB, (1,), generator=random), None)
 
 
+def previous_tokens(call: Call, count: int) -> torch.Tensor:
+    """Return the token before each guess of a block: the anchor, and then what a sampler may have drawn."""
+    drawn = torch.randint(VOCAB, (count - 1,), generator=torch.Generator().manual_seed(call.cut))
+    return torch.cat([call.tokens[-1:], drawn])
+
+
 def target_embeddings() -> torch.Tensor:
     """Return the embeddings of a target, for checkpoints that have none."""
     return 0.2 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(99))
@@ -277,7 +321,7 @@ def target_embeddings() -> torch.Tensor:
 def state_width(checkpoint: Path) -> int:
     """Return the width of the target's states of one token, side by side."""
     weights = weights_of(checkpoint)
-    if "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights:
+    if any(name.endswith("hidden_norm.weight") for name in weights):
         return weights["fc.weight"].shape[1]
     return HIDDEN
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 and 3.1: decoder layers that read the target's hidden states after several layers.
+"""EAGLE-3, 3.1 and P-EAGLE: decoder layers that read the target's hidden states after several layers.
 
 A row at position i has the states g_i of token i and the embedding of token i + 1. The first layer's attention reads
 both, each after a norm; the residual is the state alone. Behind the target's states, the drafter's own output takes
@@ -92,6 +92,20 @@ class PublishedEagle3(PublishedModule):
         residual = self.through(rest, residual, cache, first=1)
         normed = self.norm(residual)
         return self.logits(normed), normed if self._norm_output else residual
+
+
+class PublishedPeagle(PublishedEagle3):
+    """P-EAGLE: rows of `masks` stand for tokens that are not known, so that one `step` guesses several."""
+
+    def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
+        super().__init__(config, names)
+        self._mask_token = config.integer("mask_token_id", at_least=0, at_most=self.needs.vocab - 1)
+        self.mask_hidden = nn.Parameter(torch.empty(1, self.needs.states * self.needs.hidden, device="meta"))
+
+    def masks(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and hidden states; the learned row takes the place of the target's states."""
+        tokens = torch.full((count,), self._mask_token, device=self.mask_hidden.device)
+        return tokens, self.project(self.mask_hidden).expand(count, -1)
 
 
 def _layer_ids(config: CheckpointConfig, eagle: CheckpointConfig) -> tuple[int, ...]:

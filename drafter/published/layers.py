@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
 
@@ -26,14 +26,12 @@ class DecoderShape:
     """The dimensions of a drafter's decoder layers."""
 
     hidden: int
-    inner: int
     heads: int
     kv_heads: int
     head_dim: int
     eps: float
     attention_bias: bool
     output_bias: bool
-    mlp_bias: bool
     qk_norm: bool
     rotary: LlamaRotaryEmbedding
 
@@ -51,14 +49,12 @@ class DecoderShape:
         bias = config.flag("attention_bias", False) and not qkv_bias
         return cls(
             hidden=hidden,
-            inner=config.integer("intermediate_size", at_most=MAX_IDS),
             heads=heads,
             kv_heads=config.integer("num_key_value_heads", heads, at_most=heads),
             head_dim=head_dim,
             eps=config.number("rms_norm_eps", 1e-6),
             attention_bias=bias or qkv_bias,
             output_bias=bias,
-            mlp_bias=config.flag("mlp_bias", False),
             qk_norm=kind == "qwen3",
             rotary=_rotary(config, head_dim),
         )
@@ -71,12 +67,14 @@ def _rotary(config: CheckpointConfig, head_dim: int) -> LlamaRotaryEmbedding:
     rope.having(rope_type=given["rope_type"]).must_be("rope_type", *_ROPE_KINDS)
     rope.must_be("partial_rotary_factor", 1.0, 1)
     given["rope_theta"] = rope.number("rope_theta", 10_000.0)
+    sizes: dict[str, Any] = {
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size", at_most=MAX_IDS),
+        "max_position_embeddings": config.integer("max_position_embeddings", 2048, at_most=1 << 30),
+        "mlp_bias": config.flag("mlp_bias", False),
+    }
     try:
-        shape = LlamaConfig(
-            head_dim=head_dim,
-            max_position_embeddings=config.integer("max_position_embeddings", 2048, at_most=1 << 30),
-            rope_parameters=given,
-        )
+        shape = LlamaConfig(**sizes, num_attention_heads=1, head_dim=head_dim, rope_parameters=given)
         rotary = LlamaRotaryEmbedding(shape)
     except Exception as error:  # transformers may raise anything for settings that it does not know
         raise config.wrong("rope_scaling", given, str(error)) from error
@@ -162,27 +160,14 @@ class DraftAttention(nn.Module):
         return rotated
 
 
-class DraftMlp(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.gate_proj = linear(shape.hidden, shape.inner, bias=shape.mlp_bias)
-        self.up_proj = linear(shape.hidden, shape.inner, bias=shape.mlp_bias)
-        self.down_proj = linear(shape.inner, shape.hidden, bias=shape.mlp_bias)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(inputs)) * self.up_proj(inputs))
-        return outputs
-
-
 class DraftLayer(nn.Module):
     """Decoder layer; without `input_norm` its attention reads the residual itself."""
 
     def __init__(self, shape: DecoderShape, *, inputs: int = 0, input_norm: bool = True) -> None:
         super().__init__()
         self.self_attn = DraftAttention(shape, inputs or shape.hidden)
-        self.mlp = DraftMlp(shape)
+        with torch.device("meta"):
+            self.mlp = LlamaMLP(shape.rotary.config)
         self.input_layernorm = norm(shape.hidden, shape.eps) if input_norm else None
         self.post_attention_layernorm = norm(shape.hidden, shape.eps)
 

@@ -7,13 +7,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from drafter.published.checkpoint_config import CheckpointConfig, refused
+from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle import PublishedEagle
-from drafter.published.eagle3 import PublishedEagle3
+from drafter.published.eagle3 import PublishedEagle3, PublishedPeagle
 from drafter.published.mimo_mtp import MimoMtp
 from drafter.published.module import ModuleMaker
-from drafter.published.peagle import PublishedPeagle
 
 _MODULES: dict[str, ModuleMaker] = {
+    "dflash": PublishedDflash,
+    "dspark": PublishedDspark,
     "eagle": PublishedEagle,
     "eagle3": PublishedEagle3,
     "mimo-mtp": MimoMtp,
@@ -31,6 +33,7 @@ _TENSORS = (
 )
 _SPECULATORS = frozenset({"eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"})
 _LAYER_TYPES = ("llama", "qwen3")
+_AROUND = ("architectures", "model_type", "transformer_layer_config")  # settings of the file, not of the drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ def recognise(config: CheckpointConfig, names: Collection[str]) -> RecognisedFor
 
 def _by_files(config: CheckpointConfig, names: Collection[str]) -> str:
     architectures = config.texts("architectures")
+    if config.section("dflash_config").values.get("projector_type") == "dspark":
+        return "dspark"
     for name, sign in _ARCHITECTURES:
         if any(re.search(sign, each) for each in architectures):
             return name
@@ -83,17 +88,5 @@ def _unfolded(config: CheckpointConfig) -> CheckpointConfig:
     layers = config.section("transformer_layer_config")
     layers.must_be("model_type", *_LAYER_TYPES)
     eagle3 = config.text("speculators_model_type") == "eagle3"
-    outer = {name: value for name, value in config.values.items() if name in _OUTER and value is not None}
-    return layers.having(**{"norm_before_residual": eagle3, **outer})
-
-
-_OUTER = (
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "fc_norm",
-    "mask_token_id",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "target_hidden_size",
-)
+    outer = {name: value for name, value in config.values.items() if name not in _AROUND and value is not None}
+    return layers.having(**{"norm_before_residual": eagle3, "sample_from_anchor": False, **outer})

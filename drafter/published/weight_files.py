@@ -6,11 +6,10 @@ may name nothing but tensors, and only torch's weights-only reader runs it.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,22 +22,15 @@ _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 16 << 20
 _MAX_TENSORS = 200_000
+_DAMAGES = (OSError, RuntimeError, ValueError)
 _NUMBERS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = _NUMBERS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
-_PLAIN_GLOBALS = frozenset(
-    {
-        "collections OrderedDict",
-        "torch BFloat16Storage",
-        "torch BoolStorage",
-        "torch DoubleStorage",
-        "torch FloatStorage",
-        "torch HalfStorage",
-        "torch IntStorage",
-        "torch LongStorage",
-        "torch._utils _rebuild_parameter",
-        "torch._utils _rebuild_tensor_v2",
-    }
-)
+_STORAGES = ("BFloat16", "Bool", "Double", "Float", "Half", "Int", "Long")
+_PLAIN_GLOBALS = {f"torch {kind}Storage" for kind in _STORAGES} | {
+    "collections OrderedDict",
+    "torch._utils _rebuild_parameter",
+    "torch._utils _rebuild_tensor_v2",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ def weight_entries(folder: Path) -> dict[str, WeightEntry]:
     for path in _files(folder):
         try:
             found |= (_safetensors if path.suffix == ".safetensors" else _pickled)(folder, path)
-        except (OSError, SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError) as error:
+        except (*_DAMAGES, SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             reason = str(error).partition("\n")[0]
             raise refused(folder, f"has a damaged {path.name}: {reason}", "plain weights") from error
     return found
@@ -128,22 +120,13 @@ def _pickled(folder: Path, path: Path) -> dict[str, WeightEntry]:
         main = next((part for part in parts if part.filename.endswith("/data.pkl")), None)
         if main is None or main.file_size > _MAX_PICKLE_BYTES:
             raise refused(folder, f"has no list of tensors of at most {_MAX_PICKLE_BYTES} bytes in {path.name}")
-        with _named_if_broken(folder, path):
-            foreign = sorted(set(_globals(archive.read(main))) - _PLAIN_GLOBALS)
+        foreign = sorted(set(_globals(archive.read(main))) - _PLAIN_GLOBALS)
     if foreign:
         raise refused(
             folder, f"names {foreign[0].replace(' ', '.')} in {path.name}: not plain weights", "plain tensors"
         )
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return _checked(folder, path, tensors)
-
-
-@contextlib.contextmanager
-def _named_if_broken(folder: Path, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise refused(folder, f"has a damaged {path.name}: {error}", "plain weights") from error
 
 
 def _globals(program: bytes) -> Iterable[str]:

@@ -9,7 +9,7 @@ import torch
 
 from drafter.published.loading import PublishedCheckpoint
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from tests.published import Call, target_embeddings
+from tests.published import Call, previous_tokens, target_embeddings
 
 
 class Replay:
@@ -27,9 +27,24 @@ class Replay:
         """Return the logits of the call's rows."""
         self._cache.truncate(call.cut)
         tokens = call.tokens
+        if hasattr(self._module, "block"):
+            return self._block(call)
         hidden = self._hidden[-1:] if call.states is None else self._module.project(call.states)
         if call.masks:
             masks, unknown = self._module.masks(call.masks)
             tokens, hidden = torch.cat([tokens, masks]), torch.cat([hidden, unknown])
         logits, self._hidden = self._module.step(self._cache, tokens, hidden)
         return logits
+
+    def _block(self, call: Call) -> torch.Tensor:
+        """Commit the states, and guess a block after the last of the tokens; the draws that DSpark sees are its own."""
+        assert call.states is not None
+        self._module.commit(self._cache, self._module.project(call.states))
+        logits, hidden = self._module.block(self._cache, int(call.tokens[-1]))
+        assert self._cache.length == call.cut + len(call.states)
+        assert len(logits) == call.masks + self._module.from_anchor
+        if not hasattr(self._module, "markov"):
+            return logits
+        previous = previous_tokens(call, len(logits))
+        confidence = self._module.confidence(hidden, previous)
+        return torch.cat([logits + self._module.markov(previous), confidence[:, None]], dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from drafter.published.__main__ import app, main
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.testing.toy_models import make_model
-from tests.published import CASES, HIDDEN, LLAMA, VOCAB, Maker, eagle, eagle3, mimo, write
+from tests.published import CASES, HIDDEN, LLAMA, VOCAB, Maker, dflash, eagle, eagle3, mimo, write
 
+SPECFORGE = {"projector_type": "dspark", "mask_token_id": 5, "target_layer_ids": [1, 3]}
 TARGET = TargetSize("toy", HIDDEN, VOCAB, 6)
 
 
@@ -110,7 +112,16 @@ def test_formats_are_recognised(values: dict[str, Any], name: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(eagle, "eagle"), (mimo, "mimo-mtp"), (CASES["peagle"], "peagle")],
+    [
+        (eagle, "eagle"),
+        (mimo, "mimo-mtp"),
+        (CASES["peagle"], "peagle"),
+        (dflash, "dflash"),
+        (CASES["dflash-speculators"], "dflash"),
+        (CASES["dspark"], "dspark"),
+        (partial(dflash, kind="dspark", architectures=["DFlashDraftModel"], dflash_config=SPECFORGE), "dspark"),
+        (CASES["dspark-speculators"], "dspark"),
+    ],
 )
 def test_formats_are_recognised_by_their_tensors(make: Maker, name: str, tmp_path: Path) -> None:
     checkpoint = PublishedCheckpoint.open(make(tmp_path))
@@ -122,6 +133,18 @@ def test_a_module_of_a_target_with_another_number_of_layers_does_not_fit(tmp_pat
     checkpoint = PublishedCheckpoint.open(mimo(tmp_path))
     with pytest.raises(ModelMismatch, match="needs 6, the target has number of layers 7"):
         checkpoint.check_target(TargetSize("toy", HIDDEN, VOCAB, 7))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-speculators", "dspark", "dspark-speculators"])
+def test_ids_of_target_layers_count_from_0_in_the_original_layout(name: str, tmp_path: Path) -> None:
+    assert PublishedCheckpoint.open(CASES[name](tmp_path)).module.needs.layers_of(6) == (2, 4)
+
+
+def test_captured_layers_that_a_block_drafter_does_not_list_are_spread(tmp_path: Path) -> None:
+    checkpoint = PublishedCheckpoint.open(dflash(tmp_path, dflash_config={"mask_token_id": 5}, num_target_layers=36))
+    assert checkpoint.module.needs.layers_of(36) == (2, 34)
+    with pytest.raises(ModelMismatch, match="needs 36, the target has number of layers 6"):
+        checkpoint.check_target(TARGET)
 
 
 @pytest.mark.parametrize(

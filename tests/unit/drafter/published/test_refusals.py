@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.weight_files import read_finite, weight_entries
 from outrider.protocol.errors import StartupError
-from tests.published import VOCAB, Weights, eagle3, weights_of, write
+from tests.published import VOCAB, Weights, dflash, eagle3, weights_of, write
 
 Change = Callable[[Weights], object]
 
@@ -236,6 +236,33 @@ def test_a_mask_token_beyond_the_vocabulary(token: int | None, tmp_path: Path) -
     checkpoint = eagle3(tmp_path, layout="speculators", kind="peagle", mask_token_id=token)
     with pytest.raises(StartupError, match="mask_token_id"):
         PublishedCheckpoint.open(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 1),
+        ("block_size", 1 << 20),
+        ("markov_head_type", "gated"),
+        ("markov_rank", 0),
+        ("use_swa", True),
+        ("sliding_window_non_causal", False),
+        ("attention_value_scale", 0.5),
+        ("attention_sink_bias", True),
+        ("target_layer_ids", [1, 3, 5]),
+        ("mask_token_id", VOCAB),
+    ],
+)
+def test_settings_of_block_drafters(name: str, value: object, tmp_path: Path) -> None:
+    shown = {"target_layer_ids": r"fc\.weight"}
+    with pytest.raises(StartupError, match=shown.get(name, name)):
+        PublishedCheckpoint.open(dflash(tmp_path, kind="dspark", **{name: value}))
+
+
+def test_a_mask_embedding_of_its_own(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1), dflash(tmp_path) / "mask_embedding.pt")
+    with pytest.raises(StartupError, match=r"mask_embedding\.pt, which is not supported"):
+        PublishedCheckpoint.open(tmp_path)
 
 
 def test_a_configuration_of_a_million_layers_costs_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""DFlash and DSpark: all guesses of a block in one pass that is not causal within the block.
+
+The keys and values of committed tokens come from the target's states alone. A block has the last committed token, the
+anchor, and mask tokens; it leaves nothing in the cache. DSpark adds to the logits a bias that depends on the token
+before, and says how likely a guess is to be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
+from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear, norm
+from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+
+_MAX_BLOCK = 64
+
+
+class PublishedDflash(PublishedModule):
+    """A DFlash drafter."""
+
+    def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
+        config = config.having(**config.section("dflash_config").values)
+        config.must_be("use_swa", False)
+        config.must_be("sliding_window_non_causal", True)
+        config.must_be("attention_value_scale", 1.0)
+        config.must_be("attention_sink_bias", False)
+        if (config.folder / "mask_embedding.pt").exists():
+            raise refused(config.folder, "has a mask_embedding.pt, which is not supported")
+        shape = DecoderShape.of(config)
+        layers = config.integer("num_hidden_layers", at_most=MAX_LAYERS)
+        target_hidden = config.integer("target_hidden_size", shape.hidden)
+        captured = _captured(config, layers)
+        num_layers = config.integer("num_target_layers", 0, at_least=0, at_most=MAX_LAYERS) or None
+        needs = TargetNeeds(target_hidden, vocab_of(config), len(captured), captured, num_layers=num_layers)
+        super().__init__(config, shape, needs, layers)
+        self._mask_token = config.integer("mask_token_id", at_least=0, at_most=needs.vocab - 1)
+        self._causal = config.flag("causal", False)
+        self.block_size = config.integer("block_size", 16, at_least=2, at_most=_MAX_BLOCK)
+        self.from_anchor = config.flag("sample_from_anchor", False)
+        self.fc = linear(len(captured) * target_hidden, shape.hidden)
+        self.hidden_norm = norm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(layers))
+        self.norm = norm(shape.hidden, shape.eps)
+
+    def published_name(self, name: str) -> str | None:
+        name = name.removeprefix("model.").replace("encoder.fc.", "fc.")
+        return None if name == "t2d" else name.replace("encoder.output_norm_enc.", "hidden_norm.")
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.hidden_norm(self.fc(states))
+        return projected
+
+    def commit(self, cache: DraftKvCache, projected: torch.Tensor) -> None:
+        """Append the keys and values of committed tokens."""
+        positions = torch.arange(cache.length, cache.length + len(projected), device=projected.device)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer)
+            cache.append(number, *layer.self_attn.keys_and_values(projected, positions))
+        cache.length += len(projected)
+
+    def block(self, cache: DraftKvCache, anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of the guesses after `anchor`, and their hidden states."""
+        tokens = torch.full((self.block_size,), self._mask_token, device=self.fc.weight.device)
+        tokens[0] = anchor
+        start = cache.length
+        hidden = self.norm(self.through(self.layers, self.embed_tokens(tokens), cache, causal=self._causal))
+        cache.truncate(start)
+        hidden = hidden[0 if self.from_anchor else 1 :]
+        return self.logits(hidden), hidden
+
+
+class PublishedDspark(PublishedDflash):
+    """A DSpark drafter: DFlash with a Markov head and a confidence head."""
+
+    def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
+        config = config.having(
+            **{"sample_from_anchor": True, **config.values, **config.section("dflash_config").values}
+        )
+        config.must_be("markov_head_type", "vanilla")
+        super().__init__(config, names)
+        rank = config.integer("markov_rank")
+        self.markov_head = nn.ModuleDict(
+            {
+                "markov_w1": nn.Embedding(self.needs.vocab, rank, device="meta"),
+                "markov_w2": linear(rank, self.draft_vocab),
+            }
+        )
+        self.confidence_head = None
+        if config.flag("enable_confidence_head", False):
+            self._with_markov = config.flag("confidence_head_with_markov", False)
+            width = self.shape.hidden + rank * self._with_markov
+            self.confidence_head = nn.ModuleDict({"proj": linear(width, 1, bias=True)})
+
+    def markov(self, previous: torch.Tensor) -> torch.Tensor:
+        """Return what the token before a guess adds to its logits.  # [guesses, draft vocab]"""
+        bias: torch.Tensor = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+        return bias * self.logit_scale
+
+    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
+        """Return the probability that each guess is accepted; None without that head."""
+        if self.confidence_head is None:
+            return None
+        parts = [hidden, self.markov_head["markov_w1"](previous)] if self._with_markov else [hidden]
+        return torch.sigmoid(self.confidence_head["proj"](torch.cat(parts, dim=-1))[:, 0])
+
+
+def _captured(config: CheckpointConfig, layers: int) -> tuple[int, ...]:
+    """Return the states to capture; `target_layer_ids` count the layer whose output it is from 0."""
+    known = config.layer_ids("aux_hidden_state_layer_ids") or tuple(i for i in config.layer_ids("target_layer_ids"))
+    if known:
+        return known
+    last = config.integer("num_target_layers", at_least=5, at_most=MAX_LAYERS) - 4
+    return tuple(round(1 + i * last / max(1, layers - 1)) + 1 for i in range(layers))
