@@ -110,7 +110,7 @@ class PublishedDspark(PublishedDflash):
 
 def _captured(config: CheckpointConfig, layers: int) -> tuple[int, ...]:
     """Return the states to capture; `target_layer_ids` count the layer whose output it is from 0."""
-    known = config.layer_ids("aux_hidden_state_layer_ids") or tuple(i for i in config.layer_ids("target_layer_ids"))
+    known = config.layer_ids("aux_hidden_state_layer_ids") or tuple(i + 1 for i in config.layer_ids("target_layer_ids"))
     if known:
         return known
     last = config.integer("num_target_layers", at_least=5, at_most=MAX_LAYERS) - 4
