@@ -54,6 +54,9 @@ def train(
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle.", min=1, max=8)] = 3,
+    start: Annotated[
+        str, option("--from", "Trained eagle to continue from: a folder, or default for the bundled one.")
+    ] = "",
     learning_rate: Annotated[float, option("--learning-rate", "Peak learning rate.", min=1e-7, max=1.0)] = 1e-3,
     seed: Annotated[int, option("--seed", "Equal seeds give equal data in equal order.", min=0)] = 0,
     device: Annotated[str, option("--device", "auto, cpu or cuda:N.")] = "auto",

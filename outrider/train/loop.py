@@ -75,7 +75,11 @@ class Training:
         self._device = device
         self._trained = {n: p for n, p in method.module.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            self._trained.values(),
+            lr=plan.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=device.type == "cpu",
         )
         self.step = 0
         self.tokens = 0

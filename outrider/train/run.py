@@ -51,6 +51,7 @@ class TrainingOrder:
     exit_layers: int = 4  # layers of the target that an early exit uses
     hidden: int = 192  # width of a distilled model
     unroll: int = 3
+    start: str = ""  # a trained eagle to continue from
     learning_rate: float = 1e-3
     seed: int = 0
     device: str = "auto"
@@ -97,6 +98,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     if order.restart:
         (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     identity = {"method": order.method, "shape": method.shape, "recipe": asdict(recipe), "unroll": order.unroll}
+    identity["start"] = order.start
     plan = loop.TrainingPlan(tokens=order.learn_tokens, learning_rate=order.learning_rate, seed=order.seed)
     training = loop.Training(method, examples, _by_kind(held_out, held_out_examples), plan, order.out, identity, device)
     metrics = training.run(watcher.on_step)
@@ -113,6 +115,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
             "tokens": training.tokens,
             "steps": training.step,
             "unroll": order.unroll,
+            "start": order.start,
             "minutes": round(training.seconds / 60, 1),
             "device": str(device),
             **asdict(plan),
@@ -182,7 +185,12 @@ def _make(
     examples: Sequence[Example],
 ) -> Method:
     if order.method == "eagle":
-        return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
+        start = None
+        if order.start:
+            card, weights = cards.load(cards.locate(order.start, order.method), order.method)
+            card.check_target(Path(order.start), order.target, target_weights.digest)
+            start = (card.shape, weights)
+        return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "medusa":
         return MedusaMethod(target_weights, ids, examples, heads=order.heads)
     if order.method == "distill":

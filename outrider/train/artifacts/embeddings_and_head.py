@@ -46,6 +46,11 @@ class EmbeddingsAndHead:
         bias = None if self.head_bias is None else self.head_bias.to(device)
         return EmbeddingsAndHead(self.embeddings.to(device), self.head.to(device), bias, self.softcap)
 
+    def cut(self, ids: torch.Tensor) -> EmbeddingsAndHead:
+        """Return them with a head for some ids alone, in bfloat16."""
+        bias = None if self.head_bias is None else self.head_bias[ids]
+        return EmbeddingsAndHead(self.embeddings, self.head[ids].to(torch.bfloat16), bias, self.softcap)
+
     @property
     def digest(self) -> str:
         """Return a digest that does not depend on the number format."""
@@ -61,7 +66,11 @@ class EmbeddingsAndHead:
         """Return the width of hidden states."""
         return int(self.head.shape[1])
 
-    def logits(self, hidden_states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def probs(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the target's distribution over the ids of the head.  # [rows, ids]"""
+        return torch.softmax(self.logits(hidden_states, slice(None)).float(), dim=-1)
+
+    def logits(self, hidden_states: torch.Tensor, ids: torch.Tensor | slice) -> torch.Tensor:
         """Return the target's logits for some ids, from its final hidden states.  # [rows, ids]"""
         logits = hidden_states @ self.head[ids].T
         if self.head_bias is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,22 +34,30 @@ class EagleMethod:
         *,
         layers: int,
         steps: int,
+        start: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.module = Eagle(EagleShape.like(target, layers), ids, target_weights)
+        """Begin with the shape and the weights of `start`, or with the best linear map."""
+        if start:
+            self.module = Eagle.from_weights(*start, target_weights)
+        else:
+            self.module = Eagle(EagleShape.like(target, layers), ids, target_weights)
+            _begin(self.module, target, examples)
         self.shape = asdict(self.module.shape)
         self._target_weights = target_weights
+        self._drafted = target_weights.cut(self.module.ids)
         self._steps = steps
-        _begin(self.module, target, examples)
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         steps = self._steps if done >= _ONE_STEP_SHARE else 1
         outputs = self.module.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, steps)
         total = torch.zeros(())
+        chosen = sample_positions(batch, generator)
+        chosen[:, : steps - 1] = False
+        wanted = batch.wanted[chosen]
+        probs = self._drafted.probs(wanted)
         for step, output in enumerate(outputs):
-            chosen = sample_positions(batch, generator)
-            chosen[:, :step] = False
-            wanted, found = batch.wanted[chosen], output[chosen]
-            missed = cross_entropy(self._target_weights.logits(wanted, self.module.ids), self.module.head(found))
+            found = output[chosen]
+            missed = cross_entropy(probs, nn.functional.linear(found, self._drafted.head))
             distance = nn.functional.smooth_l1_loss(found.float(), wanted)
             total = total + _NEXT_STEP_WEIGHT**step * (missed + _STATE_WEIGHT * distance)
         return total / sum(_NEXT_STEP_WEIGHT**step for step in range(steps))

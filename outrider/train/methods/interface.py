@@ -101,9 +101,10 @@ def sample_positions(batch: Batch, generator: torch.Generator, ahead: int = 0) -
 
 
 def cross_entropy(target: torch.Tensor, drafter: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of the drafter's distribution under the target's, from both logits."""
-    wanted = torch.softmax(target.float(), dim=-1)
-    return -(wanted * torch.log_softmax(drafter.float(), dim=-1)).sum(dim=-1).mean()
+    """Return the cross-entropy of the drafter's distribution under the target's, from probabilities and logits."""
+    logits = drafter.float()
+    missed: torch.Tensor = torch.logsumexp(logits, dim=-1) - torch.linalg.vecdot(target, logits)
+    return missed.mean()
 
 
 def greedy_targets(target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:

@@ -25,13 +25,12 @@ class LanguageMethod:
     ) -> None:
         self.module = model
         self.shape = shape
-        self._target_weights = target_weights
+        self._target_weights, self._drafted = target_weights, target_weights.cut(ids)
         self._ids = ids
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         chosen = sample_positions(batch, generator)
-        target = self._target_weights.logits(batch.wanted[chosen], self._ids)
-        return cross_entropy(target, self._logits(self._states(batch)[chosen]))
+        return cross_entropy(self._drafted.probs(batch.wanted[chosen]), self._logits(self._states(batch)[chosen]))
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:

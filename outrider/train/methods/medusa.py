@@ -23,7 +23,7 @@ class MedusaMethod:
     def __init__(
         self, target_weights: EmbeddingsAndHead, ids: torch.Tensor, examples: Sequence[Example], *, heads: int
     ) -> None:
-        self._target_weights = target_weights
+        self._target_weights, self._drafted = target_weights, target_weights.cut(ids)
         self.module = Medusa(MedusaShape(target_weights.hidden, heads), ids, target_weights)
         self.shape = asdict(self.module.shape)
         with torch.no_grad():
@@ -39,7 +39,7 @@ class MedusaMethod:
             chosen = sample_positions(batch, generator, ahead=head)
             predicted = self.module.predict(batch.hidden_states[chosen], batch.tokens[chosen], head)
             shifted = chosen.roll(head, dims=1)
-            target = self._target_weights.logits(batch.wanted[shifted], self.module.ids)
+            target = self._drafted.probs(batch.wanted[shifted])
             total = total + _NEXT_HEAD_WEIGHT**head * cross_entropy(target, self.module.logits(predicted))
         return total / sum(_NEXT_HEAD_WEIGHT**head for head in range(len(self.module.heads)))
 
