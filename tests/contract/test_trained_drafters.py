@@ -132,6 +132,18 @@ def test_killed_and_resumed_ends_as_if_it_had_not_been(
     assert card.metrics == whole.metrics, "the same steps in the same order"
 
 
+def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Made]) -> None:
+    watched = Watched()
+    mine = replace(order, out=order.out.with_name("continued"), start=str(made["eagle"].folder), learn_tokens=1_000)
+    card = run.train(mine, watched)
+    assert card.training["start"] == str(made["eagle"].folder)
+    begun, first = watched.reports[0].held_out["all"], made["eagle"].watched.reports[0].held_out["all"]
+    assert begun["acceptance_length"] == pytest.approx(made["eagle"].card.metrics["all"]["acceptance_length"], abs=0.04)
+    assert begun["acceptance_length"] > first["acceptance_length"] + 0.04, "it did not begin from the linear map"
+    with pytest.raises(StartupError, match="of kind medusa, not eagle"):
+        run.train(replace(mine, out=order.out.with_name("wrong"), start=str(made["medusa"].folder)), Watched())
+
+
 def test_a_damaged_checkpoint_is_told(order: TrainingOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
     mine = replace(order, out=order.out.with_name("damaged"))
