@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 METHOD = "eagle"
-_UNROLLED = "outrider-unrolled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +67,6 @@ class EagleShape:
         )
 
 
-def _unrolled_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    scaling: float,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Attend to all places of the first step, and to one place of each later step: the one that led here.
-
-    Bias and weights have a column for each place, then one for each later step.  # query: [batch, heads, places, dim]
-    """
-    places = query.shape[2]
-    step = key.shape[2] // places - 1
-    query = (query * scaling).view(
-        len(query), key.shape[1], -1, *query.shape[2:]
-    )  # [batch, kv heads, group, places, dim]
-    own = [
-        [part[:, :, None, s * places : (s + 1) * places].roll(step - s, dims=3) for s in range(1, step + 1)]
-        for part in (key, value)
-    ]
-    scores = torch.cat(
-        [
-            (query.flatten(2, 3) @ key[:, :, :places].mT).view(*query.shape[:4], places),
-            *((query * each).sum(dim=-1, keepdim=True).to(query.dtype) for each in own[0]),
-        ],
-        dim=-1,
-    )
-    weights = torch.softmax(scores + attention_mask[:, :, None], dim=-1).to(value.dtype)
-    output = (weights[..., :places].flatten(2, 3) @ value[:, :, :places]).view_as(query)
-    for s, each in enumerate(own[1]):
-        output = output + weights[..., places + s, None] * each
-    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(_UNROLLED, _unrolled_attention)
-
-
 class Eagle(nn.Module):
     """The EAGLE module. `ids` are the drafted ids, ascending; column i of its logits is ids[i]."""
 
@@ -143,14 +103,15 @@ class Eagle(nn.Module):
         position_ids = at.expand(batch, places)
         cache = DynamicCache()
         states, predictions = hidden_states, []
-        self.body.set_attn_implementation(_UNROLLED)
+        seen: list[torch.Tensor] = []
         for step in range(steps):
             # The target's states `step` and more positions back, and one earlier prediction per step.
-            seen = (at[:, None] - step >= at) & inside[:, None, :]
-            seen |= (at[:, None] == at) & ~inside[:, :, None]  # no empty rows
-            own = [(at >= step - s)[None] & inside.roll(step - s, dims=1) for s in range(1, step + 1)]
-            mask = torch.cat([seen, *(each[:, :, None] for each in own)], dim=-1)
-            bias = torch.zeros(mask.shape, dtype=hidden_states.dtype, device=at.device).masked_fill_(~mask, -1e9)
+            first = at[:, None] - step >= at[None, :]
+            seen = [first, *(at[:, None] - (step - s) == at[None, :] for s in range(1, step + 1))]
+            mask = torch.cat([part & inside[:, None, :] for part in seen], dim=-1)
+            # No empty rows, and no place that sees the target's state of its own instead of a prediction.
+            mask |= torch.eye(places, mask.shape[-1], dtype=torch.bool, device=mask.device) & ~inside[:, :, None]
+            bias = torch.zeros(mask.shape, dtype=hidden_states.dtype, device=mask.device).masked_fill_(~mask, -1e9)
             states = self.body.model(
                 inputs_embeds=self.inputs(states, tokens),
                 attention_mask=bias[:, None],
