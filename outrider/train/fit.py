@@ -15,9 +15,7 @@ _RIDGE = 1e-4
 
 def frequent_ids(examples: Iterable[Example], count: int, vocab_size: int) -> torch.Tensor:
     """Return the ids that the target generates most often, ascending, filled up with the lowest others."""
-    counts: Counter[int] = Counter()
-    for example in examples:
-        counts.update(example.tokens[example.prompt_length :].tolist())
+    counts = Counter(token for example in examples for token in example.tokens[example.prompt_length :].tolist())
     best = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:count]
     best += [token for token in range(vocab_size) if token not in counts][: count - len(best)]
     return torch.tensor(sorted(best))

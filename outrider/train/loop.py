@@ -71,15 +71,13 @@ class Training:
         self._held_out = held_out
         self._plan = plan
         self._path = folder / CHECKPOINT
-        self._identity = _digest({**identity, **asdict(plan)})
+        decided = json.dumps({**identity, **asdict(plan)}, sort_keys=True, default=str)
+        self._identity = hashlib.sha256(decided.encode()).hexdigest()
         self._device = device
         self._trained = {n: p for n, p in method.module.named_parameters() if p.requires_grad}
+        fused, rate = device.type == "cpu", plan.learning_rate
         self._optimizer = torch.optim.AdamW(
-            self._trained.values(),
-            lr=plan.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            fused=device.type == "cpu",
+            self._trained.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
         )
         self.step = 0
         self.tokens = 0
@@ -107,10 +105,6 @@ class Training:
             progress(Report(self.step, self.tokens, self._plan.tokens, loss, held_out, measured_at))
         self._save()
         return self.measure()
-
-    def delete_checkpoint(self) -> None:
-        """Delete the checkpoint, after the result was saved."""
-        self._path.unlink(missing_ok=True)
 
     def measure(self) -> dict[str, Any]:
         """Return greedy acceptance on the held-out texts, by kind and over all."""
@@ -221,7 +215,3 @@ class Training:
                 weight.copy_(weights[name])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()

@@ -22,6 +22,7 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.train import data, loop
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.card import Card
+from outrider.train.artifacts.eagle import Eagle
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.fit import frequent_ids
@@ -126,7 +127,7 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     if order.method == "distill":
         _save_model(order, method, watcher)
     cards.save(order.out, card, method.weights())
-    training.delete_checkpoint()
+    (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     return card
 
 
@@ -189,7 +190,7 @@ def _make(
         if order.start:
             card, weights = cards.load(cards.locate(order.start, order.method), order.method)
             card.check_target(Path(order.start), order.target, target_weights.digest)
-            start = (card.shape, weights)
+            start = Eagle.from_weights(card.shape, weights, target_weights)
         return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "medusa":
         return MedusaMethod(target_weights, ids, examples, heads=order.heads)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,13 +33,10 @@ class EagleMethod:
         *,
         layers: int,
         steps: int,
-        start: tuple[Mapping[str, Any], Mapping[str, torch.Tensor]] | None = None,
+        start: Eagle | None = None,
     ) -> None:
-        """Begin with the shape and the weights of `start`, or with the best linear map."""
-        if start:
-            self.module = Eagle.from_weights(*start, target_weights)
-        else:
-            self.module = Eagle(EagleShape.like(target, layers), ids, target_weights)
+        self.module = start or Eagle(EagleShape.like(target, layers), ids, target_weights)
+        if start is None:
             _begin(self.module, target, examples)
         self.shape = asdict(self.module.shape)
         self._target_weights = target_weights

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from torch import nn
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from outrider.train.artifacts.medusa import Medusa, MedusaShape
+from outrider.train.artifacts.medusa import Medusa, MedusaHead, MedusaShape
 from outrider.train.data import Example
 from outrider.train.fit import best_linear
 from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
@@ -28,8 +27,7 @@ class MedusaMethod:
         self.shape = asdict(self.module.shape)
         with torch.no_grad():
             for ahead, head in enumerate(self.module.heads, 1):
-                assert isinstance(head.linear, nn.Linear)
-                assert isinstance(head.outer, nn.Linear)
+                assert isinstance(head, MedusaHead)
                 head.linear.weight.copy_(best_linear(examples, target_weights.embeddings, ahead)[0])
                 head.outer.weight.zero_()
 
