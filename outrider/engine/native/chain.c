@@ -24,6 +24,7 @@ int outrider_chain(const Model *model, const Step *step, const Chain *chain) {
         one.logits += (long)row * model->head.outputs;
         outrider_scratch(model, &one);
         memcpy(one.x, chain->inputs + (long)chain->columns[row] * model->hidden, 4 * (size_t)model->hidden);
+#pragma omp parallel num_threads(step->threads)
         product(&chain->mix, state, 1, one.x, model->hidden, 1, &one);
         if (outrider_forward(model, &one)) return -1;
         state = one.hidden;

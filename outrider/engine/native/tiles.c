@@ -161,8 +161,8 @@ typedef struct {
     long size, panel_size; /* bytes of a block and of a panel */
     int blocks, block;     /* of a panel */
     int panels, wide;      /* left, with these; at most so many together */
-    char *tiles;           /* slots for unpacked blocks */
-    int slots, slot;
+    char *tiles;           /* two slots for unpacked blocks */
+    int slot;
 } Stream;
 
 INLINE int units_of(const Stream *stream) { return stream->panels < stream->wide ? 2 * stream->panels : 2 * stream->wide; }
@@ -179,7 +179,7 @@ INLINE void advance(Stream *from) {
     const char *far = from->at + from->block * from->size * (together - 1) + from->panel_size * together;
     for (long i = 0; i < together * from->size; i += 64) __builtin_prefetch(far + i, 0, 2);
     from->at += from->size;
-    from->slot = from->slot + 1 < from->slots ? from->slot + 1 : 0;
+    from->slot = !from->slot;
     if (++from->block == from->blocks) {
         from->block = 0;
         from->panels -= together;
@@ -189,14 +189,16 @@ INLINE void advance(Stream *from) {
 
 /* The products of a unit and a group of rows, whose parts are in tiles 6 and 7. Additions to one tile follow each other
  * without delay, to tiles in turn they do not. */
-#define ADD(sum, from, two_parts)                \
-    TILE_LOAD(4, from, 64);                      \
+#define ADD_LOADED(sum, two_parts)               \
     TILE_DOT(sum, 4, 6);                         \
     TILE_DOT(sum, 4, 7);                         \
-    if (two_parts) {                             \
-        TILE_LOAD(5, from + TILE, 64);           \
-        TILE_DOT(sum, 5, 6);                     \
-    }
+    if (two_parts) TILE_DOT(sum, 5, 6);
+#define LOAD_WEIGHTS(from, two_parts)            \
+    TILE_LOAD(4, from, 64);                      \
+    if (two_parts) TILE_LOAD(5, from + TILE, 64);
+#define ADD(sum, from, two_parts)                \
+    LOAD_WEIGHTS(from, two_parts)                \
+    ADD_LOADED(sum, two_parts)
 #define LOAD_ROWS(at)                            \
     TILE_LOAD(6, at, 4 * pitch);                 \
     TILE_LOAD(7, at + part, 4 * pitch);
@@ -215,7 +217,7 @@ INLINE void sum_panels(const int kind, const int groups, int units, const char *
         const char *from = stream->tiles + slot * SLOT, *others = from + 2 * unit;
         const int unpacks = !plain && stream->panels > 0;
         const int next = unpacks ? units_of(stream) : 0;
-        slot = slot + 1 < stream->slots ? slot + 1 : 0;
+        slot = !slot;
         if (plain) {
             from = panel + b * stream->size, others = from + stream->panel_size;
             for (long i = 0; i < units * TILE; i += 64) { /* far ahead, the panels' blocks one after the other */
@@ -247,41 +249,76 @@ INLINE void sum_panels(const int kind, const int groups, int units, const char *
     TILE_STORE(3, sums + 768, 4 * pitch);
 }
 
-static int groups_of(int rows) { return (rows + COLUMNS - 1) / COLUMNS; }
+#define ADD_GROUP(g)                             \
+    if (groups > g) {                            \
+        LOAD_ROWS(x + g * group)                 \
+        ADD_LOADED(g, two_parts)                 \
+    }
 
-/* Bytes of scratch memory of a product: tiles of x, then of every thread's panel. */
-long tiles_scratch(int inputs, int rows, int threads) {
-    long blocks = (inputs + BLOCK - 1) / BLOCK, kept = groups_of(rows) > 2 ? blocks : 2;
-    return groups_of(rows) * blocks * 2 * TILE + threads * kept * SLOT;
+/* Sums of one unit with up to four groups of rows. */
+INLINE void sum_unit(const int kind, const char *unit, long size, int blocks, int groups, char *tiles, const char *x,
+                     int pitch, float *sums) {
+    const int plain = kind == BFLOAT16, two_parts = kind != BFLOAT16 && kind != INT8;
+    const long part = 64 * pitch, group = blocks * 2 * part;
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    if (!plain) unpack_unit(kind, unit, tiles);
+    for (int b = 0; b < blocks; b++, x += 2 * part, unit += size) {
+        const char *from = plain ? unit : tiles + b % 2 * 2 * TILE;
+        for (long i = 0; i < size / 2; i += 64) {
+            __builtin_prefetch(unit + blocks * size + i, 0, 2);
+            __builtin_prefetch(unit + NEAR_T0 + i, 0, 3);
+        }
+        if (!plain && b + 1 < blocks) unpack_unit(kind, unit + size, tiles + (b + 1) % 2 * 2 * TILE);
+        LOAD_WEIGHTS(from, two_parts)
+        ADD_GROUP(0)
+        ADD_GROUP(1)
+        ADD_GROUP(2)
+        ADD_GROUP(3)
+    }
+    TILE_STORE(0, sums, 4 * pitch);
+    TILE_STORE(1, sums + 256, 4 * pitch);
+    TILE_STORE(2, sums + 512, 4 * pitch);
+    TILE_STORE(3, sums + 768, 4 * pitch);
 }
 
-/* The share of a thread: panels that follow each other, their first block unpacked before the sums begin. */
+static int groups_of(int rows) { return (rows + COLUMNS - 1) / COLUMNS; }
+
+/* Bytes of scratch memory of a product: tiles of x, then every thread's unpacked blocks. */
+long tiles_scratch(int inputs, int rows, int threads) {
+    return groups_of(rows) * ((inputs + BLOCK - 1) / BLOCK) * 2l * TILE + threads * 2l * SLOT;
+}
+
+/* The share of a thread: panels that follow each other. */
 INLINE void multiply(const int kind, const Linear *linear, Stream stream, int panels, int first, int groups, int columns,
                      const char *x, int rows, float *y, long y_stride, int add) {
     float sums[4 * 256] __attribute__((aligned(64)));
-    const int plain = kind == BFLOAT16, keeps = groups > 2, pitch = pitch_of(columns);
+    const int plain = kind == BFLOAT16, pitch = pitch_of(columns);
+    const long group = (long)stream.blocks * 2 * 64 * pitch;
     const char *weights = stream.at;
-    for (int p = 0, slot = 0, together; p < panels; p += together, weights += together * stream.panel_size) {
+#define FINISH(i, g, output)                                                                                         \
+    finish(linear, sums + 256 * (i), pitch, output, rows - (g) * columns < columns ? rows - (g) * columns : columns, \
+           y + (g) * columns * y_stride, y_stride, add)
+    for (int u = 0; groups > 2 && u < 2 * panels; u++) /* unit by unit, with four groups at once */
+        for (int g = 0; g < groups; g += 4) {
+            int count = groups - g < 4 ? groups - g : 4;
+            const char *unit = weights + u / 2 * stream.panel_size + u % 2 * (plain ? TILE : unit_size(kind));
+            sum_unit(kind, unit, stream.size, stream.blocks, count, stream.tiles, x + g * group, pitch, sums);
+            for (int i = 0; i < count; i++) FINISH(i, g + i, 32 * first + UNIT * u);
+        }
+    for (int u = 0; groups <= 2 && !plain && u < units_of(&stream); u++) unpack_next(kind, &stream, u);
+    if (groups <= 2 && !plain && panels) advance(&stream);
+    for (int p = 0, slot = 0, together; groups <= 2 && p < panels; p += together, weights += together * stream.panel_size) {
         together = panels - p < stream.wide ? panels - p : stream.wide;
-        if (keeps) stream.at = weights, stream.panels = 1, stream.slot = stream.block = slot = 0;
-        if (!plain && (keeps || p == 0)) {
-            for (int u = 0; u < 2 * together; u++) unpack_next(kind, &stream, u);
-            advance(&stream);
-        }
-        for (int g = 0; g < groups; g += 2) {
-            int both = groups - g < 2 ? 1 : 2;
-            const char *from = x + (long)g * stream.blocks * 2 * 64 * pitch;
-            if (both == 2)
-                sum_panels(kind, 2, 2, weights, slot, &stream, from, pitch, sums);
-            else
-                sum_panels(kind, 1, 2 * together, weights, slot, &stream, from, pitch, sums);
-            for (int i = 0; i < 2 * both * together; i++) {
-                int row = (g + (groups > 1 ? i / 2 : 0)) * columns, count = rows - row < columns ? rows - row : columns;
-                finish(linear, sums + 256 * i, pitch, 32 * (first + p) + UNIT * (groups > 1 ? i % 2 : i), count,
-                       y + row * y_stride, y_stride, add);
-            }
-        }
-        slot = (slot + stream.blocks) % stream.slots;
+        if (groups == 2)
+            sum_panels(kind, 2, 2, weights, slot, &stream, x, pitch, sums);
+        else
+            sum_panels(kind, 1, 2 * together, weights, slot, &stream, x, pitch, sums);
+        for (int i = 0; i < 2 * groups * together; i++)
+            FINISH(i, groups == 2 ? i / 2 : 0, 32 * (first + p) + UNIT * (groups == 2 ? i % 2 : i));
+        slot = (slot + stream.blocks) % 2;
     }
 }
 
@@ -291,7 +328,6 @@ INLINE void multiply(const int kind, const Linear *linear, Stream stream, int pa
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int inputs = linear->inputs, kind = linear->kind, panels = (linear->outputs + 31) / 32;
     int blocks = (inputs + BLOCK - 1) / BLOCK, groups = groups_of(rows), columns = (rows + groups - 1) / groups;
-    int slots = groups > 2 ? blocks : 2;
     long size = kind == BFLOAT16 ? 2l * TILE : 2 * unit_size(kind);
     char *scratch = (char *)step->tiles;
 #pragma omp for schedule(static)
@@ -300,7 +336,7 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
     int start = panels * thread / threads, end = panels * (thread + 1) / threads;
     Stream stream = {.at = (const char *)linear->weights + start * size * blocks, .size = size,
                      .panel_size = size * blocks, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
-                     .tiles = scratch + (long)groups * blocks * 2 * TILE + (long)thread * slots * SLOT, .slots = slots};
+                     .tiles = scratch + (long)groups * blocks * 2 * TILE + thread * 2l * SLOT};
     configure(columns);
     switch (kind) {
         MULTIPLY(BFLOAT16)

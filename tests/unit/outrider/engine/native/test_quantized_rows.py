@@ -124,9 +124,10 @@ def truncated(weight: torch.Tensor) -> torch.Tensor:
 
 @needs_tiles
 @pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
-def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
+@pytest.mark.parametrize("rows", [9, 19, 70])
+def test_products_in_tiles_are_the_documented_sums(kind: str, rows: int) -> None:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(19, 256, generator=generator)
+    x = torch.randn(rows, 256, generator=generator)
     quantized = random_rows("Q4_1" if kind == "bfloat16" else kind, 40, 256, generator)
     weight = quantized.dequantize()
     upper = truncated(weight)
@@ -135,13 +136,13 @@ def test_products_in_tiles_are_the_documented_sums(kind: str) -> None:
     runs = engine(model("Q4_1"), tiles=True)
     linear = runs._linear(Linear(weight, None, (quantized,) if quantized else ()), "float32")
     assert linear.tiles
-    scratch, found = torch.zeros(1 << 20), torch.zeros(19, 40)
+    scratch, found = torch.zeros(1 << 20), torch.zeros(rows, 40)
     step = build.structures().Step(threads=1, tiles=scratch.data_ptr())
     addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, found)]
-    runs._library.product_tiles(ctypes.byref(linear), addresses[0], 19, addresses[1], 40, 0, ctypes.byref(step))
+    runs._library.product_tiles(ctypes.byref(linear), addresses[0], rows, addresses[1], 40, 0, ctypes.byref(step))
     x1, w2 = x.bfloat16().float(), truncated(weight - upper)
     x2 = (x - x1).bfloat16().float()
-    sums = torch.zeros(19, 40)
+    sums = torch.zeros(rows, 40)
     for k in range(0, 256, 32):
         block = slice(k, k + 32)
         sums = added(sums, upper[:, block], x1[:, block])
