@@ -76,12 +76,13 @@ class Oracle:
             else:
                 self._model = _mimo(config, checkpoint)
         self._hidden = torch.empty(0)
-        self._own_head = "lm_head.weight" in published.weights_of(checkpoint)
+        self._own = published.weights_of(checkpoint).keys()
 
     def share(self, matrix: torch.Tensor) -> None:
-        """Use the target's embeddings and head, as vLLM does for checkpoints without them."""
-        self._model.model.embed_tokens.weight.data[: len(matrix)].copy_(matrix)
-        if not self._own_head:
+        """Use the target's embeddings and head where the checkpoint has none, as vLLM does."""
+        if not self._own & {"embed_tokens.weight", "model.embed_tokens.weight"}:
+            self._model.model.embed_tokens.weight.data[: len(matrix)].copy_(matrix)
+        if "lm_head.weight" not in self._own:
             self._model.compute_logits = self._model.compute_draft_logits = lambda hidden: functional.linear(
                 hidden, matrix
             )
@@ -178,8 +179,7 @@ def reference(
     checkpoint = CASES[name](folder / name)
     target = make_model(folder / "target", seed=7, hidden=published.target_hidden(checkpoint), layers=6, context=1024)
     oracle = Oracle(target, checkpoint, METHODS.get(name.partition("-")[0].partition(".")[0]), monkeypatch)
-    if not published.weights_of(checkpoint).keys() & {"embed_tokens.weight", "model.embed_tokens.weight"}:
-        oracle.share(published.target_embeddings())
+    oracle.share(published.target_embeddings())
     return checkpoint, [(call, *oracle.drafted(oracle.run(call))) for call in published.calls(name, checkpoint)]
 
 
