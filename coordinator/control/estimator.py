@@ -116,7 +116,6 @@ class PairEstimate:
 
     def start_from(self, history: PairHistory) -> None:
         self._known_acceptance = history.acceptance
-        self.known = bool(history.acceptance)
         self._accepted = [DecayedMean(FORGETTING, 0.0, trials=0.0) for _ in range(self._positions)]
         self.tree_gain = DecayedMean(FORGETTING, history.tree_gain, PRIOR_GAIN_TRIALS)
         self.ahead_gain = DecayedMean(FORGETTING, history.ahead_gain, PRIOR_GAIN_TRIALS)

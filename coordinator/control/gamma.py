@@ -45,13 +45,11 @@ COMPARE_STEPS = 16  # verdicts after which measured and expected throughput are 
 COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain decoding
 CLEARLY_SLOWER = 0.85
 # The credit of speculation on cores that drafter and verifier share, in plain steps:
-ADVANCE_TOKENS = 8  # before the first guess: what these tokens are expected to gain,
-ADVANCE = 4.0  # at most; less without a pair history, which makes the expectation a guess
-ADVANCE_UNKNOWN = 1.0
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
-REFILL = 0.02  # per plain step,
-REFILLED = 1.0  # at most; with less, speculation that was suspended does not begin again
+REFILL = 0.015  # per plain step,
+REFILLED = 0.6  # at most, and at the beginning; with less, no probe begins, nor speculation that was suspended
 LONGEST_ROUND = 4.0  # a longer round counts as this: other load has delayed it
+READ_STEPS = 4  # after a plan that did not wait yet
 REFERENCE_EVERY = 16  # steps with guesses between two plain ones, which are measured
 
 
@@ -117,8 +115,7 @@ class Controller:
         self._since_retry = 0
         self._retry_after = RETRY_AFTER
         self._measured = PlanTally()  # of the present plan, since it settled
-        self._credit = 0.0
-        self._advanced = False
+        self._credit = REFILLED
         self._suspended = False  # until the credit is refilled
         self._since_reference = 0  # steps with guesses
         self._expected = 0.0  # of the present plan, tokens per second
@@ -171,6 +168,9 @@ class Controller:
             return None
         if self._fixed.patience_us is not None and choice.plan.gamma:
             choice = replace(choice, wait_timeout_ms=self._fixed.patience_us / 1000)
+        if drafter is not None and drafter.shares_cores and not self._estimator.pair.checked:
+            # The drafter reads the prompt first, beside plain steps.
+            choice = replace(choice, wait_timeout_ms=0.0 if self._since_plan < READ_STEPS else choice.wait_timeout_ms)
         self._expected = choice.tokens_per_s
         near = 0.75 * self.wait_timeout_ms <= choice.wait_timeout_ms <= 1.25 * self.wait_timeout_ms
         if choice.plan == self.plan and near:
@@ -222,12 +222,9 @@ class Controller:
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
-            if not self._advanced:
-                gain = ADVANCE_TOKENS * (choice.tokens_per_s / self._expected_plain - 1.0)
-                self._credit += min(gain, ADVANCE if self._estimator.pair.known else ADVANCE_UNKNOWN)
-                self._advanced = True
             return choice
-        if conditions.shares_cores and self._credit < REFILLED:
+        if conditions.shares_cores and self._credit < (0.0 if self._probe_steps_left else REFILLED):
+            self._probe_steps_left = 0
             return choice
         return self._probe(conditions) or choice
 
@@ -240,7 +237,7 @@ class Controller:
         else:
             self._since_reference = 0
             self._credit = max(self._credit, min(REFILLED, self._credit + REFILL))
-        self._suspended = self._advanced and (self._credit <= 0.0 or (suspended and self._credit < REFILLED))
+        self._suspended = self._credit <= 0.0 or (suspended and self._credit < REFILLED)
         if suspended != self._suspended or referred or self._since_reference >= REFERENCE_EVERY:
             self._choice_due = True
 

@@ -269,6 +269,13 @@ def test_a_bad_start_of_a_short_answer_ends_at_once() -> None:
     assert statistics.median(beside_plain(disappointing, 66, promising)) > 0.9
 
 
+def test_a_text_that_pays_is_found_in_spite_of_its_history() -> None:
+    """A probe is affordable from the start: a copying text follows others that did not pay."""
+    poor = seen(replace(ONE_MACHINE, acceptance=0.2, draft_ms=1.0))
+    copying = replace(ONE_MACHINE, acceptance=0.92, draft_ms=0.05)
+    assert statistics.median(beside_plain(copying, 66, poor)) > 1.7
+
+
 def test_on_one_machine_nothing_is_drafted_beside_a_step() -> None:
     simulation = Simulation(ONE_MACHINE)
     simulation.run(400)
