@@ -1,4 +1,4 @@
-"""GGUF files: a folder with all that loading needs besides the weights, and the weights in the file's own blocks.
+"""Weights as they are in their files. GGUF files: a folder with all else, and the weights in the file's own blocks.
 
 The folder holds configuration, tokenizer, the file itself (linked), and an index: digest of the file, and where each
 weight is. Files of other architectures have no such places: their models are loaded from safetensors only.
@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from outrider.models import GGUF, INDEX
 
-_BLOCKS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")]
+_IN_PLACE = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")]
+NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # ggml's formats without blocks
+_LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"}  # in safetensors
 _ARCHITECTURES = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}  # their weights are found without transformers
 
 
@@ -38,7 +41,9 @@ class QuantizedRows:
     @property
     def rows(self) -> torch.Tensor:
         """Return the rows in the model's order; interleaved ones are copied."""
-        return _ordered(self.stored, self.heads)
+        if not self.heads:
+            return self.stored
+        return self.stored.view(self.heads, -1, 2, *self.stored.shape[1:]).transpose(1, 2).reshape(self.stored.shape)
 
     def dequantize(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows as float32; None: all."""
@@ -79,9 +84,7 @@ def index_gguf(source: Path, folder: Path) -> dict[str, Any]:
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     reader = gguf.GGUFReader(source)
-    places = {
-        each.name: [int(each.tensor_type), int(each.data_offset), *map(int, each.shape)] for each in reader.tensors
-    }
+    places = {it.name: [int(it.tensor_type), int(it.data_offset), *map(int, it.shape)] for it in reader.tensors}
     return {"architecture": reader.fields["general.architecture"].contents(), "tensors": places}
 
 
@@ -108,26 +111,42 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
     return rows
 
 
-def load_in_blocks(folder: Path | str, dequantize: Dequantize, config: Any) -> PreTrainedModel | None:
-    """Load a model whose large weights stay in the GGUF file of its folder; None where they cannot be read there.
+def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str, QuantizedRows]:
+    """Return a model's weights in the mapped safetensors of a folder, if all are there by name, and are bfloat16."""
+    rows, files = {}, dict[str, Any]()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        opened: Any = safe_open(path, framework="pt")
+        files |= dict.fromkeys(opened.keys(), opened)
+    for name, weight in model.named_parameters():
+        stored = files[name].get_tensor(name) if name in files and model.config.model_type in _LIKE_LLAMA else None
+        if stored is None or stored.dtype != torch.bfloat16 or stored.shape != weight.shape:
+            return {}
+        rows[name] = rows_of(stored)
+    return rows
+
+
+def load_in_place(folder: Path | str, dequantize: Dequantize, config: Any) -> PreTrainedModel | None:
+    """Load a model whose large weights stay in its files, as blocks or bfloat16; None where they cannot be read there.
 
     Each module dequantises its weight while it runs. In its place is NaN of the same shape, which takes no memory.
     """
     empty, nothing = empty_model(config), torch.full((1,), torch.nan)
-    if not (rows := rows_in_file(folder, empty)):
+    if not (rows := rows_in_file(folder, empty) or rows_in_safetensors(folder, empty)):
         return None
-    from_one = config.model_type.startswith("gemma")
+    stay = {name for name, each in rows.items() if each.kind in _IN_PLACE and each.stored.ndim == 2}
+    from_one = config.model_type.startswith("gemma") and (Path(folder) / INDEX).is_file()
     state = {
         name: nothing.expand(len(each.stored), each.inputs)
-        if each.kind in _BLOCKS
+        if name in stay
         else each.dequantize() - float(from_one and name.endswith("norm.weight"))
         for name, each in rows.items()
     }
     loading = {"config": config, "state_dict": state, "dtype": torch.float32, "attn_implementation": "eager"}
     model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     for name, weight in model.named_parameters():
-        if rows[name].kind in _BLOCKS:
+        if name in stay:
             weight.quantized = rows[name]
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and (quantized := quantized_rows(module)):
@@ -145,9 +164,7 @@ def _dequantize_while_running(module: Any, rows: QuantizedRows, dequantize: Dequ
     module.padding_idx = None  # a gradient's business; it counts rows of the whole weight
 
 
-def replace_while_running(
-    module: nn.Module, make: Callable[[Any], Mapping[str, torch.Tensor]]
-) -> list[RemovableHandle]:
+def replace_while_running(module: nn.Module, make: Callable[[Any], dict[str, torch.Tensor]]) -> list[RemovableHandle]:
     """Replace parameters of a module while it runs, by what `make` returns for its inputs. Return the hooks."""
     own: dict[str, nn.Parameter] = {}
 
@@ -157,8 +174,8 @@ def replace_while_running(
             setattr(module, name, nn.Parameter(value, requires_grad=False))
 
     def restore(*_: Any) -> None:
-        for name, value in own.items():
-            setattr(module, name, value)
+        while own:  # keeps none of them
+            setattr(module, *own.popitem())
 
     # The last one that replaced restores first.
     restoring = module.register_forward_hook(restore, prepend=True, always_call=True)
@@ -167,8 +184,7 @@ def replace_while_running(
 
 def rows_of(weight: torch.Tensor) -> QuantizedRows:
     """Return a weight in numbers as rows of a file would be."""
-    name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[weight.dtype]
-    return QuantizedRows(int(gguf.GGMLQuantizationType[name]), weight.contiguous().view(torch.uint8), weight.shape[1])
+    return QuantizedRows(NUMBERS[weight.dtype], weight.contiguous().view(torch.uint8), weight.shape[-1])
 
 
 def quantized_rows(module: Any) -> QuantizedRows | None:
@@ -194,10 +210,3 @@ def empty_model(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
-
-
-def _ordered(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows in the model's order: llama.cpp interleaves the halves of each of so many heads."""
-    if not heads:
-        return rows
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

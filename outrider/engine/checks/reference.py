@@ -67,7 +67,7 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
     handles = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            handles.append(module.register_forward_hook(_in_float32))
+            handles.append(module.register_forward_hook(lambda _, __, output: output.float()))
         elif next(module.parameters(recurse=False), None) is not None:
             handles += replace_while_running(module, partial(_converted, module, weights))
     try:
@@ -79,8 +79,8 @@ def weights_in_format(model: PreTrainedModel, weights: str) -> Iterator[None]:
 
 def _converted(module: nn.Module, weights: str, _: Any) -> dict[str, torch.Tensor]:
     """Return a module's parameters in float32, and its weight with int8's rounding if that is the format."""
-    own = {name: value.detach() for name, value in module.named_parameters(recurse=False)}
-    made = {name: value.float() if value.is_floating_point() else value for name, value in own.items()}
+    own = module.named_parameters(recurse=False)
+    made = {name: value.detach().float() if value.is_floating_point() else value.detach() for name, value in own}
     if weights == "int8" and isinstance(module, (nn.Linear, Conv1D)):
         weight = made["weight"]
         made["weight"] = round_to_int8(weight.T).T if isinstance(module, Conv1D) else round_to_int8(weight)
@@ -91,10 +91,6 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight [outputs, inputs] rounded to 255 levels per output."""
     scales = weight.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
     return (weight / scales).round_() * scales
-
-
-def _in_float32(_module: nn.Module, _inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    return output.float()
 
 
 @contextlib.contextmanager

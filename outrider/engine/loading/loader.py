@@ -29,7 +29,7 @@ from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
 from outrider.engine.throttled import ThrottledEngine, parse_blur, parse_pace
-from outrider.models.gguf import load_in_blocks, quantized_rows
+from outrider.models.gguf import load_in_place, quantized_rows
 from outrider.models.hub import locate, locate_safetensors
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import ModelMismatch, StartupError
@@ -68,16 +68,15 @@ def load_model(
     device = options.selected_device if rank_group is None else rank_group.device
     dtype = pick_dtype(options.dtype, device)
     with contextlib.nullcontext() if rank_group is None else rank_group.rank_0_first():
-        path = locate(name, progress)
+        path = (locate if rank_group is None else locate_safetensors)(name, progress)
         if rank_group is not None:
-            path = locate_safetensors(name, progress)
             rank_group.check_model(name, {"pretrained_model_name_or_path": str(path)})
     progress(f"loading {name}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = _first_layers(path, options.layers)
         native = options.engine in ("auto", "native") and device.type == "cpu" and dtype == torch.float32
-        model = load_in_blocks(path, dequantize, config) if native and change is None and rank_group is None else None
+        model = load_in_place(path, dequantize, config) if native and change is None and rank_group is None else None
         model = model or AutoModelForCausalLM.from_pretrained(
             locate_safetensors(name, progress),
             config=config,
@@ -106,7 +105,7 @@ def load_model(
         info = replace(info, name=f"{info.name} (paced {options.pace})", device="paced")
     try:
         engine = make_engine(model, info, options, progress, rank_group)
-    except (UnsupportedModel, NoCompiler):  # a model in blocks, which the kernels alone read
+    except (UnsupportedModel, NoCompiler):  # weights that stay in their file, which the kernels alone read
         return load_model(name, replace(options, engine="transformers"), progress)
     if rank_group is not None and not rank_group.is_leader:
         return LoadedModel(engine, tokenizer, vocabulary, UNKNOWN_COST)  # rank 0 runs warm-up and measurement on all

@@ -20,7 +20,7 @@ from outrider.engine.paged.arithmetic import kernel_arithmetic
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
-from outrider.models.gguf import QuantizedRows, rows_of
+from outrider.models.gguf import NUMBERS, QuantizedRows, rows_of
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
@@ -215,9 +215,9 @@ class NativeEngine(PagedEngine):
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
         if weights == "int8":
             made.scales = _address(self._referenced, torch.empty(outputs))
-        if weights == "float32" and self._may_tile and not linear.quantized:
+        if weights == "float32" and self._may_tile and kind in NUMBERS.values():
             made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
-        made.tiles = self._may_tile and bool(linear.quantized or made.kind)
+        made.tiles = self._may_tile and (made.kind > 0 or kind not in NUMBERS.values())
         self._tiled |= made.tiles
         size = self._library.outrider_packed_size(kind, ctypes.byref(made))
         made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))

@@ -12,9 +12,13 @@ typedef struct {
 } Decoded;
 
 static float float16(const uint8_t *p) {
+#ifdef __F16C__
+    return _cvtsh_ss(*(const uint16_t *)p);
+#else
     uint16_t lanes[LANES] = {0};
     memcpy(lanes, p, 2);
     return from_float16(lanes)[0];
+#endif
 }
 
 /* The 6-bit scale and minimum of a K-quant's block, of 8 in 12 bytes. */
@@ -103,9 +107,13 @@ static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     else
         for (int block = 0; block < inputs / BLOCK; block++) {
             Decoded from = decode(type, row, block);
-            for (int k = 0; k < BLOCK; k++) {
-                float scale = from.numbers[k * format.sub_blocks / BLOCK], quant = from.quants[k];
-                *to++ = format.minima ? fused_one(quant, scale, from.numbers[1]) : quant * scale;
+            const int count = BLOCK / format.sub_blocks;
+            for (int s = 0; s < format.sub_blocks; s++, to += count) {
+                const int8_t *quants = from.quants + s * count;
+                if (format.minima)
+                    for (int k = 0; k < count; k++) to[k] = fused_one(quants[k], from.numbers[0], from.numbers[1]);
+                else
+                    for (int k = 0; k < count; k++) to[k] = quants[k] * from.numbers[s];
             }
         }
 }

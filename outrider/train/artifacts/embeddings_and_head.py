@@ -83,12 +83,10 @@ def read_embeddings_and_head(target: str, progress: Callable[[str], None]) -> Em
     path = locate(target, progress)
     progress("reading the target's embeddings")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        model = empty_model(config)
-        embeddings, head, bias = _names(model)
-        names = [name for name in (embeddings, head, bias) if name]
+        model = empty_model(config := AutoConfig.from_pretrained(path, trust_remote_code=False))
+        names = embeddings, head, bias = _names(model)
         rows = rows_in_file(path, model)
-        read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names}
+        read = {name: rows[name].dequantize() if rows else _read(path, name) for name in names if name}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise StartupError(
             f"cannot read the embeddings of {target!r}: {error}", field="target", value=target, limit="safetensors"

@@ -17,7 +17,7 @@ from outrider.engine.native import NativeEngine, dequantize
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.models import INDEX
 from outrider.models import gguf as gguf_module
-from outrider.models.gguf import load_in_blocks
+from outrider.models.gguf import load_in_place
 from outrider.models.hub import locate, locate_safetensors
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 from tests.gguf_files import Shape, q4_k_m, write_gguf
@@ -60,7 +60,7 @@ def test_weights_are_those_that_transformers_finds(architecture: str, kind: Any,
     path = write_gguf(tmp_path / "random.gguf", shape, kind, architecture)
     wanted = weights_of_transformers(path)
     folder = locate(str(path), print)
-    found = load_in_blocks(Path(folder), dequantize, AutoConfig.from_pretrained(folder))
+    found = load_in_place(Path(folder), dequantize, AutoConfig.from_pretrained(folder))
     assert type(found) is type(wanted)
     state = wanted.state_dict()
     in_blocks = 0

@@ -1,0 +1,58 @@
+"""Weights in bfloat16 safetensors stay in their file until they are packed, and give the bits of float32 copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine import SessionTokens
+from outrider.engine.loading import loader
+from outrider.engine.loading.options import EngineOptions
+from outrider.engine.native import NativeEngine
+from outrider.protocol.fleet import ModelInfo
+from outrider.testing.toy_models import make_model
+from tests.architectures import save, tiny_model
+
+TOKENS = list(range(3, 60))
+
+
+def in_bfloat16(folder: Path, family: str) -> Path:
+    if family == "toy":
+        make_model(folder, seed=1)
+    else:
+        save(tiny_model(family, {}), folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def run(folder: Path, **options: str) -> tuple[torch.Tensor, ModelInfo, int]:
+    chosen = EngineOptions(device="cpu", kv_tokens=512, threads=1, **options)  # type: ignore[arg-type]
+    engine = loader.load_model(str(folder), chosen).engine
+    assert isinstance(engine, NativeEngine)
+    return engine.extend([SessionTokens("s", TOKENS)]).logits[0].clone(), engine.info, engine.weight_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("family", ["toy", "gemma2", "gpt2", "gpt_neox", "phi3", "qwen3"])
+def test_bits_and_names_are_those_of_a_float32_copy(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_bfloat16(tmp_path, family)
+    stayed: list[int] = []
+    load_in_place = loader.load_in_place
+
+    def load(*options: object) -> object:
+        model = load_in_place(*options)  # type: ignore[arg-type]
+        stayed.append(0 if model is None else sum(hasattr(weight, "quantized") for weight in model.parameters()))
+        return model
+
+    monkeypatch.setattr(loader, "load_in_place", load)
+    found, info, size = run(folder, dtype=dtype)
+    assert (stayed[0] > 5) == (family not in ("gpt2", "gpt_neox"))
+    monkeypatch.setattr(loader, "load_in_place", lambda *_: None)
+    wanted, same, copied = run(folder, dtype=dtype)
+    assert torch.equal(found, wanted)
+    assert (info, size) == (same, copied)
