@@ -117,10 +117,10 @@ def _pickled(folder: Path, path: Path) -> dict[str, WeightEntry]:
         parts = archive.infolist()
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise refused(folder, f"has compressed parts in {path.name}", "stored parts")
-        main = next((part for part in parts if part.filename.endswith("/data.pkl")), None)
-        if main is None or main.file_size > _MAX_PICKLE_BYTES:
-            raise refused(folder, f"has no list of tensors of at most {_MAX_PICKLE_BYTES} bytes in {path.name}")
-        foreign = sorted(set(_globals(archive.read(main))) - _PLAIN_GLOBALS)
+        programs = [part for part in parts if part.filename.endswith("data.pkl")]
+        if len(programs) != 1 or programs[0].file_size > _MAX_PICKLE_BYTES:  # torch would choose among several
+            raise refused(folder, f"has not one list of tensors of at most {_MAX_PICKLE_BYTES} bytes in {path.name}")
+        foreign = sorted(set(_globals(archive.read(programs[0]))) - _PLAIN_GLOBALS)
     if foreign:
         raise refused(
             folder, f"names {foreign[0].replace(' ', '.')} in {path.name}: not plain weights", "plain tensors"

@@ -117,6 +117,15 @@ def test_a_bin_file_that_allocates_memory(tmp_path: Path) -> None:
         weight_entries(pickled(tmp_path, program))
 
 
+def test_a_bin_file_with_a_second_pickle(tmp_path: Path) -> None:
+    """Torch takes the one beside the first part, which need not be the one that was examined."""
+    torch.save({"fc.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "a") as archive:
+        archive.writestr("other/data.pkl", pickle.dumps({}))
+    with pytest.raises(StartupError, match="has not one list of tensors"):
+        weight_entries(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"PK\x05\x06" + bytes(18), b"no zip at all"])
 def test_a_bin_file_that_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(content)
@@ -202,6 +211,7 @@ def test_a_configuration_of_a_mebibyte(tmp_path: Path) -> None:
         ("head_dim", 31),
         ("rms_norm_eps", "small"),
         ("norm_output", 1),
+        ("num_aux_hidden_states", 100_000),
         ("hidden_act", "gelu"),
         ("quantization_config", {"quant_method": "fp8"}),
         ("layer_types", ["sliding_attention"]),
