@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 
 from outrider.base.config import DrafterKey, Settings
@@ -14,6 +16,9 @@ class CoordinatorSettings(Settings, DrafterKey):
         8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
     )
     served_model_name: str = Field("", description="Name of the target in the HTTP API; empty: its own.")
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(
+        "auto", description="Form in which the target writes tool calls; auto: as its chat template shows."
+    )
     cors_origins: str = Field("", description="Origins whose web pages may call the HTTP API, separated by commas.")
     allowed_hosts: str = Field(
         "", description="HTTP Host names to accept besides localhost, by commas; empty: none on loopback, else all."

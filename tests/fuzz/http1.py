@@ -24,6 +24,12 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     schema = {"name": "s", "schema": json.loads(corpus.SCHEMA), "strict": True}
+    tool = {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": schema["schema"]}}
+    call = {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "call-1", "content": "Done."},
+    ]
     return [
         (COMPLETIONS, few | {"prompt": corpus.TEXT, "temperature": 0}),
         (
@@ -56,6 +62,13 @@ def bodies() -> list[tuple[str, dict[str, Any]]]:
             },
         ),
         (CHAT, few | {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}),
+        (CHAT, few | {"messages": messages + called, "tools": [tool], "parallel_tool_calls": False, "stream": True}),
+        (CHAT, few | {"messages": messages, "tools": [tool], "tool_choice": "required", "n": 2, "logprobs": True}),
+        (
+            CHAT,
+            few
+            | {"messages": messages, "tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        ),
         ("/tokenize", {"prompt": corpus.TEXT, "add_special_tokens": False, "return_token_strs": True}),
         ("/tokenize", {"messages": messages, "add_generation_prompt": True, "continue_final_message": False}),
         ("/detokenize", {"tokens": corpus.PROMPT}),

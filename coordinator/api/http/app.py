@@ -20,14 +20,15 @@ from starlette.routing import Route
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.replies import plan_chat, tools_named
 from coordinator.api.http.agents.tokenize import TokensApi
-from coordinator.api.http.answer import input_of, inputs_of, requests_of, served_name, start_answer
+from coordinator.api.http.answer import requests_of, served_name, start_answer
 from coordinator.api.http.bodies import CompletionBody, read_body
 from coordinator.api.http.failures import on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import RequestChecks, hosts_of
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
-from coordinator.api.http.replies import BodyT, ChatReplies, CompletionReplies, Replies
+from coordinator.api.http.replies import Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
 from coordinator.api.preprocess import ClientRequest, admission
@@ -36,6 +37,8 @@ from coordinator.sessions.session_manager import SessionManager
 from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
+
+Plan = Callable[..., tuple[list[ClientRequest], Replies[Any]]]
 
 _JSON_FACTOR = 3  # by which a text may be longer as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
@@ -89,19 +92,17 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        return await self._generate(request, body, lambda: [input_of(body, chat=body.chat)], ChatReplies)
+        with tools_named(body):
+            return await self._generate(request, body, plan_chat)
 
     async def complete(self, request: Request) -> Response:
-        body = await read_body(request, CompletionBody)
-        return await self._generate(request, body, lambda: inputs_of(body), CompletionReplies)
+        return await self._generate(request, await read_body(request, CompletionBody), plan_completion)
 
-    async def _generate(
-        self, request: Request, body: BodyT, inputs: Callable[[], list[ClientRequest]], kind: type[Replies[BodyT]]
-    ) -> Response:
+    async def _generate(self, request: Request, body: ChatBody | CompletionBody, plan: Plan) -> Response:
         with admission(self._sessions.metrics):
             target = self._sessions.target
-            requests = await requests_of(body, inputs(), target, self._settings)
-        replies = kind(body, target, served_name(target, self._settings))
+            inputs, replies = plan(body, target, self._settings)
+            requests = await requests_of(body, inputs, target, self._settings)
         answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
             return await EventStream.start(replies.chunks(answering))

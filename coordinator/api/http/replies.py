@@ -12,13 +12,15 @@ from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
-from coordinator.api.http.answer import progress
+from coordinator.api.http.answer import inputs_of, progress, served_name
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
+from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
 from outrider.protocol.speculation import FinishReason
 from outrider.protocol.statistics import GenerationStats
+from outrider.settings.coordinator import CoordinatorSettings
 
 BodyT = TypeVar("BodyT", ChatOptions, CompletionBody)
 Answering = AbstractAsyncContextManager[Sequence[Session]]
@@ -86,26 +88,40 @@ class ChatReplies(Replies[ChatOptions]):
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
         return {
             "index": number,
-            "message": {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None},
+            "message": self._message(number, session, tokens),
             "logprobs": self._logprobs(tokens),
-            "finish_reason": _reason(session),
+            "finish_reason": self._reason(number, session),
         }
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
         parts = []
         if number not in self._written:
             parts.append(_delta(number, {"role": "assistant", "content": "", "refusal": None}))
-        text = _text(tokens) if tokens else session.output.rest.text
-        self._written[number] += len(text)
+        self._written[number] += 1
+        deltas = self._deltas(number, session, tokens)
         logprobs = self._logprobs(tokens)
-        if text or logprobs or (self._body.show and tokens):
-            part = _delta(number, {"content": text}, logprobs)
+        if not deltas and (logprobs or (self._body.show and tokens)):
+            deltas = [{"content": ""}]
+        said = [_delta(number, delta) for delta in deltas]
+        if said:
+            said[0]["logprobs"] = logprobs
             if self._body.show:
-                part["speculation"] = _speculation(session, tokens)
-            parts.append(part)
+                said[0]["speculation"] = _speculation(session, tokens)
+        parts += said
         if not tokens:
-            parts.append(_delta(number, {}, finish_reason=_reason(session)))
+            parts.append(_delta(number, {}, finish_reason=self._reason(number, session)))
         return parts
+
+    def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
+        return {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None}
+
+    def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[responses.Delta]:
+        """Return what new tokens add to a message; without tokens what its end adds."""
+        text = _text(tokens) if tokens else session.output.rest.text
+        return [{"content": text}] if text else []
+
+    def _reason(self, number: int, session: Session) -> responses.FinishName:
+        return _reason(session)
 
     def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
         content: list[responses.ContentLogprob] = [
@@ -126,12 +142,16 @@ class ChatReplies(Replies[ChatOptions]):
 
 
 def _delta(
-    number: int,
-    delta: responses.Delta,
-    logprobs: responses.ChatLogprobs | None = None,
-    finish_reason: responses.FinishName | None = None,
+    number: int, delta: responses.Delta, finish_reason: responses.FinishName | None = None
 ) -> responses.ChatChunkChoice:
-    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def plan_completion(
+    body: CompletionBody, target: Target, settings: CoordinatorSettings
+) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
+    """Return the inputs of completions, and the formatter of their replies."""
+    return inputs_of(body), CompletionReplies(body, target, served_name(target, settings))
 
 
 class CompletionReplies(Replies[CompletionBody]):

@@ -76,7 +76,7 @@ class ChunkSpeculation(TypedDict):
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
-FinishName = Literal["stop", "length"]
+FinishName = Literal["stop", "length", "tool_calls"]
 
 
 class TopLogprob(TypedDict):
@@ -101,16 +101,32 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class ToolCallFunction(TypedDict, total=False):
+    name: str
+    arguments: Annotated[str, Field(description="A JSON object; in chunks a part of it")]
+
+
+class ToolCallDelta(TypedDict, total=False):
+    index: int
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
 class AnswerMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="null in an answer of tool calls alone")]
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
     refusal: None
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChoice(TypedDict):

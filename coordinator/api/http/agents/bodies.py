@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import from_json
 
 from coordinator.api.http.bodies import Body, ChatOptions, TokenId
-from coordinator.workers.chat_template import Chat
-from outrider.protocol.field_limits import LONGEST
+from outrider.protocol.field_limits import LONGEST, OTHER
 
 MAX_MESSAGES = 1_000
 MAX_PARTS = 1_000
+MAX_TOOLS = 128
+_FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 _ROLES = {"developer": "system"}
 
 
@@ -20,26 +22,113 @@ class TextPart(Body):
     text: str
 
 
+class Function(Body):
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; absent: no parameters.")
+    strict: bool | None = Field(None, description="Ignored: arguments always follow the schema.")
+
+    @model_validator(mode="after")
+    def _object(self) -> Function:
+        if (self.parameters or {}).get("type", "object") != "object":
+            raise ValueError("parameters must be a schema of an object")
+        return self
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object"} | self.parameters
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: _FunctionName
+
+
+class ToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    name: _FunctionName
+    arguments: str = Field(description="A JSON object.")
+
+    @property
+    def values(self) -> dict[str, Any]:
+        try:
+            values = from_json(self.arguments) if self.arguments.strip() else {}
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise ValueError("arguments must be a JSON object")
+        return values
+
+
+class ToolCall(Body):
+    id: str = Field(max_length=OTHER)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None = None
+    reasoning_content: str | None = Field(None, description="Of an answer, for templates that show it.")
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(None, max_length=OTHER)
     name: str | None = Field(None, max_length=LONGEST["name"], description="Ignored: chat templates have no names.")
     # Fields of OpenAI's answers, so that an answer can be sent back unchanged.
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required in a message without tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are those of an assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id is required in messages of tools, and only there")
+        for call in self.tool_calls or ():
+            _ = call.function.values
+        return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or ())
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates read it."""
+        plain: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": self.text}
+        if self.reasoning_content:
+            plain["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": name, "arguments": call.function.values}}
+                for call in self.tool_calls
+                if (name := call.function.name)
+            ]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
 
 class ChatFields(Body):
     """Messages of a chat, and how they become a prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool = Field(True, description="The prompt ends where the assistant's answer begins.")
     continue_final_message: bool = Field(
         False, description="The answer continues the last message; needs add_generation_prompt: false."
@@ -51,18 +140,45 @@ class ChatFields(Body):
             raise ValueError("continue_final_message needs add_generation_prompt: false")
         return self
 
-    @property
-    def chat(self) -> Chat:
-        messages = [{"role": _ROLES.get(each.role, each.role), "content": each.text} for each in self.messages]
-        return Chat(messages, (), self.add_generation_prompt, self.continue_final_message)
+    @model_validator(mode="after")
+    def _distinct(self) -> ChatFields:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools must have names of their own")
+        return self
 
 
 class ChatBody(ChatFields, ChatOptions):
     """`POST /v1/chat/completions`."""
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported: only empty.")
-    tool_choice: Literal["none", "auto"] | None = Field(None, description="Ignored: there are no tools.")
-    parallel_tool_calls: bool | None = Field(None, description="Ignored: there are no tools.")
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
+        None, description="A call is possible with auto, the default with tools, and certain with required or a name."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
+
+    @model_validator(mode="after")
+    def _choice(self) -> ChatBody:
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice needs a name of tools")
+        if self.calls_required is not None and (wanted := self.response_format) is not None and wanted.type != "text":
+            raise ValueError("tools need tool_choice none, or a response_format of text")
+        return self
+
+    @property
+    def calls_required(self) -> bool | None:
+        """Return whether the answer must call a tool; None: it must not."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return self.tool_choice not in (None, "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        choice = self.tool_choice
+        chosen = choice.function.name if isinstance(choice, ToolChoice) else None
+        return [tool for tool in self.tools or () if chosen in (None, tool.function.name)]
 
 
 class _TextTokensBody(Body):

@@ -10,6 +10,8 @@ from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from coordinator.api.http.agents.dialects import manner_of
+from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.answer import check_model
 from coordinator.api.http.bodies import read_body
 from coordinator.api.preprocess import ClientRequest, admission, check_size, prompt_tokens
@@ -77,6 +79,8 @@ class TokensApi:
 
     def _encode(self, body: TokenizeBody, target: Target) -> list[int]:
         if isinstance(body, TokenizeChatBody):
-            return list(prompt_tokens(ClientRequest(SamplingParams(), chat=body.chat), target, self._limit))
+            manner = manner_of(target, self._settings.tool_parser, prompted=body.add_generation_prompt)
+            request = ClientRequest(SamplingParams(), chat=chat_of(body, body.tools or (), manner))
+            return list(prompt_tokens(request, target, self._limit))
         check_size("prompt", len(body.prompt.encode()), self._limit)
         return list(target.encode(body.prompt, special=body.add_special_tokens))

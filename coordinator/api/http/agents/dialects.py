@@ -1,0 +1,95 @@
+"""Dialects: the forms in which families of models write tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.workers.target import Target
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One form of tool calls. Without an opener that is required, calls must begin the answer."""
+
+    name: str
+    opener: str = ""  # marks the beginning of a call, or of a list of them
+    closer: str = ""  # the end of what the opener began
+    opens_each: bool = False  # each call has an opener of its own
+    anywhere: bool = False  # calls may follow text: the opener is required
+    before: str = ""  # between opener and call
+    after: str = ""  # between call and closer
+    between: str = "\n"  # calls
+    arguments: str = "arguments"  # name of the field with the arguments
+    bare: str = ""  # between a bare name and its arguments, where a call is no JSON object
+
+    def head(self, name: str) -> str:
+        """Return the text of a call up to its arguments."""
+        if self.bare:
+            return name + self.bare
+        return f'{{"name": {json.dumps(name)}, "{self.arguments}": '
+
+    @property
+    def tail(self) -> str:
+        return "" if self.bare else "}"
+
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a call as a model would write it."""
+        call = self.head(name) + json.dumps(arguments, ensure_ascii=False) + self.tail
+        return f"{self.opener}{self.before}{call}{self.after}{self.closer}" if self.anywhere else call
+
+
+HERMES = Dialect("hermes", "<tool_call>", "</tool_call>", opens_each=True, anywhere=True, before="\n", after="\n")
+LLAMA3 = Dialect("llama3", "<|python_tag|>", between="; ", arguments="parameters")
+MISTRAL = Dialect("mistral", "[TOOL_CALLS]", "]", anywhere=True, before="[", between=", ")
+MISTRAL_ARGS = Dialect("mistral", "[TOOL_CALLS]", opens_each=True, anywhere=True, between="", bare="[ARGS]")
+JSON = Dialect("json")
+_BY_NAME = {dialect.name: dialect for dialect in (HERMES, LLAMA3, MISTRAL, JSON)}
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """Form of a target's answers: its dialect of tool calls, and whether it thinks first."""
+
+    dialect: Dialect
+    knows_tools: bool  # its chat template describes tools
+    thinks: bool = False  # it may begin with <think>
+    thinking: bool = False  # the prompt ends in <think>
+
+
+def manner_of(target: Target, parser: str, *, prompted: bool) -> Manner:
+    """Return the manner that the chat template shows, or `parser` names; `prompted`: the prompt opens the answer."""
+    template = _template(target)
+    dialect = _by_template(template) if parser == "auto" else _BY_NAME[parser]
+    if dialect is MISTRAL and "[ARGS]" in template:
+        dialect = MISTRAL_ARGS
+    thinks = THOUGHT in template
+    return Manner(dialect, "tools" in template, thinks, thinks and prompted and _opens_thinking(target))
+
+
+def _by_template(template: str) -> Dialect:
+    if "<tool_call>" in template:
+        return HERMES
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        return LLAMA3
+    return JSON
+
+
+def _template(target: Target) -> str:
+    tokenizer = target.tokenizer
+    return str(tokenizer.get_chat_template(None, tools=[{}])) if tokenizer.chat_template else ""
+
+
+def _opens_thinking(target: Target) -> bool:
+    question = [{"role": "user", "content": "?"}]
+    try:
+        text = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    except Exception:  # templates are programs; the request's own chat shows whether this one works
+        return False
+    return str(text).rstrip().endswith(THINK)

@@ -1,0 +1,284 @@
+"""Parser of answers: text, reasoning and tool calls, as they arrive.
+
+A whole answer is parsed in the same way as a streamed one, so both say the same. Text that only looks like a call is
+content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect
+
+_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BARE = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_BARE_BEGINS = re.compile(r"\s*[\w.-]{0,64}\s*(?:\[[ARGS]{0,4}\]?)?\s*")
+_BLANK = " \t\r\n"
+_BETWEEN = _BLANK + ",;"
+
+
+class PartKind(Enum):
+    CONTENT = auto()
+    REASONING = auto()
+    CALL = auto()  # its text is the function's name
+    ARGUMENTS = auto()  # of the last call, to be appended
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    kind: PartKind
+    text: str
+
+
+class _State(Enum):
+    START = auto()
+    REASONING = auto()
+    OPENING = auto()  # of the answer itself: a call may begin here
+    CONTENT = auto()
+    CALLS = auto()  # between calls
+    CALL = auto()
+
+
+class AnswerParser:
+    """Parser of one answer. Without a dialect there are no calls."""
+
+    def __init__(
+        self, dialect: Dialect | None, names: Collection[str] = (), *, thinks: bool = False, thinking: bool = False
+    ) -> None:
+        self._dialect = dialect
+        self._names = names
+        self._state = _State.REASONING if thinking else _State.START if thinks else _State.OPENING
+        self._text = ""  # not yet parsed
+        self._blank = ""  # white space that begins the content, if any follows
+        self._parts: list[Part] = []
+        self._opened = ""  # text since the opener, if what follows is no call
+        self._ended = False
+        self.calls = 0
+        self.said = False  # some content
+        self._call = _CallScanner(False, names)
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the new parts of the answer after more of its text."""
+        self._text += text
+        while self._step():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def end(self) -> list[Part]:
+        """Return the last parts, after all text."""
+        self._ended = True
+        parts = self.feed("")
+        if self._state is _State.CALL and not self._call.named:
+            self._say(self._opened + self._call.text)
+        if self._state is not _State.CALLS or self._opened:
+            self._say(self._opened * (self._state is _State.CALLS) + self._text)
+        if self._blank and not self.calls:
+            self._parts.append(Part(PartKind.CONTENT, self._blank))
+        return parts + self._parts
+
+    def _step(self) -> bool:
+        """Parse one piece of the text. Return False if it needs more."""
+        match self._state:
+            case _State.START:
+                return self._start()
+            case _State.REASONING:
+                return self._until(THOUGHT, PartKind.REASONING, _State.OPENING)
+            case _State.OPENING:
+                return self._opening()
+            case _State.CONTENT:
+                opener = self._dialect.opener if self._dialect is not None and self._dialect.anywhere else ""
+                return self._until(opener, PartKind.CONTENT, _State.CALLS)
+            case _State.CALLS:
+                return self._between_calls()
+            case _State.CALL:
+                return self._in_call()
+
+    def _start(self) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(THINK):
+            self._text = text[len(THINK) :]
+            self._state = _State.REASONING
+        elif not self._ended and THINK.startswith(text):
+            return False
+        else:
+            self._state = _State.OPENING
+        return True
+
+    def _opening(self) -> bool:
+        """Find out whether an answer begins with calls, where only there they may be."""
+        self._state = _State.CONTENT
+        dialect = self._dialect
+        if dialect is None or dialect.anywhere:
+            return True
+        text = self._text.lstrip()
+        if not self._ended and (not text or (dialect.opener.startswith(text) and text != dialect.opener)):
+            self._state = _State.OPENING
+            return False
+        if text.startswith("{") or (dialect.opener and text.startswith(dialect.opener)):
+            self._opened = dialect.opener if text.startswith(dialect.opener) else ""
+            self._text = text[len(self._opened) :]
+            self._state = _State.CALLS
+        return True
+
+    def _until(self, mark: str, kind: PartKind, then: _State) -> bool:
+        """Pass on text up to a mark; an end that may begin the mark waits."""
+        at = self._text.find(mark) if mark else -1
+        if at >= 0:
+            self._emit(kind, self._text[:at])
+            self._text, self._opened, self._state = self._text[at + len(mark) :], mark, then
+            return True
+        keep = 0 if self._ended else _overlap(self._text, mark)
+        self._emit(kind, self._text[: len(self._text) - keep])
+        self._text = self._text[len(self._text) - keep :]
+        return False
+
+    def _between_calls(self) -> bool:
+        dialect = self._dialect
+        assert dialect is not None
+        text = self._text.lstrip(_BETWEEN if self.calls else _BLANK)
+        for mark in (dialect.closer, dialect.opener):
+            if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):
+                closed = mark != dialect.opener
+                self._state = _State.CONTENT if closed and not dialect.opens_each else _State.CALLS
+                return self._take(text, "" if closed else mark, len(mark))
+            if text and mark.startswith(text) and (self.calls or not self._ended):
+                self._text = "" if self._ended else self._text
+                return False
+        if not text:
+            return False
+        if dialect.before == "[" and text.startswith("[") and self._opened.endswith(dialect.opener):
+            return self._take(text, "[", 1)
+        if _BARE.match(text) if dialect.bare and self._opened else text.startswith("{") and not dialect.bare:
+            self._call = _CallScanner(bool(dialect.bare), self._names)
+            self._state = _State.CALL
+            return self._take(text, "", 0)
+        if dialect.bare and self._opened and not self._ended and _BARE_BEGINS.fullmatch(text):
+            return False
+        self._emit(PartKind.CONTENT, self._opened)
+        self._opened, self._state = "", _State.CONTENT
+        return True
+
+    def _take(self, text: str, mark: str, length: int) -> bool:
+        """Go on after white space and a mark; they are content if no call follows."""
+        if self._opened or mark:
+            blank = self._text[: len(self._text) - len(text)] if self._opened else ""
+            self._opened += blank + mark
+        self._text = text[length:]
+        return True
+
+    def _in_call(self) -> bool:
+        named = self._call.named
+        self._text = self._call.feed(self._text)
+        if self._call.named and not named:
+            self.calls += 1
+            self._blank, self._opened = "", ""
+            self._parts.append(Part(PartKind.CALL, self._call.named))
+        if self._call.arguments:
+            self._parts.append(Part(PartKind.ARGUMENTS, self._call.arguments))
+            self._call.arguments = ""
+        if not self._call.done:
+            return False
+        if self._call.named:
+            self._state = _State.CALLS
+        else:
+            self._emit(PartKind.CONTENT, self._opened + self._call.text)
+            self._opened, self._state = "", _State.CONTENT
+        return True
+
+    def _say(self, text: str) -> None:
+        kind = PartKind.REASONING if self._state is _State.REASONING else PartKind.CONTENT
+        self._text = ""
+        self._emit(kind, text)
+
+    def _emit(self, kind: PartKind, text: str) -> None:
+        if kind is PartKind.CONTENT and not self.said:
+            text = self._blank + text
+            self._blank = "" if text.strip() else text
+            if self._blank:
+                return
+        if text:
+            self.said |= kind is PartKind.CONTENT
+            self._parts.append(Part(kind, text))
+
+
+class _CallScanner:
+    """Scanner of one call, from its first character. Arguments are passed on once the function is known."""
+
+    def __init__(self, bare: bool, names: Collection[str]) -> None:
+        self._bare = bare
+        self._head = _BARE if bare else _HEAD
+        self._names = names
+        self._depth = 0
+        self._floor = 0 if bare else 1  # the depth around the arguments
+        self._in_string = False
+        self._at = 0  # scanned characters
+        self._passed = -1  # where the arguments go on that were not passed on; negative: they have not begun
+        self._complete = False  # all arguments were passed on
+        self.text = ""
+        self.named = ""
+        self.arguments = ""
+        self.done = False
+
+    def feed(self, text: str) -> str:
+        """Scan more text. Return what follows the call."""
+        self.text += text
+        if self._passed < 0 and (head := self._head.match(self.text)):
+            self._passed = head.end()
+            self._at = max(self._at, head.end()) if self._bare else self._at
+            self.named = head[1] if head[1] in self._names else ""
+        while not self.done and (found := _STRUCTURE.search(self.text, self._at)) is not None:
+            escape = found[0] == "\\" and self._in_string
+            if escape and found.end() == len(self.text):
+                self._at = found.start()
+                break  # the escaped character is still to come
+            self._at = found.end() + escape
+            self._scan(found[0])
+        else:
+            self._at = self._at if self.done else len(self.text)
+        if self.named and not self._complete:
+            self._pass_on(self._at)
+        rest, self.text = self.text[self._at :] if self.done else "", self.text[: self._at] if self.done else self.text
+        if self.done and not self.named and not self._bare:
+            self._read_whole()
+        return rest
+
+    def _scan(self, char: str) -> None:
+        if char == '"':
+            self._in_string = not self._in_string
+        elif not self._in_string:
+            self._depth += (char in "{[") - (char in "}]")
+            if char in "}]" and self._depth == self._floor and 0 <= self._passed < self._at and not self._complete:
+                if self.named:
+                    self._pass_on(self._at)
+                self._complete = True
+            self.done = self._depth <= 0 and char in "}]"
+
+    def _pass_on(self, end: int) -> None:
+        self.arguments += self.text[self._passed : end]
+        self._passed = end
+
+    def _read_whole(self) -> None:
+        """Read a call whose fields are in another order, or whose arguments are a text."""
+        try:
+            call = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return
+        given = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                return
+        if isinstance(given, dict) and call.get("name") in self._names:
+            self.named, self.arguments = call["name"], json.dumps(given, ensure_ascii=False)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that begins `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

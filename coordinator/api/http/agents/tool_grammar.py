@@ -1,0 +1,96 @@
+"""Grammars of answers with tools: each call follows the schema of its tool.
+
+With `required`, or a named tool, calls begin at the first token. With `auto` text is free until the dialect's opener.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect, Manner
+from coordinator.workers.target import Target
+from outrider.protocol.sampling_params import Grammar
+
+MAX_CALLS = 16  # in one answer
+_WHITESPACE = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def grammar_of(
+    tools: Mapping[str, Mapping[str, Any]],
+    manner: Manner,
+    target: Target,
+    *,
+    required: bool,
+    parallel: bool,
+) -> Grammar:
+    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas."""
+    rules = _Rules(manner.dialect, target)
+    calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
+    if manner.thinking or (manner.thinks and not required):
+        opened = "" if manner.thinking else rules.mark(THINK)
+        thoughts = f"{opened} {rules.after_text(THOUGHT)}"
+        start = f"({thoughts})" + ("" if manner.thinking else "?")
+    else:
+        start = ""
+    free = "" if required else f" | {rules.answer()}"
+    return Grammar(lark="\n".join(["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, _TEXT]))
+
+
+class _Rules:
+    """Rules of one grammar. Markers that are tokens of their own are allowed as such, and spelled out."""
+
+    def __init__(self, dialect: Dialect, target: Target) -> None:
+        self._dialect = dialect
+        self._ids = {token.content: id_ for id_, token in target.tokenizer.added_tokens_decoder.items()}
+        self.lines: list[str] = []
+
+    def mark(self, text: str) -> str:
+        quoted = json.dumps(text)
+        return f"(<[{self._ids[text]}]> | {quoted})" if text in self._ids else quoted
+
+    def after_text(self, text: str) -> str:
+        """Return a rule of any text up to a mark."""
+        name = f"until_{len(self.lines)}"
+        self.lines.append(f"{name}[lazy]: TEXT {json.dumps(text)}")
+        return f"({name} | TEXT? <[{self._ids[text]}]>)" if text in self._ids else name
+
+    def calls(self, tools: Mapping[str, Mapping[str, Any]], most: int, *, required: bool) -> str:
+        dialect = self._dialect
+        each = []
+        for number, (name, schema) in enumerate(tools.items()):
+            whole = {"x-guidance": _WHITESPACE, **schema}
+            self.lines.append(f"arguments_{number}: %json {json.dumps(whole)}")
+            tail = json.dumps(dialect.tail) if dialect.tail else ""
+            each.append(f"{self._head(name)} arguments_{number} {tail}")
+        self.lines.append(f"call: {' | '.join(each)}")
+        before, after = (json.dumps(text) if text else "" for text in (dialect.before, dialect.after))
+        closer = self.mark(dialect.closer) if dialect.closer else ""
+        one = f"{before} call {after} {closer}" if dialect.opens_each else "call"
+        again = json.dumps(dialect.between) if dialect.between else ""
+        again += f" {self.mark(dialect.opener)}" if dialect.opens_each else ""
+        more = f"({again} {one}){{0,{most - 1}}}" if most > 1 else ""
+        self.lines.append(f"calls: {one} {more}" if dialect.opens_each else f"calls: {before} call {more} {closer}")
+        return f"{self._opening(required)} calls"
+
+    def _opening(self, required: bool) -> str:
+        """Return the rule of what comes before the first call."""
+        dialect = self._dialect
+        if dialect.anywhere:
+            return self.mark(dialect.opener) if required else self.after_text(dialect.opener)
+        return r"/[ \n]{0,4}/" + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
+
+    def _head(self, name: str) -> str:
+        dialect = self._dialect
+        if not dialect.bare:
+            return json.dumps(dialect.head(name))
+        return f"{json.dumps(name)} {self.mark(dialect.bare)}"
+
+    def answer(self) -> str:
+        """Return the rule of an answer without calls."""
+        if self._dialect.anywhere:
+            return "TEXT"
+        self.lines.append(r"ANSWER: /([ \n]*([^{ \n](.|\n)*)?)/")
+        return "ANSWER"

@@ -1,0 +1,191 @@
+"""Tools, as OpenAI's client calls them: valid arguments, the same answer in pieces, and an agent that ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
+
+from tests.contract.conftest import House
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "unit": {"enum": ["celsius", "kelvin"]},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["unit", "days"],
+        "additionalProperties": False,
+    },
+    "add": {
+        "type": "object",
+        "properties": {"terms": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}},
+        "required": ["terms"],
+        "additionalProperties": False,
+    },
+    "get_time": {},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "Does it.", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+CHAT: list[Any] = [{"role": "user", "content": "Weather?"}]
+ASK: dict[str, Any] = {"model": "", "messages": CHAT, "tools": TOOLS, "max_tokens": 300, "temperature": 1}
+ONE: dict[str, Any] = ASK | {"tool_choice": "required", "parallel_tool_calls": False}
+FEW, MANY = 12, 200
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def api(house: House) -> AsyncIterator[AsyncOpenAI]:
+    base = f"http://{house.service.http_address}/v1"
+    async with AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def check(message: ChatCompletionMessage, *, calls: int | None = 1) -> list[tuple[str, str]]:
+    assert message.content is None
+    found = [(call.function.name, call.function.arguments) for call in message.tool_calls or [] if call.function]
+    assert found if calls is None else len(found) == calls
+    for name, arguments in found:
+        schema = SCHEMAS[name] or {"type": "object", "maxProperties": 0}
+        jsonschema.validate(json.loads(arguments), schema)
+    return found
+
+
+async def streamed(api: AsyncOpenAI, **body: Any) -> tuple[dict[str, Any], str]:
+    """The message that the deltas add up to, and the reason of its end."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    reason = ""
+    async for chunk in await api.chat.completions.create(**body, stream=True):
+        choice = chunk.choices[0]
+        message["content"] += choice.delta.content or ""
+        for delta in choice.delta.tool_calls or ():
+            if delta.id is not None:
+                assert delta.index == len(message["tool_calls"])
+                assert delta.function is not None
+                message["tool_calls"].append({"id": delta.id, "name": delta.function.name, "arguments": ""})
+            assert delta.function is not None
+            message["tool_calls"][delta.index]["arguments"] += delta.function.arguments or ""
+        reason = choice.finish_reason or reason
+    return message, reason
+
+
+async def valid_for_seeds(api: AsyncOpenAI, count: int) -> None:
+    drawn = set()
+    for seed in range(count):
+        choice = (named("get_weather"), named("add"), "required")[seed % 3]
+        body = ONE | {"tool_choice": choice, "seed": seed}
+        whole = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": 4}})
+        assert whole.choices[0].finish_reason == "tool_calls"
+        drawn |= set(check(whole.choices[0].message))
+    assert {name for name, _ in drawn} == set(SCHEMAS)
+    assert len(drawn) > 5, "arguments differ"
+
+
+async def test_arguments_are_valid_for_every_seed(api: AsyncOpenAI) -> None:
+    await valid_for_seeds(api, FEW)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1200)
+async def test_arguments_are_valid_for_two_hundred_seeds(api: AsyncOpenAI) -> None:
+    await valid_for_seeds(api, MANY)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", named("add")], ids=["auto", "required", "named"])
+async def test_guesses_and_pieces_change_nothing(api: AsyncOpenAI, choice: Any) -> None:
+    for seed in range(3):
+        body = ASK | {"tool_choice": choice, "seed": seed, "max_tokens": 60}
+        whole = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": 4}})
+        plain = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": 0}})
+        message = whole.choices[0].message
+        calls = [call.function for call in message.tool_calls or []]
+        assert [call.function for call in plain.choices[0].message.tool_calls or []] == calls
+        assert plain.choices[0].message.content == message.content
+        pieces, reason = await streamed(api, **body)
+        assert pieces["content"] == (message.content or "")
+        assert [(call["name"], call["arguments"]) for call in pieces["tool_calls"]] == [
+            (call.name, call.arguments) for call in calls
+        ]
+        assert reason == whole.choices[0].finish_reason
+
+
+async def test_a_named_tool_is_called_once(api: AsyncOpenAI) -> None:
+    for name in SCHEMAS:
+        found = await api.chat.completions.create(**ASK, tool_choice=named(name), seed=1)
+        assert [called for called, _ in check(found.choices[0].message)] == [name]
+
+
+async def test_without_a_choice_no_tool_is_called(api: AsyncOpenAI) -> None:
+    """And the tools are not told of."""
+    body: dict[str, Any] = {"model": "", "messages": CHAT, "max_tokens": 20, "seed": 4}
+    plain = await api.chat.completions.create(**body)
+    none = await api.chat.completions.create(**body, tools=TOOLS, tool_choice="none")
+    assert none.choices == plain.choices
+
+
+async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
+    """What it is told of calls and their results is sent back as it came."""
+    messages: list[Any] = [*CHAT]
+    called = []
+    for turn in (named("get_weather"), named("add"), "none"):
+        body = ASK | {"messages": messages, "tool_choice": turn, "seed": 1, "max_tokens": 100 if turn != "none" else 10}
+        answer = (await api.chat.completions.create(**body)).choices[0].message
+        messages.append(answer)
+        for call in answer.tool_calls or ():
+            called.append(call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
+        if not answer.tool_calls:
+            break
+    assert called == ["get_weather", "add"]
+    assert messages[-1].content
+
+
+LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6_000)}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": TOOLS * 50}, "tools"),
+        ({"tools": TOOLS[:1] * 2}, "body"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": LARGE}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+        ({"tools": None, "tool_choice": "required"}, "body"),
+        ({"tool_choice": named("nothing")}, "body"),
+        ({"response_format": {"type": "json_object"}}, "body"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            "messages.0",
+        ),
+    ],
+)
+async def test_bad_tools_are_refused_by_name(api: AsyncOpenAI, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.chat.completions.create(**{key: value for key, value in (ASK | change).items() if value is not None})
+    assert (caught.value.param or "").startswith(param), caught.value
+    assert len(str(caught.value)) < 2_000

@@ -1,0 +1,227 @@
+"""Answers as models write them: what is text, what is reasoning, what is a call; whole, in pieces, and broken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
+from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
+
+NAMES = ("get_weather", "get_time", "f")
+
+
+@dataclass
+class Answer:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def parsed(parser: AnswerParser, pieces: list[str]) -> Answer:
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += parser.feed(piece)
+    parts += parser.end()
+    answer = Answer()
+    for part in parts:
+        assert part.text, "no empty parts"
+        match part.kind:
+            case PartKind.CONTENT:
+                answer.content += part.text
+            case PartKind.REASONING:
+                answer.reasoning += part.text
+            case PartKind.CALL:
+                answer.calls.append((part.text, ""))
+            case PartKind.ARGUMENTS:
+                answer.calls[-1] = (answer.calls[-1][0], answer.calls[-1][1] + part.text)
+    assert parser.calls == len(answer.calls)
+    return answer
+
+
+# Outputs of Qwen2.5 and Hermes, Llama 3.1 and 3.2, Mistral 7B v0.3 and Small 3.2, in the form of their templates.
+PARIS = '{"location": "Paris, France", "unit": "celsius"}'
+NESTED = '{"q": "a \\"b\\" } ] \\\\", "list": [{"x": 1}, []], "none": null}'
+SAMPLES: dict[str, tuple[Dialect, str, Answer]] = {
+    "hermes one": (
+        HERMES,
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>',
+        Answer(calls=[("get_weather", PARIS)]),
+    ),
+    "hermes text and two": (
+        HERMES,
+        f'I will look.\n<tool_call>\n{{"name": "get_weather", "arguments": {NESTED}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+        Answer("I will look.\n", calls=[("get_weather", NESTED), ("get_time", "{}")]),
+    ),
+    "hermes arguments first": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    "hermes more fields": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x}y", "n": [1]}</tool_call> done',
+        Answer(" done", calls=[("f", '{"a": 1}')]),
+    ),
+    "hermes arguments as a text": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    "hermes without its end": (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}',
+        Answer(calls=[("f", '{"a": 1}')]),
+    ),
+    "llama": (
+        LLAMA3,
+        f'{{"name": "get_weather", "parameters": {PARIS}}}',
+        Answer(calls=[("get_weather", PARIS)]),
+    ),
+    "llama with its tag, two": (
+        LLAMA3,
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "get_time", "parameters": {}}',
+        Answer(calls=[("f", '{"a": 1}'), ("get_time", "{}")]),
+    ),
+    "llama with type": (
+        LLAMA3,
+        '\n\n{"type": "function", "name": "f", "parameters": {"a": "1"}}',
+        Answer(calls=[("f", '{"a": "1"}')]),
+    ),
+    "mistral": (
+        MISTRAL,
+        f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {PARIS}}}, {{"name": "f", "arguments": {{}}}}]',
+        Answer(calls=[("get_weather", PARIS), ("f", "{}")]),
+    ),
+    "mistral with ids": (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": [1]}, "id": "9Ae3bDc2F"}]',
+        Answer(calls=[("f", '{"a": [1]}')]),
+    ),
+    "mistral bare": (
+        MISTRAL_ARGS,
+        f"So.[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]f{{}}",
+        Answer("So.", calls=[("get_weather", PARIS), ("f", "{}")]),
+    ),
+    "json": (
+        JSON,
+        '{"name": "f", "arguments": {"a": 1}}\n{"name": "get_time", "arguments": {}}\n',
+        Answer(calls=[("f", '{"a": 1}'), ("get_time", "{}")]),
+    ),
+    # Broken, or no calls at all: nothing is lost.
+    "text": (HERMES, "a < b and <tool> [TOOL", Answer("a < b and <tool> [TOOL")),
+    "blank": (HERMES, " \n", Answer(" \n")),
+    "empty": (HERMES, "", Answer()),
+    "hermes no json": (HERMES, "<tool_call>\nf(1)\n</tool_call>", Answer("<tool_call>\nf(1)\n</tool_call>")),
+    "hermes unknown name": (
+        HERMES,
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        Answer('<tool_call>{"name": "g", "arguments": {}}</tool_call>'),
+    ),
+    "hermes bad json": (
+        HERMES,
+        '<tool_call>{"name": f, "arguments": {}}</tool_call>',
+        Answer('<tool_call>{"name": f, "arguments": {}}</tool_call>'),
+    ),
+    "hermes cut in the opener": (HERMES, "so <tool_c", Answer("so <tool_c")),
+    "hermes cut after the opener": (HERMES, "so <tool_call>\n", Answer("so <tool_call>\n")),
+    "hermes cut in the name": (HERMES, '<tool_call>\n{"name": "get_w', Answer('<tool_call>\n{"name": "get_w')),
+    "hermes cut in arguments": (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {"a": "x\\',
+        Answer(calls=[("f", '{"a": "x')]),
+    ),
+    "hermes cut in the closer": (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_c',
+        Answer(calls=[("f", "{}")]),
+    ),
+    "llama answers json": (LLAMA3, '{"name": "Bob", "age": 7}', Answer('{"name": "Bob", "age": 7}')),
+    "json in a text": (
+        JSON,
+        'Call {"name": "f", "arguments": {}}',
+        Answer('Call {"name": "f", "arguments": {}}'),
+    ),
+    "json then text": (JSON, '{"name": "f", "arguments": {}} ok', Answer(" ok", calls=[("f", "{}")])),
+    "mistral no list": (MISTRAL, "[TOOL_CALLS] none", Answer("[TOOL_CALLS] none")),
+    "mistral unknown bare": (MISTRAL_ARGS, "[TOOL_CALLS]g[ARGS]{}", Answer("[TOOL_CALLS]g[ARGS]{}")),
+    "closes more than it opens": (JSON, '{"name": "f"]}}', Answer('{"name": "f"]}}')),
+}
+
+
+def cuts(text: str, at: list[int]) -> list[str]:
+    places = [0, *sorted(place % (len(text) + 1) for place in at), len(text)]
+    return [text[one:other] for one, other in pairwise(places)]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_sample(name: str) -> None:
+    dialect, text, expected = SAMPLES[name]
+    assert parsed(AnswerParser(dialect, NAMES), [text]) == expected
+    assert parsed(AnswerParser(dialect, NAMES), list(text)) == expected, "character by character"
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(SAMPLES)), at=st.lists(st.integers(0, 1000), max_size=6))
+def test_pieces_change_nothing(name: str, at: list[int]) -> None:
+    dialect, text, expected = SAMPLES[name]
+    assert parsed(AnswerParser(dialect, NAMES), cuts(text, at)) == expected
+
+
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<think>", "</think>", "{", "}")
+PIECES = ("[", "]", '"', "\\", " ", "\n", ";", ",", "f", '{"name": "f", "arguments": ', '{"a": 1}', "x", ":")
+NOISE = st.lists(st.sampled_from(MARKS + PIECES), max_size=25).map("".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    dialect=st.sampled_from((HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON, None)),
+    text=NOISE,
+    at=st.lists(st.integers(0, 1000), max_size=6),
+    thinks=st.booleans(),
+    thinking=st.booleans(),
+)
+def test_noise_is_parsed_equally_in_pieces(
+    dialect: Dialect | None, text: str, at: list[int], thinks: bool, thinking: bool
+) -> None:
+    def new() -> AnswerParser:
+        return AnswerParser(dialect, NAMES, thinks=thinks, thinking=thinking)
+
+    whole = parsed(new(), [text])
+    assert parsed(new(), cuts(text, at)) == whole
+    if not whole.calls and not whole.reasoning and "think>" not in text:
+        assert whole.content == text, "nothing is lost"
+
+
+@pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON], ids=lambda each: each.name)
+def test_what_a_dialect_writes_is_parsed(dialect: Dialect) -> None:
+    arguments = {"city": 'Sao "Paulo" \\ {', "n": [1, {"é": None}]}
+    answer = parsed(AnswerParser(dialect, NAMES), [dialect.write("f", arguments)])
+    assert [(name, json.loads(text)) for name, text in answer.calls] == [("f", arguments)]
+    assert not answer.content
+
+
+THOUGHTS = {
+    "first": (False, "<think>\nHm.\n</think>\n\nYes.", Answer("\n\nYes.", "\nHm.\n")),
+    "already begun": (True, "Hm.</think>Yes.", Answer("Yes.", "Hm.")),
+    "none": (False, "Yes <think>.", Answer("Yes <think>.")),
+    "cut": (False, "<think>Hm.</thi", Answer("", "Hm.</thi")),
+    "then a call": (
+        False,
+        '<think>Hm.</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        Answer("", "Hm.", [("f", "{}")]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_is_apart(name: str) -> None:
+    thinking, text, expected = THOUGHTS[name]
+    for pieces in ([text], list(text)):
+        assert parsed(AnswerParser(HERMES, NAMES, thinks=True, thinking=thinking), pieces) == expected

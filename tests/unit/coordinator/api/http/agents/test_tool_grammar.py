@@ -1,0 +1,112 @@
+"""What answers with tools may be: compiled by the real grammar engine, for every dialect and choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect, Manner
+from coordinator.api.http.agents.tool_grammar import MAX_CALLS, grammar_of
+from coordinator.workers.target import Target
+from outrider.models.tokenizer import tokenizer_json
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.speculation.grammar import GrammarCompiler
+from outrider.testing.toy_models import byte_tokenizer
+
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = {"get_weather": CITY, "get_time": NONE}
+DIALECTS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "mistral bare": MISTRAL_ARGS, "json": JSON}
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+
+
+def target_of(*, tokens: bool) -> Target:
+    """A target whose markers are tokens of their own, or are spelled."""
+    tokenizer = byte_tokenizer(MARKS if tokens else ())
+    if tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(mark) for mark in SPECIAL]})
+    compiler = GrammarCompiler(lambda: tokenizer_json(tokenizer), [tokenizer.eos_token_id])
+    nothing: Any = None
+    return Target(nothing, tokenizer, nothing, compiler)
+
+
+TARGETS = {tokens: target_of(tokens=tokens) for tokens in (False, True)}
+
+
+def allows(tokens: bool, dialect: Dialect, text: str, **choice: Any) -> tuple[bool, bool]:
+    """Whether a whole answer is allowed, and whether its beginning is."""
+    target = TARGETS[tokens]
+    manner = Manner(dialect, True, choice.pop("thinks", False), choice.pop("thinking", False))
+    choice = {"required": False, "parallel": True} | choice
+    guide = target.grammars.compile(SamplingParams(grammar=grammar_of(TOOLS, manner, target, **choice)))
+    ids = list(target.encode(text))
+    if guide.count_allowed(ids) < len(ids):
+        return False, False
+    guide.advance(ids)
+    return guide._complete or guide.count_allowed([target.tokenizer.eos_token_id]) == 1, True
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_calls_follow_their_schema(name: str, tokens: bool) -> None:
+    dialect = DIALECTS[name]
+    for required in (False, True):
+        good = dialect.write("get_weather", {"city": "Köln }", "n": 3})
+        assert allows(tokens, dialect, good, required=required) == (True, True), good
+        assert allows(tokens, dialect, dialect.write("get_time", {}), required=required)[0]
+        for bad in (
+            dialect.write("get_weather", {"n": 3}),
+            dialect.write("get_weather", {"city": 3}),
+            dialect.write("get_time", {"city": "x"}),
+            dialect.write("get_rain", {}),
+        ):
+            assert not allows(tokens, dialect, bad, required=required)[1], bad
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_text_is_free_with_auto_only(name: str, tokens: bool) -> None:
+    dialect = DIALECTS[name]
+    text = 'A <b> [c] "d" 世界.\n'
+    assert allows(tokens, dialect, text) == (True, True)
+    assert allows(tokens, dialect, "") == (True, True)
+    assert not allows(tokens, dialect, text, required=True)[1]
+    assert not any(allows(tokens, dialect, part, required=True)[0] for part in ("", " "))
+    after = text + dialect.write("get_time", {})
+    assert allows(tokens, dialect, after)[0]
+    assert allows(tokens, dialect, text + dialect.write("get_rain", {}))[1] is not dialect.anywhere, "a text, else"
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_several_calls_where_they_are_wanted(name: str, tokens: bool) -> None:
+    dialect = DIALECTS[name]
+    one = dialect.write("get_time", {})
+    if dialect is MISTRAL:
+        inner = one.removeprefix("[TOOL_CALLS][").removesuffix("]")
+        many = [f"[TOOL_CALLS][{', '.join([inner] * count)}]" for count in (2, MAX_CALLS, MAX_CALLS + 1)]
+    else:
+        many = [dialect.between.join([one] * count) for count in (2, MAX_CALLS, MAX_CALLS + 1)]
+    for required in (False, True):
+        assert [allows(tokens, dialect, text, required=required)[0] for text in many] == [True, True, False]
+        assert not allows(tokens, dialect, many[0], required=required, parallel=False)[1]
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("name", DIALECTS)
+def test_thoughts_come_first(name: str, tokens: bool) -> None:
+    dialect = DIALECTS[name]
+    good, bad = dialect.write("get_time", {}), dialect.write("get_rain", {})
+    assert allows(tokens, dialect, f"<think>Hm {{.</think>{good}", thinks=True)[0]
+    assert allows(tokens, dialect, f"Hm {{.</think>{good}", thinks=True, thinking=True, required=True)[0]
+    assert not allows(tokens, dialect, f"Hm {{.</think>{bad}", thinks=True, thinking=True, required=True)[1]
+    assert not allows(tokens, dialect, good, thinks=True, thinking=True, required=True)[0], "still thinking"
+    assert allows(tokens, dialect, "Yes.", thinks=True)[0]
