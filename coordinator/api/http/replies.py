@@ -80,73 +80,6 @@ class Replies(ABC, Generic[BodyT]):
         """Return the chunks for new tokens of a choice; without tokens the end, with the finish reason."""
 
 
-class ChatReplies(Replies[ChatOptions]):
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.ChatChoice:
-        return {
-            "index": number,
-            "message": self._message(number, session, tokens),
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": self._reason(number, session),
-        }
-
-    def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.ChatChunkChoice]:
-        parts = []
-        if number not in self._written:
-            parts.append(_delta(number, {"role": "assistant", "content": "", "refusal": None}))
-        self._written[number] += 1
-        deltas = self._deltas(number, session, tokens)
-        logprobs = self._logprobs(tokens)
-        if not deltas and (logprobs or (self._body.show and tokens)):
-            deltas = [{"content": ""}]
-        said = [_delta(number, delta) for delta in deltas]
-        if said:
-            said[0]["logprobs"] = logprobs
-            if self._body.show:
-                said[0]["speculation"] = _speculation(session, tokens)
-        parts += said
-        if not tokens:
-            parts.append(_delta(number, {}, finish_reason=self._reason(number, session)))
-        return parts
-
-    def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
-        return {"role": "assistant", "content": _text(tokens) + session.output.rest.text, "refusal": None}
-
-    def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> Sequence[responses.Delta]:
-        """Return what new tokens add to a message; without tokens what its end adds."""
-        text = _text(tokens) if tokens else session.output.rest.text
-        return [{"content": text}] if text else []
-
-    def _reason(self, number: int, session: Session) -> responses.FinishName:
-        return _reason(session)
-
-    def _logprobs(self, tokens: Sequence[Token]) -> responses.ChatLogprobs | None:
-        content: list[responses.ContentLogprob] = [
-            {
-                **self._logprob(token.token, known.logprob),
-                "top_logprobs": [
-                    self._logprob(*other) for other in zip(known.top_ids, known.top_logprobs, strict=True)
-                ],
-            }
-            for token in tokens
-            if (known := token.logprobs) is not None
-        ]
-        return {"content": content, "refusal": None} if content else None
-
-    def _logprob(self, token: int, logprob: float) -> responses.TopLogprob:
-        data = self._target.token_bytes(token)
-        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _delta(
-    number: int, delta: responses.Delta, finish_reason: responses.FinishName | None = None
-) -> responses.ChatChunkChoice:
-    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
 def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
@@ -161,23 +94,23 @@ class CompletionReplies(Replies[CompletionBody]):
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         return {
             "index": number,
-            "text": self._echo(session) + _text(tokens) + session.output.rest.text,
+            "text": self._echo(session) + text_of(tokens) + session.output.rest.text,
             "logprobs": self._logprobs(tokens, 0),
-            "finish_reason": _reason(session),
+            "finish_reason": reason_of(session),
         }
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         parts: list[responses.CompletionChunkChoice] = []
         if self._body.echo and number not in self._written:
             parts.append({"index": number, "text": self._echo(session), "logprobs": None, "finish_reason": None})
-        text = _text(tokens) if tokens else session.output.rest.text
+        text = text_of(tokens) if tokens else session.output.rest.text
         logprobs = self._logprobs(tokens, self._written[number])
         self._written[number] += len(text)
         if text or logprobs or self._body.show or not tokens:
-            reason = None if tokens else _reason(session)
+            reason = None if tokens else reason_of(session)
             parts.append({"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason})
             if self._body.show:
-                parts[-1]["speculation"] = _speculation(session, tokens)
+                parts[-1]["speculation"] = speculation_of(session, tokens)
         return parts
 
     def _echo(self, session: Session) -> str:
@@ -196,8 +129,8 @@ class CompletionReplies(Replies[CompletionBody]):
                 continue
             best = zip(known.top_ids, known.top_logprobs, strict=True)
             reply["tokens"].append(self._readable(token.token))
-            reply["token_logprobs"].append(_finite(known.logprob))
-            reply["top_logprobs"].append({self._readable(other): _finite(logprob) for other, logprob in best})
+            reply["token_logprobs"].append(finite(known.logprob))
+            reply["top_logprobs"].append({self._readable(other): finite(logprob) for other, logprob in best})
             reply["text_offset"].append(offset)
             offset += len(token.text)
         return reply if reply["tokens"] else None
@@ -211,20 +144,20 @@ class CompletionReplies(Replies[CompletionBody]):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _reason(session: Session) -> responses.FinishName:
+def reason_of(session: Session) -> responses.FinishName:
     return "length" if session.record.finish_reason is FinishReason.LENGTH else "stop"
 
 
-def _text(tokens: Sequence[Token]) -> str:
+def text_of(tokens: Sequence[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Return the log probability, at least −9999: JSON has no infinity, and OpenAI uses this value."""
     return max(logprob, -9999.0)
 
 
-def _speculation(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:
+def speculation_of(session: Session, tokens: Sequence[Token]) -> responses.ChunkSpeculation:
     plan = session.drafting.control.plan
     return {
         "kinds": [token.kind.name.lower() for token in tokens],

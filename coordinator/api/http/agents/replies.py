@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.chat_replies import ChatReplies
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner, manner_of
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
 from coordinator.api.http.answer import input_of, served_name
-from coordinator.api.http.replies import ChatReplies
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
