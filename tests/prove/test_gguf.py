@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
-from outrider.engine.native import NativeEngine
-from outrider.models.hub import DEFAULT, locate_safetensors
+from outrider.engine.model_spec import build_spec
+from outrider.engine.native import NativeEngine, dequantize
+from outrider.models.gguf import load_in_place
+from outrider.models.hub import DEFAULT, fetch_default, locate_safetensors
+from outrider.protocol.fleet import ModelInfo
 
 pytestmark = [pytest.mark.prove, pytest.mark.timeout(600)]
 
@@ -38,3 +42,27 @@ def test_blocks_are_the_float32_weights_and_tiles_come_near() -> None:
     print(f"\nauto against float32: KL divergence {divergence:.2g}, argmax {100 * agreement:.2f} % of {len(exact)}")
     assert divergence < 1e-8
     assert agreement > 0.995
+
+
+def test_the_text_is_as_likely_in_every_format() -> None:
+    """Against the float32 weights: their blocks in float32 arithmetic and in tiles, and int8 weights in both."""
+    folder = fetch_default(print)
+    tokens = AutoTokenizer.from_pretrained(folder).encode(TEXT.read_text())
+    ways = {
+        "float32": ("float32", False),
+        "blocks, tiles": ("float32", True),
+        "int8": ("int8", False),
+        "int8, tiles": ("int8", True),
+    }
+    likely = {}
+    for name, (weights, tiles) in ways.items():
+        model = load_in_place(folder, dequantize, AutoConfig.from_pretrained(folder))
+        assert model is not None
+        with torch.inference_mode():
+            info = ModelInfo("m", "f", vocab_size=model.config.vocab_size)
+            engine = NativeEngine(build_spec(model), info, kv_tokens=2048, weights=weights, tiles=tiles)
+            logits = engine.extend([SessionTokens("text", tokens)]).logits[0]
+            likely[name] = float(torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(tokens[1:])))
+    print(f"\nmean negative log-likelihood of {len(tokens)} tokens: {likely}")
+    assert abs(likely["blocks, tiles"] / likely["float32"] - 1) < 1e-5
+    assert max(likely["int8"], likely["int8, tiles"]) < 1.01 * likely["float32"]
