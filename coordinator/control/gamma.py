@@ -254,9 +254,8 @@ class Controller:
                 return None
             self._plain_steps = 0
             self._probe_steps_left = PROBE_STEPS + late
-        gamma = min(PROBE_GAMMA + late, self._gamma_max)
         ahead = self._fixed.ahead is not False and (not conditions.shares_cores or bool(self._fixed.ahead))
-        plan = SpeculationPlan(gamma, ahead=ahead)
+        plan = SpeculationPlan(min(PROBE_GAMMA + late, self._gamma_max), ahead=ahead)
         # On shared cores, steps beside the drafter would be slower than plain ones: they wait for it.
         timeout_ms = draft_wait_timeout_ms(conditions, plan) if conditions.shares_cores else 0.0
         return PlanChoice(plan, timeout_ms, throughput(conditions, PLAIN))

@@ -71,8 +71,7 @@ class SimulatedWorld:
 
     def delay_ms(self) -> float:
         """Return how long other load on the machine delays the next step or draft."""
-        hit = self._load.random() < self.world.hiccups
-        return self._load.uniform(0.0, self.world.hiccup_ms) if hit else 0.0
+        return self._load.uniform(0.0, self.world.hiccup_ms) if self._load.random() < self.world.hiccups else 0.0
 
     def right_rank(self, position: int) -> int:
         """Return the rank of the drafter's candidate that is right after a correct path; −1: none is."""

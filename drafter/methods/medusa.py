@@ -77,8 +77,9 @@ class MedusaDrafter:
         while new:
             new = [node for node in new if builder.depth(node) < len(logits)]
             paths = [builder.path(node) for node in new]
-            rows = logits[[len(path) for path in paths]]
-            found = token_choices(request, rows, paths, self._medusa.ids) if new else []
+            found = (
+                token_choices(request, logits[[len(path) for path in paths]], paths, self._medusa.ids) if new else []
+            )
             for node, choices in zip(new, found, strict=True):
                 builder.add_choices(node, choices)
             added = builder.add()

@@ -45,7 +45,7 @@ def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> N
     written, drawn, prompts = tmp_path / "drafters.json", tmp_path / "drafters.png", tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, PROMPTS)))
     flags = ("--target", str(models.target), "--drafters", "ngram", "--prompts", str(prompts), "--quick")
-    flags = (*flags, "--tokens", "64", "--gamma", "3", "--threads", "1", "--early-exit", "1")
+    flags = (*flags, "--tokens", "64", "--gamma", "3", "--threads", "1", "--early-exit", "1", "--busy", "1")
     done = bench(*flags, "--json", str(written), "--plot", str(drawn))
     assert done.returncode == 0, done.stderr
 
@@ -53,6 +53,7 @@ def test_compares_drafters_and_transformers(models: Models, tmp_path: Path) -> N
     assert set(report) == {"machine", "command", "rows", "summary"}
     assert report["machine"]["weights"] == "float32"
     assert report["machine"]["early_exit_layers"] == 1
+    assert report["machine"]["busy_processes"] == 1
     rows = {(row["mode"], row["kind"], row["engine"], row["drafter"]): row for row in report["rows"]}
     transformers = {("transformers", way) for way in ("generate", "prompt lookup", "early exit")}
     outrider = {("outrider", drafter) for drafter in ("plain", "ngram")}

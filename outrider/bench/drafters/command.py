@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +28,7 @@ from outrider.models.hub import DEFAULT, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 
+_BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # it ends with this process at the latest
 _GUESS_TOKENS = 16  # context that vLLM's guesses may need beyond the answer
 
 
@@ -74,6 +77,7 @@ def drafters(
     vllm_python: Annotated[
         Path | None, option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
     ] = None,
+    busy: Annotated[int, option("--busy", "Processes that compute without pause beside the benchmark.", min=0)] = 0,
     quick: Annotated[bool, option("--quick", "Fewer and shorter answers: nine minutes.")] = False,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
     plot_file: Annotated[Path | None, option("--plot", "Draw the results into this .png file.")] = None,
@@ -94,8 +98,8 @@ def drafters(
     extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma, modes)
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     with turn_progress() as turns:
-        comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, turns)
-    _report(comparison, chosen, where, json_file, plot_file)
+        comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, busy, turns)
+    _report(comparison, chosen, where | {"busy_processes": busy}, json_file, plot_file)
 
 
 def _shipped_drafters(target: str) -> str:
@@ -111,6 +115,7 @@ def _measure(
     extent: DraftersExtent,
     early_exit: int | None,
     vllm_python: Path | None,
+    busy: int,
     turns: TurnProgress,
 ) -> tuple[Comparison, dict[str, Any]]:
     model = str(locate_safetensors(plan.target, turns.set_text))
@@ -139,6 +144,8 @@ def _measure(
         schedule = Schedule(clients, others, extent.gamma)
         turns.set_text("warming up")
         schedule.warm_up(requests[0])
+        for _ in range(busy):
+            exits.callback(subprocess.Popen([sys.executable, "-c", _BUSY, str(os.getpid())]).kill)
         runs = schedule.run(requests, turns)
     where = {"target": info.name, "weights": info.dtype, "device": info.device, "threads": plan.threads or "auto"}
     return Comparison(runs), where | _versions(others)
@@ -172,9 +179,8 @@ def _report(
     if json_file is not None:
         write_json(json_file, rows, summary, **where)
     if plot_file is not None:
-        names = [setup.name for setup in chosen]
         import_on_use("matplotlib", "bench", "outrider.bench.drafters.plot").draw(
-            rows, comparison.kinds, names, where, plot_file
+            rows, comparison.kinds, [setup.name for setup in chosen], where, plot_file
         )
     changed = [each for each in summary["differences"] if each["engine"] == OUTRIDER]
     if changed:
