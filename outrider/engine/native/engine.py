@@ -21,6 +21,7 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
 from outrider.models.gguf import NUMBERS, QuantizedRows, rows_of
+from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 
 _LARGE_PAGE = 2 << 20
@@ -32,6 +33,8 @@ _LAYER_NORMS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _SAME = ("hidden", "heads", "kv_heads", "head_dim", "inner", "rotated", "gated", "parallel", "softcap")
 _C = structures()
+_COMPARED_ROWS = 4
+_compared: set[int] = set()  # block formats, in this process
 
 
 class NativeEngine(PagedEngine):
@@ -250,6 +253,11 @@ def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> tor
     made = torch.empty(len(ids), quantized.inputs)
     stored, wanted, to = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, ids, made))
     kernels.outrider_dequantise(quantized.kind, stored, quantized.inputs, wanted, len(ids), to, torch.get_num_threads())
+    if quantized.kind not in _compared:  # the start-up check takes these rows as its reference
+        few = quantized.dequantize(ids[:_COMPARED_ROWS])
+        if not torch.allclose(few, made[:_COMPARED_ROWS], rtol=0.0, atol=0.0, equal_nan=True):
+            raise StartupError(f"the kernels dequantise format {quantized.kind} of ggml in another way than gguf does")
+        _compared.add(quantized.kind)
     return made
 
 

@@ -15,7 +15,9 @@ from outrider.base.config import home
 from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Linear, build_spec
 from outrider.engine.native import NativeEngine, build, dequantize
+from outrider.engine.native import engine as native_engine
 from outrider.models.gguf import QuantizedRows, detach_rows
+from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -181,3 +183,14 @@ def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> Non
             assert torch.equal(rows[: 80 - at], found[at : min(80, at + size)])
             for each in neighbours:
                 tiled.free(each.session)
+
+
+def test_kernels_that_dequantise_otherwise_than_gguf_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start-up check computes its reference with them, so it would not see that."""
+    quantized = random_rows("Q4_K", 8, 256, torch.Generator().manual_seed(1))
+    monkeypatch.setattr(native_engine, "_compared", set[int]())
+    right = dequantize(quantized)
+    monkeypatch.setattr(native_engine, "_compared", set[int]())
+    monkeypatch.setattr(QuantizedRows, "dequantize", lambda rows, ids: right[ids] * 1.0001)
+    with pytest.raises(StartupError, match="another way than gguf"):
+        dequantize(quantized)
