@@ -61,13 +61,14 @@ const route = (api, path, method, operation) => {
   section.append(make("pre", { tabIndex: 0, textContent: curl(method, path, body?.example) }));
   if (body) {
     const headers = (operation.parameters || []).filter((one) => one.in === "header");
-    section.append(make("h3", { textContent: "Body" }), fields(schemas[named(body.schema.$ref)]));
-    section.append(make("h3", { textContent: "Headers" }), make("dl", {}, ...headers.map((one) => row(one.name, one.description))));
+    const shapes = (body.schema.anyOf || [body.schema]).map((one) => fields(schemas[named(one.$ref)]));
+    section.append(make("h3", { textContent: "Body" }), ...shapes.flatMap((one, i) => (i ? [make("p", { textContent: "or" }), one] : [one])));
+    if (headers.length) section.append(make("h3", { textContent: "Headers" }), make("dl", {}, ...headers.map((one) => row(one.name, one.description))));
   }
   const answer = operation.responses["200"].content["application/json"]?.schema?.$ref;
   if (answer) {
     section.append(make("h3", { textContent: "Answer" }), make("p", {}, ...typeOf({ $ref: answer }),
-      ...(body ? [", or events with ", ...typeOf({ $ref: `${answer}Chunk` })] : [])));
+      ...(`${named(answer)}Chunk` in schemas ? [", or events with ", ...typeOf({ $ref: `${answer}Chunk` })] : [])));
   }
   const statuses = Object.entries(operation.responses).map(([status, reply]) =>
     row(status, (reply.$ref ? api.components.responses[named(reply.$ref)] : reply).description));

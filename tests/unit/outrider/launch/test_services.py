@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import typer
@@ -185,7 +185,7 @@ def test_a_service_reads_what_was_meant(kind: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.delenv(name)
     fields = KINDS[kind].model_fields
     meant = {
-        name: SecretStr("hidden") if field.annotation is SecretStr else other(field.default)
+        name: SecretStr("hidden") if field.annotation is SecretStr else other(field.default, field.annotation)
         for name, field in fields.items()
         if not field.metadata
     }  # fields with bounds keep their defaults
@@ -199,7 +199,9 @@ def test_a_service_reads_what_was_meant(kind: str, monkeypatch: pytest.MonkeyPat
     assert given == [spec.settings]
 
 
-def other(default: Any) -> Any:
+def other(default: Any, annotation: Any) -> Any:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)[-1]
     return not default if isinstance(default, bool) else f"other {default}"
 
 
