@@ -223,7 +223,7 @@ class Estimator:
         self, verdict: Verdict, plan: SpeculationPlan, wait_timeout_ms: float, drafter: BestDrafter | None
     ) -> bool:
         """Record a verdict under this plan; return whether its wait timed out without a guess."""
-        self._observe_step(verdict, plan, shared=drafter is not None and drafter.shares_cores)
+        self._observe_step(verdict, plan, shared=self.on_shared_cores(drafter))
         tree, asked, waited = plan.branches > 1, plan.gamma > 0, wait_timeout_ms > 0
         due = asked and (waited or verdict.proposed > 0)
         self.pair.observe_verdict(
@@ -242,6 +242,10 @@ class Estimator:
         if waited:  # a conforming drafter with fewer guesses reports that, which ends the wait before its timeout
             self._shortfall_rate.add(timed_out and verdict.proposed < plan.gamma)
         return in_vain
+
+    def on_shared_cores(self, drafter: BestDrafter | None) -> bool:
+        """Return whether verifier and drafter share cores, and the cost of plain steps can be told from others."""
+        return drafter is not None and drafter.shares_cores and bool(self._published.rows)
 
     @property
     def plain_known(self) -> bool:
@@ -270,7 +274,7 @@ class Estimator:
     def conditions(self, drafter: BestDrafter) -> Conditions:
         """Return the present conditions; the round trips to drafter and verifier count until waits were measured."""
         if self._published.rows:
-            shared = drafter.shares_cores and self._plain_slowdown
+            shared = self.on_shared_cores(drafter) and self._plain_slowdown
             slowdown = statistics.median(self._plain_slowdown) if shared else self._slowdown.value or 1.0
             cost = self._published.scaled(slowdown)
         else:
@@ -292,5 +296,5 @@ class Estimator:
             timeout_rate=self._timeout_rate.value,
             shortfall_rate=self._shortfall_rate.value,
             throughput_ratios=pair.ratios.by_mode(),
-            shares_cores=drafter.shares_cores,
+            shares_cores=self.on_shared_cores(drafter),
         )

@@ -153,7 +153,7 @@ class Controller:
         timings = verdict.timings
         ms = (timings.wait_us + timings.step_us) / 1000
         self.tallies.setdefault(self.plan, PlanTally()).add(len(verdict.tokens), ms, self._expected)
-        if drafter is not None and drafter.shares_cores:
+        if self._estimator.on_shared_cores(drafter):
             self._update_credit(len(verdict.tokens) - ms * self._expected_plain / 1000.0)
         if self.plan.gamma and not self._probe_steps_left and self._since_plan > SETTLING:
             self._compare(len(verdict.tokens), ms)
@@ -168,7 +168,7 @@ class Controller:
             return None
         if self._fixed.patience_us is not None and choice.plan.gamma:
             choice = replace(choice, wait_timeout_ms=self._fixed.patience_us / 1000)
-        if drafter is not None and drafter.shares_cores and not self._estimator.pair.checked:
+        if self._estimator.on_shared_cores(drafter) and not self._estimator.pair.checked:
             # The drafter reads the prompt first, beside plain steps.
             choice = replace(choice, wait_timeout_ms=0.0 if self._since_plan < READ_STEPS else choice.wait_timeout_ms)
         self._expected = choice.tokens_per_s

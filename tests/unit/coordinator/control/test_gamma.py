@@ -830,3 +830,13 @@ def test_a_fixed_gamma_waits_again_for_a_drafter_that_comes_back() -> None:
     waited_for(control, lambda _: 4, steps=30)
     assert control.wait_timeout_ms >= gamma.FIXED_WAIT_TIMEOUT_MS
     assert conditions(control.estimator, 1.0).shortfall_rate < 0.1
+
+
+def test_the_rules_of_shared_cores_need_a_published_cost_curve() -> None:
+    """An attached engine publishes none: its plain steps cannot be told from those of its other requests."""
+    estimator, drafter = Estimator(8), BestDrafter(0.0, 1.0, None, shares_cores=True)
+    assert not estimator.on_shared_cores(drafter)
+    assert not estimator.conditions(drafter).shares_cores
+    estimator.attach_verifier(CostCurve.line(20.0, 1.0))
+    assert estimator.on_shared_cores(drafter)
+    assert not estimator.on_shared_cores(None)
