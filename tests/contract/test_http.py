@@ -78,7 +78,7 @@ async def test_a_chat_streams_what_it_would_say_at_once(api: AsyncOpenAI, model:
 
 
 async def test_a_stream_ends_in_done_and_says_its_usage_only_when_asked(web: httpx.AsyncClient) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "stream": True}
     async with web.stream("POST", "/v1/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line async for line in response.aiter_lines() if line]
@@ -285,11 +285,11 @@ async def test_models_have_openais_shape(web: httpx.AsyncClient, model: str) -> 
 
 
 async def test_an_answer_can_be_sent_back_as_it_came(api: AsyncOpenAI, model: str) -> None:
-    first = await api.chat.completions.create(model=model, messages=CHAT, max_tokens=4)
+    first = await api.chat.completions.create(model=model, messages=CHAT, max_tokens=4, temperature=0)
     message = first.choices[0].message
     for said in (message, message.model_dump()):
         talk: list[Any] = [*CHAT, said, {"role": "user", "content": [{"type": "text", "text": "Go on."}]}]
-        again = await api.chat.completions.create(model=model, messages=talk, max_tokens=4)
+        again = await api.chat.completions.create(model=model, messages=talk, max_tokens=4, temperature=0)
         assert again.choices[0].message.content
 
 
