@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess, HiddenStates
+from outrider.protocol.speculation import MAX_GAMMA, NO_GUESS, ROOT, WHOLE, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # it needs torch, which not every drafter has
+    from outrider.hidden_states.projection import PackedProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,14 @@ class Drafter(Protocol):
     def forget(self, session: str) -> None:
         """Free the state of a session that has ended."""
         ...
+
+
+@runtime_checkable
+class ReadsLayers(Protocol):
+    """Drafter that reads one vector per token, which the verifier projects from the states after several layers."""
+
+    @property
+    def projection(self) -> PackedProjection: ...
 
 
 @runtime_checkable

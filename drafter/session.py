@@ -12,15 +12,8 @@ from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import (
-    MAX_GAMMA,
-    MAX_HIDDEN_POSITIONS,
-    DraftSteering,
-    Guess,
-    HiddenStates,
-    SessionOpening,
-    path_to,
-)
+from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, HiddenStates
+from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, Guess, SessionOpening, path_to
 from outrider.speculation.open_guesses import OpenGuesses
 
 MAX_TREE = 128  # open guesses of a session

@@ -18,7 +18,7 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
 from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
-from verifier.hidden_states import to_wire_format
+from verifier.hidden_states.buffer import to_wire_format
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -48,6 +48,10 @@ class EngineTarget:
     @property
     def evictable_tokens(self) -> int:
         return self._engine.evictable_tokens
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        return self._engine.state_shape
 
     def match_prefix(self, session: VerifySession) -> None:
         length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)

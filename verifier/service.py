@@ -26,6 +26,7 @@ from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
+from verifier.hidden_states.projections import Projections, ProjectionService
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
@@ -37,7 +38,7 @@ PEER_CLOSE_TIMEOUT_S = 30.0  # a busy peer may be seconds late in reading its re
 _FILE_CHUNK = 1024 * 1024
 
 
-class VerifierService(WorkerService, rpc.VerifierServicer):
+class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
     names = ("outrider.v1.Verifier",)
     work = "verification"
 
@@ -69,7 +70,9 @@ class VerifierService(WorkerService, rpc.VerifierServicer):
             cost,
         )
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
-        about = WorkerInfo("", Role.VERIFIER, "", target.info, "target")
+        self._projections = Projections(target.state_shape, target.device)
+        layers, width = target.state_shape
+        about = WorkerInfo("", Role.VERIFIER, "", target.info, "target", state_layers=layers, state_width=width)
         super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -25,7 +25,7 @@ from outrider.speculation.acceptance import RandomSource, SeededNoise
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
 from outrider.speculation.tree import GuessTree
-from verifier.hidden_states import HiddenStateBuffer
+from verifier.hidden_states.buffer import HiddenStateBuffer
 
 MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
 MAX_UNREAD_REPLIES = 1024  # beyond that, a further rejection ends the session

@@ -74,6 +74,11 @@ class VerifyTarget(Protocol):
         """Return whether a block of guesses may branch. False: only chains."""
         ...
 
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Return how many decoder layers it captures states of, and their width."""
+        ...
+
     def match_prefix(self, session: VerifySession) -> None:
         """Begin a new session from the cached blocks of its prompt, if that is not done in its first step."""
         ...

@@ -27,6 +27,7 @@ class VllmTarget:
     """A VerifyTarget on vLLM's engine core."""
 
     verifies_trees = False  # vLLM has no attention over trees
+    state_shape = (0, 0)  # its model runners hand out the final state alone
     device = torch.device("cpu")  # of the sampling state of sessions: the workers have their own
 
     def __init__(self, core: VllmCore, info: ModelInfo) -> None:

@@ -16,7 +16,8 @@ from outrider.observability.tracing import Span
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import HiddenStates, TreeShape
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import TreeShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 

@@ -21,7 +21,7 @@ from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.drafter_stream import DrafterStream
-from coordinator.sessions.hidden_states import HiddenStateWindow
+from coordinator.sessions.hidden_states.window import HiddenStateWindow
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import DrafterChooser

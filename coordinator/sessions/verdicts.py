@@ -14,7 +14,8 @@ from coordinator.persistence.session_record import SessionRecord
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation, shorten
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, HiddenStates, TokenKind, Verdict
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, TokenKind, Verdict
 from outrider.v1 import verifier_pb2 as verify
 
 MAX_REPLY_BYTES = 64 * 1024  # without hidden states

@@ -23,7 +23,8 @@ from drafter.interface import Drafter, DraftRequest, Proposer
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 
 _MAX_PENDING_POSITIONS = 4096  # hidden states kept for a member that does not draft

@@ -32,7 +32,8 @@ from outrider.engine.native.build import library
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import ROOT, Distribution, Guess, HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import ROOT, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import METHOD, Eagle

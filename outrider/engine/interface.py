@@ -73,6 +73,11 @@ class Engine(Protocol):
         """Return the capacity that evictable cached blocks occupy, in tokens."""
         ...
 
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Return how many decoder layers it captures states of, and their width."""
+        ...
+
     def length(self, session: str) -> int:
         """Return the number of tokens in a session's cache; 0 for a new one."""
         ...

@@ -43,6 +43,7 @@ class MockEngine:
             context_length=1 << 20,
         )
         self._answers = torch.eye(_VOCAB).roll(1, dims=1)
+        self.state_shape = (0, 1)
         self._lengths: dict[str, int] = {}
 
     @property

@@ -36,6 +36,10 @@ class EngineWrapper:
     def evictable_tokens(self) -> int:
         return self.inner.evictable_tokens
 
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        return self.inner.state_shape
+
     def length(self, session: str) -> int:
         return self.inner.length(session)
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
+from outrider.protocol.hidden_states.messages import StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +62,6 @@ class WorkerInfo:
     round_trip_ms: float = 0.0
     hidden_states: bool = False  # a drafter that needs hidden states
     machine: str = ""  # equal on one machine
+    state_spec: StateSpec | None = None  # of a drafter with hidden_states; None: after the final norm, float16
+    state_layers: int = 0  # of a verifier: decoder layers whose states it can send
+    state_width: int = 0

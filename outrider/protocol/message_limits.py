@@ -9,7 +9,8 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA, MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
+from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
+from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 from outrider.v1 import verifier_pb2 as verify

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.messages import HiddenStates, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 
 MAX_GAMMA = 64
@@ -20,10 +21,6 @@ MAX_BRANCHES = 8
 MAX_NODES = 256  # guesses of a session that are open at the same time
 
 MAX_CANDIDATES = 64  # ids of a guess's distribution
-
-MAX_HIDDEN_WIDTH = 131_072  # numbers per position
-
-MAX_HIDDEN_POSITIONS = 512  # positions per message
 
 MAX_DRAFT_WAIT_US = 10_000_000
 
@@ -75,6 +72,7 @@ class VerifySteering:
     draft_wait_us: int | None = None
     nodes: int | None = None  # guesses checked per step; 0: no limit for this session
     hidden_states: bool | None = None  # send them with verdicts
+    states: StateSpecs | None = None  # send these with verdicts as well
 
     def check(self) -> None:
         _check_settings(
@@ -258,20 +256,6 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """Hidden states of committed positions: float16 rows, little endian."""
-
-    position: int
-    width: int
-    rows: bytes
-
-    @property
-    def count(self) -> int:
-        """Return the number of positions."""
-        return len(self.rows) // (2 * self.width)
-
-
-@dataclass(frozen=True, slots=True)
 class VerifyTimings:
     wait_us: int = 0
     step_us: int = 0
@@ -304,6 +288,7 @@ class Verdict:
     timings: VerifyTimings = VerifyTimings()
     logprobs: tuple[TokenLogprobs, ...] = ()
     hidden_states: HiddenStates | None = None
+    layer_states: tuple[HiddenStates, ...] = ()
     sources: tuple[SourceTally, ...] = ()
     nodes: int = 0  # guesses that were checked, all branches together
     remaining_depth: int = 0  # longest guessed path after the committed tokens

@@ -521,19 +521,127 @@ class HiddenStates(google.protobuf.message.Message):
     POSITION_FIELD_NUMBER: builtins.int
     WIDTH_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    FLOAT8_FIELD_NUMBER: builtins.int
     position: builtins.int
     """of the first hidden state"""
     width: builtins.int
     """values per position"""
     rows: builtins.bytes
     """float16, little endian, position after position"""
+    number: builtins.int
+    """of their StateSpec; 0: after the final norm, float16"""
+    float8: builtins.bool
+    """rows: per position a byte e, then E4M3 values, each to be multiplied by 2^(e-127)"""
     def __init__(
         self,
         *,
         position: builtins.int = ...,
         width: builtins.int = ...,
         rows: builtins.bytes = ...,
+        number: builtins.int = ...,
+        float8: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["position", b"position", "rows", b"rows", "width", b"width"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["float8", b"float8", "number", b"number", "position", b"position", "rows", b"rows", "width", b"width"]) -> None: ...
 
 global___HiddenStates = HiddenStates
+
+@typing.final
+class StateSpec(google.protobuf.message.Message):
+    """Hidden states that a drafter reads."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: builtins.int
+    PROJECTION_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    FLOAT8_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    projection: builtins.str
+    """state after the final norm
+    SHA-256, hex, of the projection that the verifier applies; empty: none
+    """
+    width: builtins.int
+    """values per position, after the projection"""
+    float8: builtins.bool
+    """as in HiddenStates"""
+    number: builtins.int
+    """within a session, at least 1; set by the coordinator"""
+    @property
+    def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """k: after k decoder layers, before the final norm. Joined in this order. Empty: the"""
+
+    def __init__(
+        self,
+        *,
+        layers: collections.abc.Iterable[builtins.int] | None = ...,
+        projection: builtins.str = ...,
+        width: builtins.int = ...,
+        float8: builtins.bool = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["float8", b"float8", "layers", b"layers", "number", b"number", "projection", b"projection", "width", b"width"]) -> None: ...
+
+global___StateSpec = StateSpec
+
+@typing.final
+class StateSpecs(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPECS_FIELD_NUMBER: builtins.int
+    @property
+    def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StateSpec]: ...
+    def __init__(
+        self,
+        *,
+        specs: collections.abc.Iterable[global___StateSpec] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["specs", b"specs"]) -> None: ...
+
+global___StateSpecs = StateSpecs
+
+@typing.final
+class ProjectionPart(google.protobuf.message.Message):
+    """Part of a projection: first its head, then its bytes, which are a safetensors file."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    @property
+    def head(self) -> global___ProjectionHead: ...
+    def __init__(
+        self,
+        *,
+        head: global___ProjectionHead | None = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["data", b"data", "head", b"head", "message", b"message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "head", b"head", "message", b"message"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["head", "data"] | None: ...
+
+global___ProjectionPart = ProjectionPart
+
+@typing.final
+class ProjectionHead(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    size: builtins.int
+    """bytes of all data parts"""
+    @property
+    def spec(self) -> global___StateSpec:
+        """of a drafter that needs it"""
+
+    def __init__(
+        self,
+        *,
+        spec: global___StateSpec | None = ...,
+        size: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["size", b"size", "spec", b"spec"]) -> None: ...
+
+global___ProjectionHead = ProjectionHead

@@ -601,6 +601,9 @@ class Worker(google.protobuf.message.Message):
     ROUND_TRIP_MS_FIELD_NUMBER: builtins.int
     HIDDEN_STATES_FIELD_NUMBER: builtins.int
     MACHINE_FIELD_NUMBER: builtins.int
+    STATE_SPEC_FIELD_NUMBER: builtins.int
+    STATE_LAYERS_FIELD_NUMBER: builtins.int
+    STATE_WIDTH_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: global___Role.ValueType
     address: builtins.str
@@ -616,10 +619,18 @@ class Worker(google.protobuf.message.Message):
     """drafters: needs hidden states with Committed"""
     machine: builtins.str
     """equal for all processes and containers of one machine; empty: unknown"""
+    state_layers: builtins.int
+    """verifiers: decoder layers whose states they can send; 0: only after the final norm"""
+    state_width: builtins.int
+    """verifiers: values of such a state"""
     @property
     def model(self) -> outrider.v1.common_pb2.ModelInfo: ...
     @property
     def load(self) -> outrider.v1.common_pb2.WorkerLoad: ...
+    @property
+    def state_spec(self) -> outrider.v1.common_pb2.StateSpec:
+        """drafters with hidden_states: which; absent: after the final norm, float16"""
+
     def __init__(
         self,
         *,
@@ -634,9 +645,12 @@ class Worker(google.protobuf.message.Message):
         round_trip_ms: builtins.float = ...,
         hidden_states: builtins.bool = ...,
         machine: builtins.str = ...,
+        state_spec: outrider.v1.common_pb2.StateSpec | None = ...,
+        state_layers: builtins.int = ...,
+        state_width: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "hidden_states", b"hidden_states", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model", "state_spec", b"state_spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "hidden_states", b"hidden_states", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "state_layers", b"state_layers", "state_spec", b"state_spec", "state_width", b"state_width", "worker_id", b"worker_id"]) -> None: ...
 
 global___Worker = Worker
 

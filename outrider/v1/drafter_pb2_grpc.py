@@ -45,6 +45,11 @@ class DrafterStub(object):
                 request_serializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_common__pb2.ProbeReply.FromString,
                 _registered_method=True)
+        self.GetProjection = channel.unary_stream(
+                '/outrider.v1.Drafter/GetProjection',
+                request_serializer=outrider_dot_v1_dot_drafter__pb2.GetProjectionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_common__pb2.ProjectionPart.FromString,
+                _registered_method=True)
 
 
 class DrafterServicer(object):
@@ -64,6 +69,13 @@ class DrafterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProjection(self, request, context):
+        """The projection that verifiers apply for this drafter: see StateSpec.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DrafterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +88,11 @@ def add_DrafterServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_common__pb2.ProbeReply.SerializeToString,
+            ),
+            'GetProjection': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetProjection,
+                    request_deserializer=outrider_dot_v1_dot_drafter__pb2.GetProjectionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_common__pb2.ProjectionPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +149,33 @@ class Drafter(object):
             '/outrider.v1.Drafter/Probe',
             outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
             outrider_dot_v1_dot_common__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProjection(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Drafter/GetProjection',
+            outrider_dot_v1_dot_drafter__pb2.GetProjectionRequest.SerializeToString,
+            outrider_dot_v1_dot_common__pb2.ProjectionPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,12 @@ class DrafterStub:
         outrider.v1.common_pb2.ProbeReply,
     ]
 
+    GetProjection: grpc.UnaryStreamMultiCallable[
+        outrider.v1.drafter_pb2.GetProjectionRequest,
+        outrider.v1.common_pb2.ProjectionPart,
+    ]
+    """The projection that verifiers apply for this drafter: see StateSpec."""
+
 class DrafterAsyncStub:
     Draft: grpc.aio.StreamStreamMultiCallable[
         outrider.v1.drafter_pb2.DraftRequest,
@@ -46,6 +52,12 @@ class DrafterAsyncStub:
         outrider.v1.common_pb2.ProbeRequest,
         outrider.v1.common_pb2.ProbeReply,
     ]
+
+    GetProjection: grpc.aio.UnaryStreamMultiCallable[
+        outrider.v1.drafter_pb2.GetProjectionRequest,
+        outrider.v1.common_pb2.ProjectionPart,
+    ]
+    """The projection that verifiers apply for this drafter: see StateSpec."""
 
 class DrafterServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -64,5 +76,13 @@ class DrafterServicer(metaclass=abc.ABCMeta):
         request: outrider.v1.common_pb2.ProbeRequest,
         context: _ServicerContext,
     ) -> typing.Union[outrider.v1.common_pb2.ProbeReply, collections.abc.Awaitable[outrider.v1.common_pb2.ProbeReply]]: ...
+
+    @abc.abstractmethod
+    def GetProjection(
+        self,
+        request: outrider.v1.drafter_pb2.GetProjectionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.common_pb2.ProjectionPart], collections.abc.AsyncIterator[outrider.v1.common_pb2.ProjectionPart]]:
+        """The projection that verifiers apply for this drafter: see StateSpec."""
 
 def add_DrafterServicer_to_server(servicer: DrafterServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -78,6 +78,22 @@ TOKEN_KIND_PLAIN: TokenKind.ValueType  # 4
 global___TokenKind = TokenKind
 
 @typing.final
+class ProjectionReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: builtins.int
+    wanted: builtins.bool
+    """true: send the data; false: the verifier has the projection"""
+    def __init__(
+        self,
+        *,
+        wanted: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["wanted", b"wanted"]) -> None: ...
+
+global___ProjectionReply = ProjectionReply
+
+@typing.final
 class VerifyRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -165,6 +181,7 @@ class VerifySteering(google.protobuf.message.Message):
     DRAFT_WAIT_US_FIELD_NUMBER: builtins.int
     HIDDEN_STATES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
     draft_wait_us: builtins.int
@@ -173,6 +190,10 @@ class VerifySteering(google.protobuf.message.Message):
     """send hidden states with the next verdicts"""
     nodes: builtins.int
     """guesses verified per step, all branches together; 0: as many as the verifier allows"""
+    @property
+    def states(self) -> outrider.v1.common_pb2.StateSpecs:
+        """send these states with the next verdicts, beside those of hidden_states"""
+
     def __init__(
         self,
         *,
@@ -180,9 +201,10 @@ class VerifySteering(google.protobuf.message.Message):
         draft_wait_us: builtins.int | None = ...,
         hidden_states: builtins.bool | None = ...,
         nodes: builtins.int | None = ...,
+        states: outrider.v1.common_pb2.StateSpecs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
@@ -260,6 +282,7 @@ class Verdict(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     HIDDEN_STATES_FIELD_NUMBER: builtins.int
+    LAYER_STATES_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     ACCEPTED_FROM_BRANCH_FIELD_NUMBER: builtins.int
@@ -294,6 +317,10 @@ class Verdict(google.protobuf.message.Message):
         """of the positions computed since the last verdict"""
 
     @property
+    def layer_states(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[outrider.v1.common_pb2.HiddenStates]:
+        """likewise, of the requested StateSpecs"""
+
+    @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SourceTally]:
         """drafters whose guesses were verified"""
 
@@ -309,13 +336,14 @@ class Verdict(google.protobuf.message.Message):
         timings: global___VerifyTimings | None = ...,
         logprobs: collections.abc.Iterable[global___TokenLogprobs] | None = ...,
         hidden_states: outrider.v1.common_pb2.HiddenStates | None = ...,
+        layer_states: collections.abc.Iterable[outrider.v1.common_pb2.HiddenStates] | None = ...,
         sources: collections.abc.Iterable[global___SourceTally] | None = ...,
         nodes: builtins.int = ...,
         accepted_from_branch: builtins.int = ...,
         remaining_depth: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hidden_states", b"hidden_states", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_from_branch", b"accepted_from_branch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "last", b"last", "logprobs", b"logprobs", "nodes", b"nodes", "position", b"position", "proposed", b"proposed", "remaining_depth", b"remaining_depth", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "accepted_from_branch", b"accepted_from_branch", "finish_reason", b"finish_reason", "hidden_states", b"hidden_states", "last", b"last", "layer_states", b"layer_states", "logprobs", b"logprobs", "nodes", b"nodes", "position", b"position", "proposed", b"proposed", "remaining_depth", b"remaining_depth", "sources", b"sources", "timings", b"timings", "tokens", b"tokens"]) -> None: ...
 
 global___Verdict = Verdict
 

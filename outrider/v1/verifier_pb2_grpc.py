@@ -50,6 +50,11 @@ class VerifierStub(object):
                 request_serializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_common__pb2.ProbeReply.FromString,
                 _registered_method=True)
+        self.PutProjection = channel.stream_stream(
+                '/outrider.v1.Verifier/PutProjection',
+                request_serializer=outrider_dot_v1_dot_common__pb2.ProjectionPart.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_verifier__pb2.ProjectionReply.FromString,
+                _registered_method=True)
 
 
 class VerifierServicer(object):
@@ -77,6 +82,13 @@ class VerifierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutProjection(self, request_iterator, context):
+        """Gives the verifier a projection, unless it has that one. It replies to the head, and again once it has everything.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VerifierServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_common__pb2.ProbeReply.SerializeToString,
+            ),
+            'PutProjection': grpc.stream_stream_rpc_method_handler(
+                    servicer.PutProjection,
+                    request_deserializer=outrider_dot_v1_dot_common__pb2.ProjectionPart.FromString,
+                    response_serializer=outrider_dot_v1_dot_verifier__pb2.ProjectionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class Verifier(object):
             '/outrider.v1.Verifier/Probe',
             outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
             outrider_dot_v1_dot_common__pb2.ProbeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutProjection(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.Verifier/PutProjection',
+            outrider_dot_v1_dot_common__pb2.ProjectionPart.SerializeToString,
+            outrider_dot_v1_dot_verifier__pb2.ProjectionReply.FromString,
             options,
             channel_credentials,
             insecure,

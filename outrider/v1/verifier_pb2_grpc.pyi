@@ -42,6 +42,12 @@ class VerifierStub:
         outrider.v1.common_pb2.ProbeReply,
     ]
 
+    PutProjection: grpc.StreamStreamMultiCallable[
+        outrider.v1.common_pb2.ProjectionPart,
+        outrider.v1.verifier_pb2.ProjectionReply,
+    ]
+    """Gives the verifier a projection, unless it has that one. It replies to the head, and again once it has everything."""
+
 class VerifierAsyncStub:
     Verify: grpc.aio.StreamStreamMultiCallable[
         outrider.v1.verifier_pb2.VerifyRequest,
@@ -62,6 +68,12 @@ class VerifierAsyncStub:
         outrider.v1.common_pb2.ProbeRequest,
         outrider.v1.common_pb2.ProbeReply,
     ]
+
+    PutProjection: grpc.aio.StreamStreamMultiCallable[
+        outrider.v1.common_pb2.ProjectionPart,
+        outrider.v1.verifier_pb2.ProjectionReply,
+    ]
+    """Gives the verifier a projection, unless it has that one. It replies to the head, and again once it has everything."""
 
 class VerifierServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -89,5 +101,13 @@ class VerifierServicer(metaclass=abc.ABCMeta):
         request: outrider.v1.common_pb2.ProbeRequest,
         context: _ServicerContext,
     ) -> typing.Union[outrider.v1.common_pb2.ProbeReply, collections.abc.Awaitable[outrider.v1.common_pb2.ProbeReply]]: ...
+
+    @abc.abstractmethod
+    def PutProjection(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.common_pb2.ProjectionPart],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.verifier_pb2.ProjectionReply], collections.abc.AsyncIterator[outrider.v1.verifier_pb2.ProjectionReply]]:
+        """Gives the verifier a projection, unless it has that one. It replies to the head, and again once it has everything."""
 
 def add_VerifierServicer_to_server(servicer: VerifierServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -21,7 +21,8 @@ from drafter.service import DrafterService
 from outrider.base.aio import until
 from outrider.engine.loading.loader import LoadedModel
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings

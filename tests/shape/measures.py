@@ -18,6 +18,7 @@ _KERNELS = "outrider/speculation/triton_"
 _PUBLISHED = "drafter/published/"
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
 _AGENTS = "coordinator/api/http/agents/"
+_STATES = "hidden_states/"  # of several layers, in each service's folder of that name
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
     published = sum(source.lines for source in product if source.path.startswith(_PUBLISHED))
     agents = sum(source.lines for source in product if source.path.startswith(_AGENTS))
-    lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents
+    states = sum(source.lines for source in product if _STATES in source.path)
+    lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -88,6 +90,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_200)
     yield Measure("lines of the agents' API", agents, 1_200)
+    yield Measure("lines of hidden states", states, 700)
     yield Measure("lines of Triton kernels", kernels, 300)
 
 

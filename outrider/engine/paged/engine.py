@@ -20,6 +20,8 @@ class PagedEngine(ABC):
     Sessions come and go between any two steps. A rollback drops tokens from the block table, whatever the context.
     """
 
+    state_shape = (0, 0)  # decoder layers that it captures states of, and their width
+
     def __init__(
         self, info: ModelInfo, device: torch.device, kv_tokens: int, evictable_tokens: int | None = None
     ) -> None:

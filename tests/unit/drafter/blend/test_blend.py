@@ -18,8 +18,9 @@ from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess, HiddenStates
+from outrider.protocol.speculation import WHOLE, Distribution, DraftSteering, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.tree import GuessTree

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drafter.interface import DraftRequest
 from drafter.methods.eagle import EagleDrafter, engine_for
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.protocol.speculation import Guess
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import Eagle, EagleShape
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead

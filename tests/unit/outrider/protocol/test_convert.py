@@ -19,6 +19,7 @@ from outrider.protocol import convert, errors
 from outrider.protocol.checks import check_tokens
 from outrider.protocol.errors import MAX_SHOWN, InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo, WorkerLoad
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
@@ -38,7 +39,6 @@ from outrider.protocol.speculation import (
     DraftSteering,
     FinishReason,
     Guess,
-    HiddenStates,
     SourceTally,
     TokenKind,
     TokenLogprobs,

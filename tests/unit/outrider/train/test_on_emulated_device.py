@@ -13,8 +13,9 @@ from drafter.methods import eagle, early_exit, medusa, model
 from outrider.engine import SessionTokens
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams, Verification
-from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.protocol.speculation import Guess
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
 from outrider.train import data, loop, run

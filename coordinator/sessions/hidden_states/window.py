@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.protocol.speculation import HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
 
 WINDOW = 256  # positions
 

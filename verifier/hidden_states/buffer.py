@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.protocol.speculation import HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
 
 PROMPT_WINDOW = 256  # positions at the end of a prompt whose hidden states the first verdict carries
 

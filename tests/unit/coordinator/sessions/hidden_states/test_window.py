@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.sessions.hidden_states import WINDOW, HiddenStateWindow
-from outrider.protocol.speculation import HiddenStates
+from coordinator.sessions.hidden_states.window import WINDOW, HiddenStateWindow
+from outrider.protocol.hidden_states.messages import HiddenStates
 
 WIDTH = 3
 

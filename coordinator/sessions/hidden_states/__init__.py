@@ -1,0 +1,1 @@
+"""Hidden states at the coordinator: kept for drafters that are attached later."""

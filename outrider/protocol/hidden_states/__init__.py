@@ -1,0 +1,1 @@
+"""Hidden states as messages: rows of numbers, and the declarations of which ones a drafter reads."""

@@ -1,0 +1,104 @@
+"""The projections of a verifier: what it takes, what it refuses and before what, and how many it holds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.hidden_states.projection import MAX_BYTES, PackedProjection
+from outrider.protocol import convert
+from outrider.protocol.errors import InvalidRequest, NotFound
+from outrider.protocol.hidden_states.messages import StateSpec
+from outrider.v1 import common_pb2 as common
+from verifier.hidden_states import projections
+from verifier.hidden_states.projections import Projections
+
+LAYERS, WIDTH, OUT = 8, 6, 5
+
+
+def packed(seed: int = 0, layers: tuple[int, ...] = (2, 4, 5)) -> PackedProjection:
+    weight = torch.randn(OUT, len(layers) * WIDTH, generator=torch.Generator().manual_seed(seed))
+    return PackedProjection({"fc.weight": weight}, 1e-5, layers)
+
+
+def held(shape: tuple[int, int] = (LAYERS, WIDTH)) -> Projections:
+    return Projections(shape, torch.device("cpu"))
+
+
+async def give(to: Projections, spec: StateSpec, data: bytes, size: int | None = None) -> list[bool]:
+    async def parts() -> AsyncIterator[common.ProjectionPart]:
+        for part in convert.projection_parts(spec, data):
+            if part.WhichOneof("message") == "head" and size is not None:
+                part.head.size = size
+            yield part
+
+    return [wanted async for wanted in to.receive(parts())]
+
+
+async def test_it_is_sent_once() -> None:
+    to, given = held(), packed()
+    with pytest.raises(NotFound):
+        to.check(given.spec)
+    assert await give(to, given.spec, given.data) == [True, False]
+    to.check(given.spec)
+    assert await give(to, given.spec, given.data) == [False]
+    projection = to.find(given.spec.projection)
+    assert projection is not None
+    assert projection(torch.ones(2, 3 * WIDTH)).shape == (2, OUT)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"layers": (2, 4, LAYERS + 1)}, "states.layers"),
+        ({"layers": (0, 2, 4)}, "state_spec.layers"),
+        ({"layers": (2,) * 17}, "state_spec.layers"),
+        ({"layers": (2, 4)}, "projection.fc.weight"),
+        ({"width": OUT + 1}, "head.spec.width"),
+        ({"projection": "0" * 64}, "data"),
+        ({"projection": "no digest"}, "state_spec.projection"),
+        ({"projection": ""}, "head.spec.projection"),
+    ],
+)
+async def test_what_does_not_fit_is_refused(change: dict[str, object], field: str) -> None:
+    to, given = held(), packed()
+    with pytest.raises(InvalidRequest) as caught:
+        await give(to, replace(given.spec, **change), given.data)
+    assert caught.value.field == field
+    assert to.find(given.spec.projection) is None
+    assert await give(to, given.spec, given.data) == [True, False], "a refusal must not keep others waiting"
+
+
+@pytest.mark.parametrize("size", [0, MAX_BYTES + 1, 10 << 30])
+async def test_a_claim_is_refused_before_anything_is_sent(size: int) -> None:
+    given = packed()
+    with pytest.raises(InvalidRequest) as caught:
+        await give(held(), given.spec, given.data, size)
+    assert caught.value.field == "head.size"
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+async def test_the_claim_is_kept(wrong: int) -> None:
+    given = packed()
+    with pytest.raises(InvalidRequest) as caught:
+        await give(held(), given.spec, given.data, len(given.data) + wrong)
+    assert caught.value.field == "data"
+
+
+async def test_few_are_held_and_the_last_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "MAX_HELD", 2)
+    to, (a, b, c) = held(), (packed(seed) for seed in range(3))
+    for each in (a, b, a, c):
+        await give(to, each.spec, each.data)
+    assert [to.find(each.spec.projection) is not None for each in (a, b, c)] == [True, False, True]
+
+
+def test_an_engine_without_layers_refuses_in_words() -> None:
+    with pytest.raises(InvalidRequest, match="captures no layers"):
+        held((0, 0)).check(packed().spec)
+    held((LAYERS, WIDTH)).check(StateSpec((1, LAYERS)))
+    with pytest.raises(InvalidRequest, match="width"):
+        held().check(StateSpec((1, LAYERS), width=WIDTH))

@@ -1,0 +1,1 @@
+"""Hidden states of a session: buffered until a verdict carries them."""
