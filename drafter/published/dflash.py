@@ -7,14 +7,15 @@ before, and says how likely a guess is to be accepted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
-from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear, norm
+from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
 from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+from drafter.published.rows import DraftKvCache, RowBatch, SessionRows
 
 _MAX_BLOCK = 64
 
@@ -54,23 +55,23 @@ class PublishedDflash(PublishedModule):
         projected: torch.Tensor = self.hidden_norm(self.fc(states))
         return projected
 
-    def commit(self, cache: DraftKvCache, projected: torch.Tensor) -> None:
+    def commit(self, rows: RowBatch, projected: torch.Tensor) -> None:
         """Append the keys and values of committed tokens."""
-        positions = torch.arange(cache.length, cache.length + len(projected), device=projected.device)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DraftLayer)
-            cache.append(number, *layer.self_attn.keys_and_values(projected, positions))
-        cache.length += len(projected)
+            rows.append(number, *layer.self_attn.keys_and_values(projected, rows.positions))
+        rows.advance()
 
-    def block(self, cache: DraftKvCache, anchor: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the guesses after `anchor`, and their hidden states."""
-        tokens = torch.full((self.block_size,), self._mask_token, device=self.fc.weight.device)
-        tokens[0] = anchor
-        start = cache.length
-        hidden = self.norm(self.through(self.layers, self.embed_tokens(tokens), cache, causal=self._causal))
-        cache.truncate(start)
-        hidden = hidden[0 if self.from_anchor else 1 :]
-        return self.logits(hidden), hidden
+    def block(self, caches: Sequence[DraftKvCache], anchors: Sequence[int]) -> torch.Tensor:
+        """Return what the head reads of the guesses after each session's anchor.  # [sessions, guesses, width]"""
+        tokens = torch.full((len(caches), self.block_size), self._mask_token, device=self.fc.weight.device)
+        tokens[:, 0] = torch.tensor(anchors)
+        parts = [SessionRows(cache, self.block_size, causal=self._causal) for cache in caches]
+        rows = RowBatch(parts, tokens.device)
+        hidden: torch.Tensor = self.norm(self.through(self.layers, self.embed_tokens(tokens.flatten()), rows))
+        for cache in caches:
+            cache.truncate(cache.length - self.block_size)
+        return hidden.view(*tokens.shape, -1)[:, 0 if self.from_anchor else 1 :]
 
 
 class PublishedDspark(PublishedDflash):

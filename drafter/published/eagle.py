@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig
-from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear
+from drafter.published.layers import DecoderShape, DraftLayer, linear
 from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+from drafter.published.rows import RowBatch
 
 
 class PublishedEagle(PublishedModule):
@@ -29,9 +30,7 @@ class PublishedEagle(PublishedModule):
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
-    def step(
-        self, cache: DraftKvCache, tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, rows: RowBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         residual = self.fc(torch.cat([self.embed_tokens(tokens), hidden], dim=-1))
-        residual = self.through(self.layers, residual, cache)
-        return self.logits(residual), residual
+        residual = self.through(self.layers, residual, rows)
+        return residual, residual

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig
-from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear, norm
+from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
 from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+from drafter.published.rows import RowBatch
 
 _USUAL_STATES = 3
 _LEGACY_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
@@ -28,11 +29,11 @@ class FirstLayer(DraftLayer):
         self.hidden_norm = norm(shape.hidden, shape.eps)
         self._norm_before_residual = norm_before_residual
 
-    def mix(self, embedded: torch.Tensor, hidden: torch.Tensor, cache: DraftKvCache) -> torch.Tensor:
+    def mix(self, embedded: torch.Tensor, hidden: torch.Tensor, rows: RowBatch) -> torch.Tensor:
         normed = self.hidden_norm(hidden)
         assert self.input_layernorm is not None
         inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return self.attend(inputs, normed if self._norm_before_residual else hidden, cache, 0)
+        return self.attend(inputs, normed if self._norm_before_residual else hidden, rows, 0)
 
 
 class PublishedEagle3(PublishedModule):
@@ -87,15 +88,13 @@ class PublishedEagle3(PublishedModule):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return states if self.fc is None else self.fc(states)
 
-    def step(
-        self, cache: DraftKvCache, tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, rows: RowBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, *rest = self.layers
         assert isinstance(first, FirstLayer)
-        residual = first.mix(self.embed_tokens(tokens), hidden, cache)
-        residual = self.through(rest, residual, cache, first=1)
+        residual = first.mix(self.embed_tokens(tokens), hidden, rows)
+        residual = self.through(rest, residual, rows, first=1)
         normed = self.norm(residual)
-        return self.logits(normed), normed if self._norm_output else residual
+        return normed, normed if self._norm_output else residual
 
 
 class PublishedPeagle(PublishedEagle3):

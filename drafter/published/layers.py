@@ -1,4 +1,4 @@
-"""Decoder layers of drafters, with keys and values that can be cut back.
+"""Decoder layers of drafters.
 
 The parameters have the names of the published tensors. They are made without memory: loading assigns them.
 """
@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
+from drafter.published.rows import RowBatch
 
 _ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-_FIRST_CAPACITY = 64
 _BIASED = ("qwen2", "mimo")  # their queries, keys and values have biases, their outputs have none
 
 
@@ -83,31 +82,6 @@ def _rotary(config: CheckpointConfig, head_dim: int) -> LlamaRotaryEmbedding:
     return rotary
 
 
-class DraftKvCache:
-    """Keys and values of one session in a drafter's layers."""
-
-    def __init__(self, layers: int) -> None:
-        self.length = 0
-        self._layers: list[torch.Tensor | None] = [None] * layers  # [2, kv heads, capacity, head]
-
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add rows after the first `length`; return all keys and values of the layer.  # [kv heads, rows, head]"""
-        known, end = self._layers[layer], self.length + keys.shape[1]
-        if known is None or known.shape[2] < end:
-            grown = keys.new_empty(2, keys.shape[0], max(_FIRST_CAPACITY, 2 * end), keys.shape[2])
-            if known is not None:
-                grown[:, :, : self.length] = known[:, :, : self.length]
-            self._layers[layer] = known = grown
-        known[0, :, self.length : end], known[1, :, self.length : end] = keys, values
-        return known[0, :, :end], known[1, :, :end]
-
-    def truncate(self, length: int) -> None:
-        """Drop the rows after the first `length`."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"length is {length}, must be 0 to {self.length}")
-        self.length = length
-
-
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias, device="meta")
 
@@ -130,19 +104,11 @@ class DraftAttention(nn.Module):
         self.q_norm = norm(shape.head_dim, shape.eps) if shape.qk_norm else None
         self.k_norm = norm(shape.head_dim, shape.eps) if shape.qk_norm else None
 
-    def forward(self, inputs: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True) -> torch.Tensor:
-        """Attend to the cached rows and to the new ones, which are appended; the caller advances the cache."""
-        start, count = cache.length, inputs.shape[0]
-        positions = torch.arange(start, start + count, device=inputs.device)
-        queries = self._rotated(self.q_proj(inputs), self.q_norm, positions)
-        keys, values = cache.append(layer, *self.keys_and_values(inputs, positions))
-        mask = None
-        if causal and count > 1:
-            mask = torch.arange(start + count, device=inputs.device) <= positions[:, None]
-        attended = functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-        )
-        projected: torch.Tensor = self.o_proj(attended[0].transpose(0, 1).flatten(1))
+    def forward(self, inputs: torch.Tensor, rows: RowBatch, layer: int) -> torch.Tensor:
+        """Attend to the cached rows and to the new ones, which layer number `layer` caches."""
+        queries = self._rotated(self.q_proj(inputs), self.q_norm, rows.positions)
+        attended = rows.attend(layer, queries, *self.keys_and_values(inputs, rows.positions))
+        projected: torch.Tensor = self.o_proj(attended.transpose(0, 1).flatten(1))
         return projected
 
     def keys_and_values(self, inputs: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,14 +137,12 @@ class DraftLayer(nn.Module):
         self.input_layernorm = norm(shape.hidden, shape.eps) if input_norm else None
         self.post_attention_layernorm = norm(shape.hidden, shape.eps)
 
-    def forward(self, residual: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True) -> torch.Tensor:
+    def forward(self, residual: torch.Tensor, rows: RowBatch, layer: int) -> torch.Tensor:
         inputs = residual if self.input_layernorm is None else self.input_layernorm(residual)
-        return self.attend(inputs, residual, cache, layer, causal=causal)
+        return self.attend(inputs, residual, rows, layer)
 
-    def attend(
-        self, inputs: torch.Tensor, residual: torch.Tensor, cache: DraftKvCache, layer: int, *, causal: bool = True
-    ) -> torch.Tensor:
+    def attend(self, inputs: torch.Tensor, residual: torch.Tensor, rows: RowBatch, layer: int) -> torch.Tensor:
         """Return the residual after this layer, whose attention reads `inputs`."""
-        residual = residual + self.self_attn(inputs, cache, layer, causal=causal)
+        residual = residual + self.self_attn(inputs, rows, layer)
         added: torch.Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + added

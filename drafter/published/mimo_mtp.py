@@ -10,8 +10,9 @@ from collections.abc import Collection
 import torch
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig
-from drafter.published.layers import DecoderShape, DraftKvCache, DraftLayer, linear, norm
+from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
 from drafter.published.module import EMBEDDINGS, PublishedModule, TargetNeeds, vocab_of
+from drafter.published.rows import RowBatch
 
 PREFIX = "model.mtp_layers.0."
 
@@ -42,12 +43,8 @@ class MimoMtp(PublishedModule):
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return states
 
-    def step(
-        self, cache: DraftKvCache, tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        embedded = self.embed_tokens(tokens)
-        if cache.length == 0:
-            embedded[0] = 0
+    def step(self, rows: RowBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        embedded = self.embed_tokens(tokens).masked_fill((rows.positions == 0)[:, None], 0)
         mixed = self.input_proj(torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embedded)], dim=-1))
-        output = self.final_layernorm(self.through([self.layer], mixed, cache))
-        return self.logits(output), output
+        output = self.final_layernorm(self.through([self.layer], mixed, rows))
+        return output, output

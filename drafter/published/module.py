@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig
-from drafter.published.layers import DecoderShape, DraftKvCache, linear
+from drafter.published.layers import DecoderShape, linear
+from drafter.published.rows import DraftKvCache, RowBatch
 
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -66,25 +67,17 @@ class PublishedModule(nn.Module):
         """Return the rows of the drafter's width for the target's states.  # [tokens, states × width]"""
         raise NotImplementedError
 
-    def step(
-        self, cache: DraftKvCache, tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows, and return their logits and the hidden states for the rows after them."""
+    def step(self, rows: RowBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows; return what the head reads of each, and the hidden states for the rows after them."""
         raise NotImplementedError
 
     def through(
-        self,
-        layers: Iterable[nn.Module],
-        residual: torch.Tensor,
-        cache: DraftKvCache,
-        *,
-        first: int = 0,
-        causal: bool = True,
+        self, layers: Iterable[nn.Module], residual: torch.Tensor, rows: RowBatch, *, first: int = 0
     ) -> torch.Tensor:
-        """Run decoder layers from number `first` on, and advance the cache."""
+        """Run decoder layers from number `first` on, and keep the rows."""
         for number, layer in enumerate(layers, first):
-            residual = layer(residual, cache, number, causal=causal)
-        cache.length += len(residual)
+            residual = layer(residual, rows, number)
+        rows.advance()
         return residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

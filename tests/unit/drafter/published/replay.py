@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drafter.published.loading import PublishedCheckpoint
+from drafter.published.rows import RowBatch, SessionRows
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from tests.published import Call, previous_tokens, target_embeddings
 
@@ -33,14 +34,22 @@ class Replay:
         if call.masks:
             masks, unknown = self._module.masks(call.masks)
             tokens, hidden = torch.cat([tokens, masks]), torch.cat([hidden, unknown])
-        logits, self._hidden = self._module.step(self._cache, tokens, hidden)
+        output, self._hidden = self._module.step(self._rows(len(tokens)), tokens, hidden)
+        return self._logits(output)
+
+    def _rows(self, count: int) -> RowBatch:
+        return RowBatch([SessionRows(self._cache, count)], torch.device("cpu"))
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._module.logits(output)
         return logits
 
     def _block(self, call: Call) -> torch.Tensor:
         """Commit the states, and guess a block after the last of the tokens; the draws that DSpark sees are its own."""
         assert call.states is not None
-        self._module.commit(self._cache, self._module.project(call.states))
-        logits, hidden = self._module.block(self._cache, int(call.tokens[-1]))
+        self._module.commit(self._rows(len(call.states)), self._module.project(call.states))
+        (hidden,) = self._module.block([self._cache], [int(call.tokens[-1])])
+        logits = self._logits(hidden)
         assert self._cache.length == call.cut + len(call.states)
         assert len(logits) == call.masks + self._module.from_anchor
         if not hasattr(self._module, "markov"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.published.layers import DraftKvCache
+from drafter.published.rows import DraftKvCache
 from tests import published
 from tests.cluster import ROOT
 from tests.published import CASES
