@@ -21,6 +21,7 @@ from drafter.draft_sampling import next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.registry import drafter
+from drafter.published.row_engine import RowEngine
 from drafter.tree_builder import TreeBuilder
 from outrider.base.openmp import release_threads
 from outrider.engine import Engine, SessionTokens, StepResult
@@ -95,7 +96,7 @@ class EagleDrafter:
 
     needs_hidden_states = True
 
-    def __init__(self, eagle: Eagle, engine: Engine, info: ModelInfo, candidates: int) -> None:
+    def __init__(self, eagle: Eagle | RowEngine, engine: Engine | RowEngine, info: ModelInfo, candidates: int) -> None:
         self.info = info
         self.vocabulary: Vocabulary | None = None  # bound to one target instead: ModelInfo.target_digest
         self._eagle = eagle
@@ -193,6 +194,7 @@ class EagleDrafter:
                 return (yield from self._draft_chain(request, state))
             states, logits = computed.hidden_states[0].clone(), computed.logits[0].clone()
             state.outputs += [_LayerOutput(states[i : i + 1], logits[i : i + 1]) for i in range(len(states))]
+        assert self._eagle.ids is not None
         drafted = self._eagle.ids[columns].tolist()
         state.path += drafted[:-1]
         return request.chain(drafted)
@@ -282,9 +284,11 @@ class EagleDrafter:
         )
 
 
-def _prepare_chain(eagle: Eagle, engine: Engine) -> Callable[..., tuple[list[int], StepResult]] | None:
+def _prepare_chain(
+    eagle: Eagle | RowEngine, engine: Engine | RowEngine
+) -> Callable[..., tuple[list[int], StepResult]] | None:
     """Return the engine's own way to continue a greedy chain, if it has one."""
-    if not isinstance(engine, NativeEngine):
+    if not isinstance(engine, NativeEngine) or not isinstance(eagle, Eagle):
         return None
     token_part, state_part = torch.split(eagle.mix.weight.detach(), eagle.shape.hidden, dim=1)
     inputs = torch.nn.functional.linear(eagle.embeddings[eagle.ids].to(token_part), token_part)

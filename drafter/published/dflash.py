@@ -14,7 +14,7 @@ from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
 from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
-from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
+from drafter.published.module import HEAD, PublishedModule, TargetNeeds, vocab_of
 from drafter.published.rows import DraftKvCache, RowBatch, SessionRows
 
 _MAX_BLOCK = 64
@@ -76,6 +76,8 @@ class PublishedDflash(PublishedModule):
 
 class PublishedDspark(PublishedDflash):
     """A DSpark drafter: DFlash with a Markov head and a confidence head."""
+
+    by_column = (HEAD, "markov_head.markov_w2.weight")
 
     def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
         config = config.having(

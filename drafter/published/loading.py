@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from drafter.published.checkpoint_config import CheckpointConfig, refused
+from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig, refused
 from drafter.published.module import EMBEDDINGS, HEAD, PublishedModule
 from drafter.published.recognition import RecognisedFormat, recognise
 from drafter.published.weight_files import WeightEntry, read_finite, weight_entries
@@ -37,6 +37,10 @@ class TargetSize:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
             return cls(name, config.hidden_size, config.vocab_size, config.num_hidden_layers)
         except (OSError, ValueError, KeyError, AttributeError) as error:
+            if isinstance(path, Path):  # a model that transformers does not know
+                plain = CheckpointConfig.read(path)
+                hidden, layers = plain.integer("hidden_size"), plain.integer("num_hidden_layers")
+                return cls(name, hidden, plain.integer("vocab_size", at_most=MAX_IDS), layers)
             raise StartupError(
                 f"cannot read the configuration of {name!r}: {error}", field="target", value=name
             ) from error
@@ -136,8 +140,10 @@ class PublishedCheckpoint:
             if target is None or target.head_bias is not None or target.softcap:
                 raise refused(self.folder, f"has no {name}, and the target has no plain one")
             weights[name] = (target.embeddings if name == EMBEDDINGS else target.head).to(dtype)
+        self.module.ids, order = self._target_ids().sort()
+        if not bool((order.diff() > 0).all()):  # sampling needs columns in the order of their ids
+            weights |= {name: weights[name][order] for name in self.module.by_column}
         self.module.load_state_dict(weights, assign=True)
-        self.module.ids = self._target_ids()
         return self.module.requires_grad_(requires_grad=False).eval()
 
     def _target_ids(self) -> torch.Tensor:

@@ -44,6 +44,7 @@ class PublishedModule(nn.Module):
 
     #: Tensors that a checkpoint may lack; the target's embeddings and head take the place of the drafter's.
     optional = frozenset({EMBEDDINGS, HEAD})
+    by_column: tuple[str, ...] = (HEAD,)  # tensors with a row for each drafted id
 
     def __init__(self, config: CheckpointConfig, shape: DecoderShape, needs: TargetNeeds, layers: int) -> None:
         super().__init__()

@@ -12,9 +12,9 @@ DrafterChoice = Annotated[
     str,
     option(
         "--drafter",
-        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, model, translate; + joins them, "
-        "as suffix+eagle:PATH. A folder made by `outrider train` needs no kind. auto: the best bundled drafter for "
-        "the target.",
+        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, published, model, translate; + "
+        "joins them, as suffix+eagle:PATH. A folder made by `outrider train` or with a published drafter needs no "
+        "kind. auto: the best bundled drafter for the target.",
     ),
 ]
 Device = Annotated[str, option("--device", "Device of the verifiers: auto, cpu, cuda or cuda:N.")]

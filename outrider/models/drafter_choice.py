@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
+from outrider.models.published_drafters import PUBLISHED, is_published
 
 _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
@@ -49,5 +50,6 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     try:
         method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "model", text  # loading it fails with the reason
+        published = is_published(Path(text).expanduser(), target)
+        return PUBLISHED if published else "model", text  # loading it fails with the reason
     return SERVED_AS.get(method, method), text

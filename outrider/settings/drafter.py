@@ -12,13 +12,15 @@ class DrafterSettings(WorkerSettings, DrafterKey):
 
     kind: str = Field(
         "auto",
-        description="Drafting method: ngram, suffix, model, translate, early-exit, medusa, eagle, or several joined by "
-        "+. auto: the method of --model; without --model, the best method for the target that needs no further files.",
+        description="Drafting method: ngram, suffix, model, translate, early-exit, medusa, eagle, published, or "
+        "several joined by +. auto: the method of --model; without --model, the best method for the target that needs "
+        "no further files.",
     )
     model: str = Field(
         "",
         description="For model and translate: a directory, a .gguf file or a hub id. For eagle, medusa and early-exit: "
-        "a directory made by `outrider train`; empty: the bundled one. For early-exit also: a number of layers.",
+        "a directory made by `outrider train`; empty: the bundled one. For early-exit also: a number of layers. For "
+        "published: the directory of a checkpoint.",
     )
     target: str = Field(
         "default",

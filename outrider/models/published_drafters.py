@@ -1,0 +1,51 @@
+"""Recognition of published drafters by their files, for the choice of a kind. Nothing of a checkpoint is executed.
+
+Imports no torch: the command line uses it too. `drafter.published` tells which format it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+PUBLISHED = "published"  # kind
+_MAX_BYTES = 64 << 20
+_ARCHITECTURE = re.compile(r"Eagle|DFlash|DSpark", re.IGNORECASE)
+# The projection of hidden states, which language models do not have; in a JSON text or in a pickle.
+_PROJECTION = re.compile(rb"(?<![\w.])(model\.)?(encoder\.)?fc\.weight(?!\w)")
+_MTP = re.compile(rb"(?<![\w.])model\.mtp_layers\.0\.input_proj\.weight(?!\w)")
+
+
+def is_published(folder: Path, target: str) -> bool:
+    """Return whether a folder holds a published drafter: apart from its target, or as a module within it."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_text("utf-8"))
+        architectures = " ".join(map(str, config.get("architectures") or ()))
+        if "speculators_model_type" in config or _ARCHITECTURE.search(architectures):
+            return True
+        names = _tensor_names(folder)
+    except (OSError, ValueError, AttributeError, TypeError, struct.error, zipfile.BadZipFile):
+        return False  # loading it as a model fails with the reason
+    if _PROJECTION.search(names):
+        return True
+    return Path(target).expanduser().resolve() == folder.resolve() and bool(_MTP.search(names))
+
+
+def _tensor_names(folder: Path) -> bytes:
+    """Return a text in which the names of all tensors occur."""
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as file:
+                return file.read(_MAX_BYTES)
+    if (folder / "model.safetensors").is_file():
+        with (folder / "model.safetensors").open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return file.read(min(length, _MAX_BYTES))
+    with zipfile.ZipFile(folder / "pytorch_model.bin") as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        with archive.open(pickles[0]) as file:
+            return file.read(_MAX_BYTES)

@@ -1,0 +1,169 @@
+"""Published drafters behind the drafters' interface: what they draft is what their modules compute, row for row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drafter.interface import Drafter, DraftRequest
+from drafter.methods.published import make
+from drafter.published.loading import PublishedCheckpoint
+from drafter.published.module import PublishedModule
+from drafter.published.rows import RowBatch, SessionRows
+from outrider.protocol.errors import ModelMismatch, StartupError
+from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.settings.drafter import DrafterSettings
+from outrider.testing.toy_models import make_model
+from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
+from tests.published import CASES, HIDDEN, VOCAB
+
+PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
+ROWS = ("eagle", "eagle-layers", "mimo-mtp")  # formats that guess token by token
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("models") / "target", seed=7, hidden=HIDDEN, layers=6))
+
+
+def drafter_of(name: str, folder: Path, target: str, **settings: int) -> Drafter:
+    chosen = DrafterSettings(kind="published", model=str(CASES[name](folder)), target=target, device="cpu", **settings)
+    return make(chosen, lambda _: None)
+
+
+def module_of(folder: Path, target: str) -> PublishedModule:
+    return PublishedCheckpoint.open(folder).load(read_embeddings_and_head(target, lambda _: None))
+
+
+def states_of(count: int) -> torch.Tensor:
+    """States as they cross the wire, of the drafter's width."""
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(5)).half().float()
+
+
+def sent(states: torch.Tensor, first: int, last: int) -> HiddenStates:
+    rows = states[first:last].numpy().astype("<f2")
+    return HiddenStates(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
+
+
+def ask_for(tokens: list[int], max_new_tokens: int, *states: HiddenStates, **more: object) -> DraftRequest:
+    given = {"params": SamplingParams(temperature=0.0, seed=1), "hidden_states": states} | more
+    open_guess = Guess(len(tokens), 0, 0, ())
+    return DraftRequest(
+        "s", tokens, len(tokens), len(PROMPT), max_new_tokens, vocab_size=VOCAB, open_guess=open_guess, **given
+    )  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def expected(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> int:
+    """Return the likeliest token after a path, by the definition: all rows from the first on, in a new cache."""
+    cache, states = module.new_cache(), states[: len(tokens) - 1]
+    rows = RowBatch([SessionRows(cache, len(states))], states.device)
+    output, following = module.step(rows, torch.tensor(tokens[1:]), states)
+    for token in path:
+        rows = RowBatch([SessionRows(cache, 1)], states.device)
+        output, following = module.step(rows, torch.tensor([token]), following[-1:])
+    return int(module.ids[module.logits(output)[-1].argmax()])
+
+
+def chain(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], length: int) -> list[int]:
+    path: list[int] = []
+    for _ in range(length):
+        path.append(expected(module, states, tokens, path))
+    return path
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_guesses_are_those_of_the_module_after_each_commit(name: str, tmp_path: Path, target: str) -> None:
+    """States come in pieces that overlap, and committed tokens replace right and wrong guesses."""
+    drafter = drafter_of(name, tmp_path, target)
+    module = module_of(tmp_path, target)
+    states = states_of(20)
+    tokens, told = list(PROMPT), 0
+    for new in ([5], [9, 12, 40], [1], [2, 2]):
+        piece = sent(states, max(0, told - 1), len(tokens) - 1)
+        told = len(tokens) - 1
+        (draft,) = drafter.draft([ask_for(tokens, 4, piece)])
+        assert list(draft.tokens) == chain(module, states, tokens, 4)
+        tokens += new
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_trees_nodes_are_the_likeliest_after_their_paths(name: str, tmp_path: Path, target: str) -> None:
+    drafter = drafter_of(name, tmp_path, target)
+    module = module_of(tmp_path, target)
+    states = states_of(20)
+    request = ask_for(PROMPT, 3, sent(states, 0, len(PROMPT) - 1), branches=2, budget=7, depth=3)
+    (tree,) = drafter.draft([request])
+    assert len(tree.tokens) == 7
+    assert max(map(len, tree.children.values())) == 2, "it branches"
+    for node, children in tree.children.items():
+        first, *_ = children
+        assert first == expected(module, states, PROMPT, tree.paths[node + 1])
+    (alone,) = drafter.draft([ask_for(PROMPT, 3)])
+    assert list(alone.tokens) == chain(module, states, PROMPT, 3), "nothing of the tree is cached"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Path, target: str) -> None:
+    drafter = drafter_of(name, tmp_path, target)
+    states = states_of(20)
+    asked = {
+        "a": ask_for(PROMPT, 5, sent(states, 0, len(PROMPT) - 1)),
+        "b": ask_for(PROMPT[:4], 3, sent(states[8:], 0, 3), params=SamplingParams(temperature=1.0, seed=3)),
+        "c": ask_for(PROMPT[:6], 3, sent(states, 0, 5), branches=3, budget=9, depth=3),
+    }
+    requests = [replace(request, session=session) for session, request in asked.items()]
+    alone = [drafter.draft([replace(request, session=request.session + "'")])[0] for request in requests]
+    assert drafter.draft(requests) == alone
+
+
+def test_a_full_cache_gives_up_the_idle(tmp_path: Path, target: str) -> None:
+    drafter = drafter_of("eagle", tmp_path, target, kv_tokens=64)
+    module = module_of(tmp_path, target)
+    states = states_of(20)
+    request = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
+    wanted = chain(module, states, PROMPT, 2)
+    for i in range(20):
+        (draft,) = drafter.draft([replace(request, session=f"s{i}")])
+        assert list(draft.tokens) == wanted
+    drafter.forget("s19")
+
+
+def test_nothing_without_states(tmp_path: Path, target: str) -> None:
+    drafter = drafter_of("eagle", tmp_path, target)
+    assert drafter.draft([ask_for(PROMPT, 3)]) == [Guess(len(PROMPT), 0, 0, (), done=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layers": 4}, "it needs 6, the target has number of layers 4"),
+        ({"hidden": 64}, f"it needs {HIDDEN}, the target has hidden size 64"),
+        ({"extra_tokens": ("<|more|>",)}, f"it needs {VOCAB}, the target has vocabulary size {VOCAB + 1}"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(tmp_path: Path, given: dict[str, object], said: str) -> None:
+    shape = {"seed": 7, "hidden": HIDDEN, "layers": 6} | given
+    other = make_model(tmp_path / "target", **shape)  # type: ignore[arg-type]
+    with pytest.raises(ModelMismatch, match="does not fit") as refused:
+        drafter_of("mimo-mtp", tmp_path / "drafter", str(other))
+    assert said in refused.value.message
+
+
+def test_a_module_of_a_target_that_transformers_does_not_know(tmp_path: Path) -> None:
+    drafter = drafter_of("mimo-mtp", tmp_path, str(tmp_path))
+    (draft,) = drafter.draft([ask_for(PROMPT, 3, sent(states_of(20), 0, len(PROMPT) - 1))])
+    assert len(draft.tokens) == 3
+
+
+def test_a_folder_that_is_not_there(target: str) -> None:
+    for name in ("", "org/name", "/nowhere"):
+        settings = DrafterSettings(kind="published", model=name, target=target, device="cpu")
+        with pytest.raises(StartupError, match="there is no folder"):
+            make(settings, lambda _: None)
