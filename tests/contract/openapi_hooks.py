@@ -10,6 +10,12 @@ from schemathesis.generation.modes import GenerationMode
 
 FEW = 2
 CONTEXT = 2048  # tokens, of the tiny target
+LIMIT = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # What no JSON schema of a field can say: rules between fields, and limits that the target sets.
 RULES = re.compile(
     "|".join(
@@ -19,6 +25,7 @@ RULES = re.compile(
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
             r"is required with type|response_format|verification is|must be 0 when verification is greedy",
             r"must be 0 or at least|must be a token id in|chat template|is no tokens",
+            r"nothing is stored|speculation.show needs|text.format",
             r"under the context of|the context is \d+ tokens|to leave room for",
         )
     )
@@ -30,7 +37,7 @@ def map_body(context: Any, body: Any) -> Any:
     """The same mistakes, less work."""
     if not isinstance(body, dict):
         return body
-    for name in ("max_tokens", "max_completion_tokens", "n"):
+    for name in (*LIMITS, "n"):
         value = body.get(name)
         if (
             isinstance(value, int)
@@ -39,8 +46,9 @@ def map_body(context: Any, body: Any) -> Any:
             and (name != "n" or value <= 16)
         ):
             body[name] = FEW
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = FEW
+    known = LIMIT.get(context.operation.path)
+    if known is not None and all(body.get(name) is None for name in LIMITS):
+        body[known] = FEW
     prompts = body.get("prompt")
     if isinstance(prompts, list) and FEW < len(prompts) <= 16:
         body["prompt"] = prompts[:FEW]

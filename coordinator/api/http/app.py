@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -20,7 +21,9 @@ from starlette.routing import Route
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
-from coordinator.api.http.agents.replies import plan_chat, tools_named
+from coordinator.api.http.agents.replies import named_as_sent, plan_chat
+from coordinator.api.http.agents.response_bodies import ResponsesBody
+from coordinator.api.http.agents.response_events import FIELDS, ResponseReplies, plan_response
 from coordinator.api.http.agents.tokenize import TokensApi
 from coordinator.api.http.answer import requests_of, served_name, start_answer
 from coordinator.api.http.bodies import CompletionBody, read_body
@@ -38,7 +41,7 @@ from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Un
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
 
-Plan = Callable[..., tuple[list[ClientRequest], Replies[Any]]]
+Plan = Callable[..., tuple[list[ClientRequest], Replies[Any] | ResponseReplies]]
 
 _JSON_FACTOR = 3  # by which a text may be longer as JSON
 _KEY = re.compile(f"[!-~]{{0,{MAX_KEY_CHARACTERS}}}")
@@ -60,6 +63,7 @@ class Api:
         routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
             *TokensApi(self._sessions, self._settings).routes(),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
@@ -92,8 +96,13 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await read_body(request, ChatBody)
-        with tools_named(body):
+        with named_as_sent(body, {}):
             return await self._generate(request, body, plan_chat)
+
+    async def respond(self, request: Request) -> Response:
+        body = await read_body(request, ResponsesBody)
+        with named_as_sent(body.chat, FIELDS):
+            return await self._generate(request, body.chat, partial(plan_response, body))
 
     async def complete(self, request: Request) -> Response:
         return await self._generate(request, await read_body(request, CompletionBody), plan_completion)

@@ -10,6 +10,8 @@ from pydantic import TypeAdapter
 
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from coordinator.api.http.agents.response_bodies import ResponsesBody
+from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
 from coordinator.api.http.agents.tokenize import Detokenized, Tokenized
 from coordinator.api.http.bodies import CompletionBody
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
@@ -19,6 +21,7 @@ REFS = "#/components/schemas/{model}"
 
 _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], "max_tokens": 64, "seed": 7}
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
+_ITEMS: Json = {"input": "Name three rivers.", "max_output_tokens": 64, "seed": 7}
 _TEXT: Json = {"prompt": "Three rivers are"}
 _TOKENS: Json = {"tokens": [40, 41]}
 _STATUSES = {
@@ -46,6 +49,7 @@ def document() -> Json:
     kinds = (
         *(ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk),
         *(CompletionBody, responses.Completion, responses.CompletionChunk),
+        *(ResponsesBody, ModelResponse, ModelResponseEvent),
         *(TokenizeTextBody, TokenizeChatBody, Tokenized, DetokenizeBody, Detokenized),
         *(responses.Model, responses.ModelList, responses.Fleet, responses.Status, responses.Error),
     )
@@ -62,20 +66,15 @@ def document() -> Json:
         },
         "security": [{}, {"key": []}],
         "paths": {
-            "/v1/chat/completions": {
-                "post": _generates(
-                    "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
-                )
-            },
-            "/v1/completions": {
-                "post": _generates(
-                    "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
-                )
-            },
-            "/tokenize": {
-                "post": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized)
-            },
-            "/detokenize": {"post": _converts("Text of tokens", (DetokenizeBody,), _TOKENS, Detokenized)},
+            "/v1/chat/completions": _generates(
+                "Answer a chat", ChatBody, _CHAT, responses.ChatCompletion, responses.ChatCompletionChunk
+            ),
+            "/v1/completions": _generates(
+                "Continue a text", CompletionBody, _COMPLETION, responses.Completion, responses.CompletionChunk
+            ),
+            "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
+            "/tokenize": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized),
+            "/detokenize": _converts("Text of tokens", (DetokenizeBody,), _TOKENS, Detokenized),
             "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
             "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
             "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
@@ -101,8 +100,8 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
     data = {"anyOf": [*parts, {"const": "[DONE]"}]}
     event = {"type": "object", "required": ["data"], "properties": {"data": data}}
     content = _json(reply) | {"text/event-stream": {"schema": event}}
-    described = "The answer; with stream: server-sent events that end in [DONE]"
-    return {
+    described = "The answer; with stream: server-sent events that end in [DONE], or in a whole response"
+    operation = {
         "summary": summary,
         "parameters": [
             {
@@ -121,12 +120,13 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
             **_errors(400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504),
         },
     }
+    return {"post": operation}
 
 
 def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:
     schema: Json = {"anyOf": [_ref(body) for body in bodies]} if len(bodies) > 1 else _ref(bodies[0])
     body: Json = {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
-    return _gets(summary, _json(reply), 400, 401, 404, 408, 413, 415, 429, 503) | {"requestBody": body}
+    return {"post": _gets(summary, _json(reply), 400, 401, 404, 408, 413, 415, 429, 503) | {"requestBody": body}}
 
 
 def _gets(summary: str, content: Json, *statuses: int) -> Json:

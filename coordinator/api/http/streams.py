@@ -17,6 +17,7 @@ from outrider.protocol.errors import OutriderError
 log = structlog.get_logger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+_TYPED = b"event: "  # such events name their last one
 
 
 class EventStream(Response):
@@ -53,8 +54,9 @@ class EventStream(Response):
             except Exception as error:
                 log.exception("stream failed")
                 await write(_event(body_of(OutriderError(f"internal error: {type(error).__name__}"))))
-            await write(DONE, more=False)
+            await write(b"" if self._first.startswith(_TYPED) else DONE, more=False)
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    name = _TYPED + data["type"].encode() + b"\n" if "type" in data else b""
+    return name + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.api.http import responses
@@ -28,29 +28,38 @@ _ID_CHARACTERS = 9  # of a call's id: chat templates of Mistral accept no other 
 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
+    request, manner = chat_input(body, target, settings)
+    name = served_name(target, settings)
+    if body.calls_required is None and not manner.thinks:
+        return [request], ChatReplies(body, target, name)
+    return [request], PartedReplies(body, target, name, manner)
+
+
+def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:
+    """Return the input of a chat, and the form of its answers."""
     prompted = body.add_generation_prompt
     manner = manner_of(target, settings.tool_parser, prompted=prompted)
     tools = (body.tools or ()) if body.calls_required is not None else ()
     request = input_of(body, chat=chat_of(body, tools, manner))
     grammar = _grammar(body, manner, target, request.params.grammar)
     request = replace(request, params=replace(request.params, grammar=grammar))
-    name = served_name(target, settings)
     thinks = manner.thinks and prompted and (body.calls_required is not None or grammar is None)
-    if body.calls_required is None and not thinks:
-        return [request], ChatReplies(body, target, name)
-    return [request], PartedReplies(body, target, name, replace(manner, thinks=thinks))
+    return request, replace(manner, thinks=thinks, thinking=thinks and manner.thinking)
 
 
 @contextlib.contextmanager
-def tools_named(body: ChatBody) -> Iterator[None]:
-    """Name the tools in refusals of the grammar that was made of them."""
+def named_as_sent(body: ChatBody, names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields in refusals as the request does. A grammar was made of the tools, if any can be called."""
+    if body.calls_required is not None:
+        names = {**names, "params.grammar": "tools"}
     try:
         yield
     except InvalidRequest as error:
-        if body.calls_required is None or not error.field.startswith("params.grammar"):
+        name = next((theirs for ours, theirs in names.items() if error.field.startswith(ours)), None)
+        if name is None:
             raise
-        message = error.message.replace(error.field, "tools")
-        raise InvalidRequest(message, field="tools", value=error.value, limit=error.limit) from error
+        message = error.message.replace(error.field, name)
+        raise InvalidRequest(message, field=name, value=error.value, limit=error.limit) from error
 
 
 def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | None) -> Grammar | None:
@@ -63,32 +72,39 @@ def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | N
     return grammar_of(schemas, manner, target, required=required, parallel=parallel)
 
 
+class AnswerReader:
+    """Reader of one answer in parts, from the tokens of its session."""
+
+    def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
+        names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
+        dialect = manner.dialect
+        self._parser = AnswerParser(dialect if names else None, names, thinks=manner.thinks, thinking=manner.thinking)
+        marks = (THINK, THOUGHT, dialect.opener, dialect.closer, dialect.bare)
+        added = target.tokenizer.added_tokens_decoder.items()
+        self._marks = {id_: token.content for id_, token in added if token.content in marks}
+
+    @property
+    def calls(self) -> int:
+        return self._parser.calls
+
+    def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
+        # Special tokens have no text in answers, also those that mark calls.
+        parser = self._parser
+        parts = parser.feed("".join(token.text or self._marks.get(token.token, "") for token in tokens))
+        return [*parts, *parser.feed(session.output.rest.text), *parser.end()] if ended else parts
+
+
 class PartedReplies(ChatReplies):
     """Formatter of answers that may have reasoning and tool calls besides their content."""
 
     def __init__(self, body: ChatBody, target: Target, model: str, manner: Manner) -> None:
         super().__init__(body, target, model)
-        self._manner = manner
-        self._names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
-        self._parsers: dict[int, AnswerParser] = {}
-        marks = (THINK, THOUGHT, manner.dialect.opener, manner.dialect.closer, manner.dialect.bare)
-        added = target.tokenizer.added_tokens_decoder.items()
-        self._marks = {id_: token.content for id_, token in added if token.content in marks}
-
-    def _parsed(self, number: int, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
-        manner = self._manner
-        dialect = manner.dialect if self._names else None
-        parser = self._parsers.setdefault(
-            number, AnswerParser(dialect, self._names, thinks=manner.thinks, thinking=manner.thinking)
-        )
-        # Special tokens have no text in answers, also those that mark calls.
-        parts = parser.feed("".join(token.text or self._marks.get(token.token, "") for token in tokens))
-        return [*parts, *parser.feed(session.output.rest.text), *parser.end()] if ended else parts
+        self._readers = [AnswerReader(body, target, manner) for _ in range(body.choices)]
 
     def _message(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.AnswerMessage:
         texts = dict.fromkeys(PartKind, "")
         calls: list[responses.ToolCallDelta] = []
-        for part in self._parsed(number, session, tokens, ended=True):
+        for part in self._readers[number].read(session, tokens, ended=True):
             texts[part.kind] += part.text
             if part.kind is PartKind.CALL:
                 calls.append(_call(session, len(calls), part.text))
@@ -108,8 +124,8 @@ class PartedReplies(ChatReplies):
 
     def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.Delta]:
         deltas: list[responses.Delta] = []
-        before = self._calls(number)
-        for part in self._parsed(number, session, tokens, ended=not tokens):
+        before = self._readers[number].calls
+        for part in self._readers[number].read(session, tokens, ended=not tokens):
             if part.kind is PartKind.CONTENT:
                 deltas.append({"content": part.text})
             elif part.kind is PartKind.REASONING:
@@ -124,13 +140,14 @@ class PartedReplies(ChatReplies):
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:
         reason = super()._reason(number, session)
-        return "tool_calls" if reason == "stop" and self._calls(number) else reason
+        return "tool_calls" if reason == "stop" and self._readers[number].calls else reason
 
-    def _calls(self, number: int) -> int:
-        return self._parsers[number].calls if number in self._parsers else 0
+
+def call_id(session: Session, index: int) -> str:
+    """Return the id of a call, the same whenever the answer is repeated."""
+    return hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()[:_ID_CHARACTERS]
 
 
 def _call(session: Session, index: int, name: str) -> responses.ToolCallDelta:
-    """Return a call without arguments. Its id is the same whenever the answer is repeated."""
-    digest = hashlib.sha256(f"{session.record.session_id}/{index}".encode()).hexdigest()
-    return {"id": digest[:_ID_CHARACTERS], "type": "function", "function": {"name": name, "arguments": ""}}
+    """Return a call without arguments."""
+    return {"id": call_id(session, index), "type": "function", "function": {"name": name, "arguments": ""}}

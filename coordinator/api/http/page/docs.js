@@ -12,7 +12,7 @@ const named = (ref) => ref.split("/").pop();
 /** What a field may hold, in words; shapes that are described below are linked. */
 const typeOf = (schema, inList = false) => {
   if (schema.$ref) return [make("a", { href: `#${named(schema.$ref)}`, textContent: named(schema.$ref) })];
-  const choices = (schema.anyOf || []).filter((one) => one.type !== "null");
+  const choices = (schema.anyOf || schema.oneOf || []).filter((one) => one.type !== "null");
   if (choices.length) return choices.flatMap((one, i) => (i ? [" or ", ...typeOf(one)] : typeOf(one)));
   if (schema.enum) return [schema.enum.map((value) => JSON.stringify(value)).join(", ")];
   if ("const" in schema) return [JSON.stringify(schema.const)];
@@ -68,7 +68,8 @@ const route = (api, path, method, operation) => {
   const answer = operation.responses["200"].content["application/json"]?.schema?.$ref;
   if (answer) {
     section.append(make("h3", { textContent: "Answer" }), make("p", {}, ...typeOf({ $ref: answer }),
-      ...(`${named(answer)}Chunk` in schemas ? [", or events with ", ...typeOf({ $ref: `${answer}Chunk` })] : [])));
+      ...["Chunk", "Event"].filter((kind) => `${named(answer)}${kind}` in schemas)
+        .flatMap((kind) => [", or events with ", ...typeOf({ $ref: `${answer}${kind}` })])));
   }
   const statuses = Object.entries(operation.responses).map(([status, reply]) =>
     row(status, (reply.$ref ? api.components.responses[named(reply.$ref)] : reply).description));

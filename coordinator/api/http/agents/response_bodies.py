@@ -1,0 +1,216 @@
+"""Request bodies of `/v1/responses`, which are read as chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
+
+from coordinator.api.http.agents import bodies as chats
+from coordinator.api.http.bodies import Body, GenerationBody, JsonSchema, ResponseFormat
+from outrider.protocol.field_limits import OTHER
+
+
+def _absent(value: Any) -> Any:
+    if value:
+        raise ValueError("not supported: nothing is stored, so send all items as input")
+    return value
+
+
+_Absent = Annotated[None, BeforeValidator(_absent)]
+_False = Annotated[bool | None, AfterValidator(_absent)]
+_UNSTORED = "Not supported: nothing is stored."
+
+
+class ItemText(Body):
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, description="Ignored.")
+    logprobs: list[Any] | None = Field(None, description="Ignored.")
+
+
+_Texts = Annotated[list[ItemText], Field(max_length=chats.MAX_PARTS, fail_fast=True)]
+
+
+def _joined(content: str | list[ItemText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class _Item(Body):
+    id: str | None = Field(None, description="Ignored.")
+    status: str | None = Field(None, description="Ignored.")
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Texts
+    phase: str | None = Field(None, description="Ignored.")
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": self.role, "content": _joined(self.content)}
+
+
+class CallItem(_Item, chats.CalledFunction):
+    type: Literal["function_call"]
+    call_id: str = Field(max_length=OTHER)
+
+    @model_validator(mode="after")
+    def _object(self) -> CallItem:
+        _ = self.values
+        return self
+
+    @property
+    def message(self) -> dict[str, Any]:
+        called = chats.CalledFunction(name=self.name, arguments=self.arguments)
+        return {"role": "assistant", "tool_calls": [chats.ToolCall(id=self.call_id, function=called)]}
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str = Field(max_length=OTHER)
+    output: str | _Texts
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    content: _Texts | None = Field(None, description="For templates that show it.")
+    summary: _Texts | None = Field(None, description="Read in place of an absent content.")
+    encrypted_content: str | None = Field(None, description="Ignored.")
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {"role": "assistant", "reasoning_content": _joined(self.content or self.summary or "")}
+
+
+def _tag(item: Any) -> str:
+    """Return the tag of an item. Its bracket marks it as no field in the names of errors."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return f"[{kind}]" if kind in ("function_call", "function_call_output", "reasoning") else "[message]"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[CallOutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")],
+    Discriminator(_tag),
+]
+
+
+class FunctionTool(chats.Function):
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, data: Any) -> Any:
+        """Raise for the type before the fields of another type."""
+        if isinstance(data, dict) and (kind := data.get("type")) != "function":
+            fault = InitErrorDetails(type="literal_error", loc=("type",), input=kind, ctx={"expected": "'function'"})
+            raise ValidationError.from_exception_data(cls.__name__, [fault])
+        return data
+
+
+class FunctionChoice(chats.NamedFunction):
+    type: Literal["function"]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64)
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="With type json_schema, and only there.")
+    description: str | None = None
+    strict: bool | None = Field(None, description="Ignored: the output always follows the schema.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema is required with type json_schema, and only there")
+        return self
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: None = Field(None, description="Not supported.")
+    summary: str | None = Field(None, description="Ignored: reasoning is sent as it is.")
+
+
+class ResponsesBody(GenerationBody):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=chats.MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=chats.MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer.")
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    n: Literal[1] | None = None
+    response_format: None = Field(None, description="Its name is text.format here.")
+    store: _False = Field(None, description=_UNSTORED)
+    background: _False = Field(None, description=_UNSTORED)
+    previous_response_id: _Absent = Field(None, description=_UNSTORED)
+    conversation: _Absent = Field(None, description=_UNSTORED)
+    truncation: Literal["disabled"] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = Field(
+        None, description="Ignored: reasoning is sent as it is."
+    )
+    max_tool_calls: int | None = Field(None, description="Ignored: it is for built-in tools.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponsesBody:
+        if self.speculation is not None and self.speculation.show:
+            raise ValueError("speculation.show needs a chat or a completion")
+        _ = self.chat
+        return self
+
+    @cached_property
+    def chat(self) -> chats.ChatBody:
+        """Return the same request as a chat."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        given |= {"parallel_tool_calls": self.parallel_tool_calls, "max_completion_tokens": self.max_output_tokens}
+        given["tool_choice"] = choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        if self.tools is not None:
+            tools = [tool.model_dump(exclude={"type"}) for tool in self.tools]
+            given["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        if self.text is not None and (form := self.text.format) is not None:
+            schema = None if form.schema_ is None else JsonSchema.model_construct(name="", schema_=form.schema_)
+            given["response_format"] = ResponseFormat.model_construct(type=form.type, json_schema=schema)
+        return chats.ChatBody(messages=_messages(self.instructions, self.input), **given)
+
+
+def _messages(instructions: str | None, items: str | Sequence[Item]) -> list[chats.Message]:
+    """Return items as messages. Reasoning, content and calls that follow each other are one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    given = [{"role": "user", "content": items}] if isinstance(items, str) else [item.message for item in items]
+    for message in given:
+        last = messages[-1] if messages else {}
+        begins = _stage(message) <= _stage(last) and "tool_calls" not in message
+        if begins or not last.get("role") == message["role"] == "assistant":
+            messages.append(message)
+        else:
+            calls = last.get("tool_calls", []) + message.get("tool_calls", [])
+            last |= message | ({"tool_calls": calls} if calls else {})
+    return [chats.Message(**({"content": ""} | message)) for message in messages]
+
+
+def _stage(message: dict[str, Any]) -> int:
+    """Return how far an answer has come: to its reasoning, its content or its calls."""
+    return max(("reasoning_content" in message), ("content" in message) * 2, ("tool_calls" in message) * 3)

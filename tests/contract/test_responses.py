@@ -1,0 +1,211 @@
+"""`/v1/responses` as OpenAI's client calls it: whole, streamed and parsed, and the same answers as chats have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2 as httpx
+import jsonschema
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel, TypeAdapter
+
+from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
+from tests.contract.conftest import House
+from tests.contract.test_tools import SCHEMAS, TOOLS, api
+
+__all__ = ["api"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+ASK: dict[str, Any] = {"model": "", "input": "Weather?", "max_output_tokens": 20, "temperature": 1}
+SEED: dict[str, Any] = {"extra_body": {"seed": 3}}
+CALLS: dict[str, Any] = ASK | {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 300}
+ONE: dict[str, Any] = CALLS | {"parallel_tool_calls": False}
+
+
+def calls_of(response: Response) -> list[tuple[str, str]]:
+    return [(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+
+
+async def events_of(house: House, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream as they are on the wire; each names its type twice."""
+    url = f"http://{house.service.http_address}/v1/responses"
+    async with httpx.AsyncClient(timeout=60) as web, web.stream("POST", url, json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines() if line]
+    names, data = lines[::2], [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [f"event: {event['type']}" for event in data]
+    assert [event["sequence_number"] for event in data] == list(range(len(data)))
+    for event in data:
+        TypeAdapter(ModelResponseEvent).validate_python(event, strict=True)
+    return data
+
+
+def without_times(response: Any) -> dict[str, Any]:
+    """What two answers to the same request have in common."""
+    plain = json.loads(json.dumps(response))
+    session = plain["id"].removeprefix("resp_")
+    plain = json.loads(json.dumps(plain).replace(session, "ID"))
+    for item in plain["output"]:
+        item.pop("call_id", None)
+    return {name: value for name, value in plain.items() if name not in ("created_at", "metrics", "usage")}
+
+
+async def test_a_text_is_what_a_chat_says(api: AsyncOpenAI) -> None:
+    found = await api.responses.create(**ASK, instructions="Be short.", **SEED)
+    messages: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Weather?"}]
+    chat = await api.chat.completions.create(model="", messages=messages, max_tokens=20, **SEED)
+    assert found.output_text == chat.choices[0].message.content
+    assert (found.status, found.incomplete_details and found.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert found.usage is not None
+    assert chat.usage is not None
+    assert found.usage.total_tokens == chat.usage.total_tokens
+    assert found.usage.output_tokens == 20
+    assert found.output[0].status == "incomplete"
+    assert found.instructions == "Be short."
+
+
+async def test_a_text_in_events(house: House) -> None:
+    body = ASK | {"seed": 3, "ignore_eos": True}
+    events = await events_of(house, body)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 1
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    added, part, *middle, done, part_done, item_done, last = events[2:]
+    text = "".join(event["delta"] for event in middle)
+    assert added["item"]["content"] == []
+    assert part["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    assert done["text"] == part_done["part"]["text"] == item_done["item"]["content"][0]["text"] == text
+    assert len({event["item_id"] for event in [part, *middle, done, part_done]} | {added["item"]["id"]}) == 1
+    async with httpx.AsyncClient(timeout=60) as web:
+        whole = (await web.post(f"http://{house.service.http_address}/v1/responses", json=body)).json()
+    TypeAdapter(ModelResponse).validate_python(whole, strict=True)
+    assert without_times(whole) == without_times(last["response"])
+    assert whole["metrics"]["outrider"]["seed"] == 3
+
+
+async def test_calls_are_valid_and_the_same_in_events_and_without_guesses(api: AsyncOpenAI) -> None:
+    for seed in range(3):
+        answers = []
+        for gamma in (0, 4):
+            more = {"seed": seed, "speculation": {"gamma": gamma}}
+            answers.append(await api.responses.create(**ONE, extra_body=more))
+            async with api.responses.stream(**ONE, extra_body=more) as stream:
+                events = [event async for event in stream]
+            answers.append(events[-1].response)
+        found = calls_of(answers[0])
+        assert len(found) == 1
+        assert all(calls_of(answer) == found for answer in answers)
+        assert {answer.status for answer in answers} == {"completed"}
+        [(name, arguments)] = found
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name] or {"type": "object", "maxProperties": 0})
+        kinds = [event.type.removeprefix("response.") for event in events]
+        deltas = kinds.count("function_call_arguments.delta")
+        assert kinds == [
+            *("created", "in_progress", "output_item.added"),
+            *["function_call_arguments.delta"] * deltas,
+            *("function_call_arguments.done", "output_item.done", "completed"),
+        ]
+        assert "".join(event.delta for event in events[3 : 3 + deltas]) == events[-3].arguments == arguments
+
+
+async def test_a_named_tool_is_called_once(api: AsyncOpenAI) -> None:
+    found = await api.responses.create(**CALLS | {"tool_choice": {"type": "function", "name": "add"}}, **SEED)
+    assert [name for name, _ in calls_of(found)] == ["add"]
+    assert found.tools[0].type == "function"
+    assert found.parallel_tool_calls
+
+
+class Weather(BaseModel):
+    sunny: bool
+    wind: bool
+
+
+async def test_a_parsed_format(api: AsyncOpenAI) -> None:
+    found = await api.responses.parse(model="", input="Weather?", text_format=Weather, max_output_tokens=100, **SEED)
+    assert isinstance(found.output_parsed, Weather)
+    async with api.responses.stream(model="", input="Weather?", text_format=Weather, **SEED) as stream:
+        async for event in stream:
+            if event.type == "response.output_text.done":
+                assert event.parsed == found.output_parsed
+        assert (await stream.get_final_response()).output_parsed == found.output_parsed
+
+
+async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
+    """Its items are sent back as they came, and the prompt is that of the same chat."""
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
+    messages: list[Any] = [{"role": "user", "content": "Weather?"}]
+    called = []
+    for turn in ("get_weather", "add", "none"):
+        choice = "none" if turn == "none" else {"type": "function", "name": turn}
+        body = CALLS | {"input": items, "tool_choice": choice, "max_output_tokens": 10 if turn == "none" else 100}
+        answer = await api.responses.create(**body, **SEED)
+        items += answer.output
+        for item in answer.output:
+            if item.type == "function_call":
+                called.append(item.name)
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": "Sunny."})
+                function = {"name": item.name, "arguments": item.arguments}
+                messages += [
+                    {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+                    {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+                ]
+        if not calls_of(answer):
+            break
+    assert called == ["get_weather", "add"]
+    chat = await api.chat.completions.create(model="", messages=messages, max_tokens=10, **SEED)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.output_text
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"store": True}, "store", "nothing is stored"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"background": True}, "background", "nothing is stored"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type", "'mcp'"),
+        ({"tools": [{**FLAT[0], "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", "tools"),
+        ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "body", "tool_choice"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+            "text.format",
+            "text.format",
+        ),
+        ({"text": {"verbosity": "high"}}, "text.verbosity", "'medium'"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'high'"),
+        ({"input": []}, "input", "input"),
+        ({"input": "a" * 3_000}, "input", "context"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type", "'item_reference'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type",
+            "'input_image'",
+        ),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input.0", "arguments"),
+        ({"max_output_tokens": 5_000}, "max_output_tokens", "context"),
+        ({"extra_body": {"n": 2}}, "n", "Input should be 1"),
+        ({"extra_body": {"speculation": {"show": True}}}, "body", "speculation.show"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(
+    api: AsyncOpenAI, change: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await api.responses.create(**(ASK | change))
+    assert caught.value.param == param
+    assert words in caught.value.body["message"]  # type: ignore[index]
