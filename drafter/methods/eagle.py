@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
@@ -31,6 +30,7 @@ from outrider.engine.loading.selection import make_engine
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
+from outrider.hidden_states.rows import decode
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -51,16 +51,12 @@ class _LayerOutput:
 
 
 @dataclass(slots=True)
-class _EagleSession:
+class ReceivedStates:
     """Hidden states and cached positions of a session, counted from position `first`."""
 
     first: int = 0
     new_states: list[torch.Tensor] = field(default_factory=list)  # the target's, not computed yet
     num_cached: int = 0  # cached positions with the target's states
-    path: list[int] = field(default_factory=list)  # tokens cached after them, with predicted states
-    outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
-    tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
-    tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
 
     @property
     def path_start(self) -> int:
@@ -74,17 +70,25 @@ class _EagleSession:
 
     def add(self, hidden_states: HiddenStates) -> bool:
         """Add new hidden states; return False if a gap makes the cached positions useless."""
-        states = torch.from_numpy(np.frombuffer(hidden_states.rows, dtype="<f2").astype(np.float32))
-        states = states.view(-1, hidden_states.width)
+        states = decode(hidden_states)
         empty = not self.num_cached and not self.new_states
         if empty or hidden_states.position > self.end:
             self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
-            self.path, self.outputs = [], []
             return empty
         new = states[self.end - hidden_states.position :]
         if len(new):
             self.new_states.append(new)
         return True
+
+
+@dataclass(slots=True)
+class _EagleSession(ReceivedStates):
+    """Outputs of the layer for a session."""
+
+    path: list[int] = field(default_factory=list)  # tokens cached after them, with predicted states
+    outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
+    tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
+    tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
 
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.

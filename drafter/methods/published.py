@@ -3,30 +3,76 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from drafter.interface import Drafter
+import structlog
+
+from drafter.interface import DraftRequest
 from drafter.methods.eagle import EagleDrafter
 from drafter.methods.registry import drafter
 from drafter.published.checkpoint_config import refused
+from drafter.published.dflash import PublishedDflash
+from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from drafter.published.module import PublishedModule
 from drafter.published.row_engine import RowEngine
 from outrider.base.openmp import release_threads
 from outrider.engine.loading.options import EngineOptions, pick_dtype
+from outrider.hidden_states.projection import PackedProjection
 from outrider.models.published_drafters import PUBLISHED
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.speculation import Guess
+from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
 
+log = structlog.get_logger(__name__)
+
+
+class PublishedDrafter:
+    """Drafter that reads no other hidden states than those that its checkpoint was trained on."""
+
+    needs_hidden_states = True
+    projection: PackedProjection  # only of a drafter that reads the states of several layers
+
+    def __init__(self, rows: EagleDrafter, width: int, projection: PackedProjection | None) -> None:
+        self.info = rows.info
+        self.vocabulary: Vocabulary | None = None  # it fits every target of its width and vocabulary size
+        self._rows = rows
+        self._width = width
+        self._projected = projection is not None
+        self._told = False
+        if projection is not None:
+            self.projection = projection
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        return self._rows.draft([self._with_readable_states(request) for request in requests])
+
+    def forget(self, session: str) -> None:
+        self._rows.forget(session)
+
+    def _with_readable_states(self, request: DraftRequest) -> DraftRequest:
+        readable = tuple(filter(self._is_readable, request.hidden_states))
+        return request if len(readable) == len(request.hidden_states) else replace(request, hidden_states=readable)
+
+    def _is_readable(self, states: HiddenStates) -> bool:
+        readable = states.width == self._width and bool(states.number) == self._projected
+        if not readable and not self._told:
+            log.warning("hidden states not usable, not drafting from them", width=states.width, needed=self._width)
+            self._told = True
+        return readable
+
 
 @drafter(PUBLISHED)
-def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
+def make(settings: DrafterSettings, progress: Callable[[str], None]) -> PublishedDrafter:
     checkpoint = _open(settings.model)
-    checkpoint.check_target(TargetSize.read(settings.target, progress))
-    if not checkpoint.module.needs.final_state:
+    target = TargetSize.read(settings.target, progress)
+    checkpoint.check_target(target)
+    if isinstance(checkpoint.module, (PublishedPeagle, PublishedDflash)):
         raise refused(checkpoint.folder, f"has the format {checkpoint.format.name}, which cannot be served yet")
     options = EngineOptions.of(settings)
     device = options.selected_device
@@ -35,7 +81,8 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)
     release_threads()
     engine = RowEngine(module, settings.kv_tokens)
-    return EagleDrafter(engine, engine, _info(checkpoint, module), settings.draft_candidates)
+    rows = EagleDrafter(engine, engine, _info(checkpoint, module), settings.draft_candidates)
+    return PublishedDrafter(rows, module.shape.hidden, checkpoint.projection(target))
 
 
 def _open(name: str) -> PublishedCheckpoint:
@@ -51,7 +98,7 @@ def _open(name: str) -> PublishedCheckpoint:
 
 
 def _info(checkpoint: PublishedCheckpoint, module: PublishedModule) -> ModelInfo:
-    """Return the description that the drafter publishes. It fits every target of its width and vocabulary."""
+    """Return the description that the drafter publishes."""
     digest = hashlib.sha256(checkpoint.format.title.encode())
     for name, weight in sorted(module.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.double().sum():.6e}".encode())

@@ -13,11 +13,13 @@ from drafter.published.checkpoint_config import MAX_IDS, CheckpointConfig, refus
 from drafter.published.module import EMBEDDINGS, HEAD, PublishedModule
 from drafter.published.recognition import RecognisedFormat, recognise
 from drafter.published.weight_files import WeightEntry, read_finite, weight_entries
+from outrider.hidden_states.projection import PackedProjection
 from outrider.models.hub import locate
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 
 _IDS = "d2t"  # offset of each drafted id's target id
+_PROJECTION = ("fc", "input_norm", "fc_norm", "hidden_norm")  # modules before the first layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class PublishedCheckpoint:
         if needs.num_layers is not None:
             self._compare(target, "number of layers", target.layers, needs.num_layers)
         layers = needs.layers_of(target.layers)
-        if layers and not 0 <= min(layers) <= max(layers) <= target.layers:
+        if layers and not 1 <= min(layers) <= max(layers) <= target.layers:
             raise self._mismatch(target, f"number of layers {target.layers}", f"states after the layers {layers}")
         if self.lacks and self.module.shape.hidden != target.hidden:
             raise self._mismatch(
@@ -132,6 +134,16 @@ class PublishedCheckpoint:
             read_finite(self.folder, name, entry)
         self._target_ids()
         return sum(torch.Size(entry.shape).numel() for entry in self.entries.values())
+
+    def projection(self, target: TargetSize) -> PackedProjection | None:
+        """Return what the verifier projects a token's states with; None for a drafter on final states."""
+        layers = self.module.needs.layers_of(target.layers)
+        if not layers:
+            return None
+        names = [name for name in self.entries if name.partition(".")[0] in _PROJECTION]
+        weights = {name: read_finite(self.folder, name, self.entries[name]) for name in names}
+        small = {name: weight.float() if weight.dtype is torch.float64 else weight for name, weight in weights.items()}
+        return PackedProjection(small, self.module.shape.eps, layers)
 
     def load(self, target: EmbeddingsAndHead | None = None, dtype: torch.dtype = torch.float32) -> PublishedModule:
         """Fill the module, with the target's embeddings and head where the checkpoint has none."""

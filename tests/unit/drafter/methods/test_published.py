@@ -2,53 +2,66 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from drafter.interface import Drafter, DraftRequest
+from drafter.interface import Drafter, DraftRequest, ReadsLayers
 from drafter.methods.published import make
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.module import PublishedModule
 from drafter.published.rows import RowBatch, SessionRows
+from outrider.hidden_states.projection import Projection
+from outrider.hidden_states.rows import encode
 from outrider.protocol.errors import ModelMismatch, StartupError
-from outrider.protocol.sampling_params import SamplingParams
-from outrider.protocol.speculation import Guess, HiddenStates
+from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.sampling_params import SamplingParams, Verification
+from outrider.protocol.speculation import Guess
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
 from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
-from tests.published import CASES, HIDDEN, VOCAB
+from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, weights_of, write
 
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
-ROWS = ("eagle", "eagle-layers", "mimo-mtp")  # formats that guess token by token
+FINAL = ("eagle", "eagle-layers", "mimo-mtp")  # formats on final states
+ROWS = (*FINAL, "eagle3", "eagle3-bare", "eagle3-modelopt", "eagle3.1-speculators")  # that guess token by token
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("models") / "target", seed=7, hidden=HIDDEN, layers=6))
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Return targets by their width."""
+    folder = tmp_path_factory.mktemp("models")
+    return {width: str(make_model(folder / f"{width}", seed=7, hidden=width, layers=6)) for width in (64, HIDDEN)}
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, targets: dict[int, str]) -> str:
+    """Return the target of the named checkpoint."""
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    return targets[64 if name == "eagle3-modelopt" else HIDDEN]
+
+
+class Served:
+    """A drafter, its module for comparison, and requests with states as they arrive."""
+
+    def __init__(self, name: str, folder: Path, target: str, **settings: int) -> None:
+        self.drafter = drafter_of(name, folder, target, **settings)
+        self.module = PublishedCheckpoint.open(folder).load(read_embeddings_and_head(target, lambda _: None))
+        self.states = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(5)).half().float()
+        self._number = int(name not in FINAL)
+
+    def sent(self, first: int, last: int) -> HiddenStates:
+        return HiddenStates(first, HIDDEN, encode(self.states[first:last]).numpy().tobytes(), self._number)
 
 
 def drafter_of(name: str, folder: Path, target: str, **settings: int) -> Drafter:
     chosen = DrafterSettings(kind="published", model=str(CASES[name](folder)), target=target, device="cpu", **settings)
     return make(chosen, lambda _: None)
-
-
-def module_of(folder: Path, target: str) -> PublishedModule:
-    return PublishedCheckpoint.open(folder).load(read_embeddings_and_head(target, lambda _: None))
-
-
-def states_of(count: int) -> torch.Tensor:
-    """States as they cross the wire, of the drafter's width."""
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(5)).half().float()
-
-
-def sent(states: torch.Tensor, first: int, last: int) -> HiddenStates:
-    rows = states[first:last].numpy().astype("<f2")
-    return HiddenStates(first, rows.shape[1], np.ascontiguousarray(rows).tobytes())
 
 
 def ask_for(tokens: list[int], max_new_tokens: int, *states: HiddenStates, **more: object) -> DraftRequest:
@@ -81,12 +94,11 @@ def chain(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], 
 @pytest.mark.parametrize("name", ROWS)
 def test_guesses_are_those_of_the_module_after_each_commit(name: str, tmp_path: Path, target: str) -> None:
     """States come in pieces that overlap, and committed tokens replace right and wrong guesses."""
-    drafter = drafter_of(name, tmp_path, target)
-    module = module_of(tmp_path, target)
-    states = states_of(20)
+    served = Served(name, tmp_path, target)
+    drafter, module, states = served.drafter, served.module, served.states
     tokens, told = list(PROMPT), 0
     for new in ([5], [9, 12, 40], [1], [2, 2]):
-        piece = sent(states, max(0, told - 1), len(tokens) - 1)
+        piece = served.sent(max(0, told - 1), len(tokens) - 1)
         told = len(tokens) - 1
         (draft,) = drafter.draft([ask_for(tokens, 4, piece)])
         assert list(draft.tokens) == chain(module, states, tokens, 4)
@@ -95,10 +107,9 @@ def test_guesses_are_those_of_the_module_after_each_commit(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_trees_nodes_are_the_likeliest_after_their_paths(name: str, tmp_path: Path, target: str) -> None:
-    drafter = drafter_of(name, tmp_path, target)
-    module = module_of(tmp_path, target)
-    states = states_of(20)
-    request = ask_for(PROMPT, 3, sent(states, 0, len(PROMPT) - 1), branches=2, budget=7, depth=3)
+    served = Served(name, tmp_path, target)
+    drafter, module, states = served.drafter, served.module, served.states
+    request = ask_for(PROMPT, 3, served.sent(0, len(PROMPT) - 1), branches=2, budget=7, depth=3)
     (tree,) = drafter.draft([request])
     assert len(tree.tokens) == 7
     assert max(map(len, tree.children.values())) == 2, "it branches"
@@ -111,23 +122,65 @@ def test_a_trees_nodes_are_the_likeliest_after_their_paths(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Path, target: str) -> None:
-    drafter = drafter_of(name, tmp_path, target)
-    states = states_of(20)
+    served = Served(name, tmp_path, target)
+    drafter = served.drafter
     asked = {
-        "a": ask_for(PROMPT, 5, sent(states, 0, len(PROMPT) - 1)),
-        "b": ask_for(PROMPT[:4], 3, sent(states[8:], 0, 3), params=SamplingParams(temperature=1.0, seed=3)),
-        "c": ask_for(PROMPT[:6], 3, sent(states, 0, 5), branches=3, budget=9, depth=3),
+        "a": ask_for(PROMPT, 5, served.sent(0, len(PROMPT) - 1)),
+        "b": ask_for(PROMPT[:4], 3, served.sent(0, 3), params=SamplingParams(temperature=1.0, seed=3)),
+        "c": ask_for(PROMPT[:6], 3, served.sent(0, 5), branches=3, budget=9, depth=3),
     }
     requests = [replace(request, session=session) for session, request in asked.items()]
     alone = [drafter.draft([replace(request, session=request.session + "'")])[0] for request in requests]
     assert drafter.draft(requests) == alone
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in FINAL])
+def test_the_projection_for_the_verifier_is_that_of_the_module(name: str, tmp_path: Path, target: str) -> None:
+    served = Served(name, tmp_path, target)
+    assert isinstance(served.drafter, ReadsLayers)
+    offered, needs = served.drafter.projection, served.module.needs
+    assert offered.spec.layers == (needs.state_layers or (2, 3, 3))
+    states = torch.randn(5, needs.states * needs.hidden, generator=torch.Generator().manual_seed(1))
+    project = Projection(offered.data, needs.states, needs.hidden, torch.device("cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(project(states), served.module.project(states))
+
+
+def test_drafters_on_final_states_declare_no_projection(tmp_path: Path, target: str) -> None:
+    assert not isinstance(drafter_of("eagle", tmp_path, target), ReadsLayers)
+
+
+@pytest.mark.parametrize(("name", "number", "width"), [("eagle3", 0, HIDDEN), ("eagle3", 1, 64), ("eagle", 0, 64)])
+def test_states_that_it_was_not_trained_on_are_not_read(
+    name: str, number: int, width: int, tmp_path: Path, target: str
+) -> None:
+    """A coordinator of an earlier version sends final states; one of another target sends another width."""
+    served = Served(name, tmp_path, target)
+    other = HiddenStates(0, width, bytes(2 * width * (len(PROMPT) - 1)), number)
+    (draft,) = served.drafter.draft([ask_for(PROMPT, 3, other)])
+    assert not draft.tokens
+    (draft,) = served.drafter.draft([ask_for(PROMPT, 3, served.sent(0, len(PROMPT) - 1))])
+    assert list(draft.tokens) == chain(served.module, served.states, PROMPT, 3)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "verification": Verification.REJECTION}])
+def test_drafted_ids_in_any_order(params: dict[str, Any], tmp_path: Path, target: str) -> None:
+    """Sampling needs columns in the order of their ids; offsets may list them in another."""
+    served = Served("eagle3", tmp_path / "sorted", target)
+    weights = weights_of(tmp_path / "sorted")
+    order = torch.randperm(DRAFT_VOCAB, generator=torch.Generator().manual_seed(2))
+    ids = (weights["d2t"] + torch.arange(DRAFT_VOCAB))[order]
+    shuffled = weights | {"d2t": ids - torch.arange(DRAFT_VOCAB), "lm_head.weight": weights["lm_head.weight"][order]}
+    write(tmp_path / "other", json.loads((tmp_path / "sorted" / "config.json").read_text()), shuffled)
+    settings = DrafterSettings(kind="published", model=str(tmp_path / "other"), target=target, device="cpu")
+    request = ask_for(PROMPT, 4, served.sent(0, len(PROMPT) - 1), params=SamplingParams(seed=1, **params))
+    assert make(settings, lambda _: None).draft([request]) == served.drafter.draft([request])
+
+
 def test_a_full_cache_gives_up_the_idle(tmp_path: Path, target: str) -> None:
-    drafter = drafter_of("eagle", tmp_path, target, kv_tokens=64)
-    module = module_of(tmp_path, target)
-    states = states_of(20)
-    request = ask_for(PROMPT, 2, sent(states, 0, len(PROMPT) - 1))
+    served = Served("eagle", tmp_path, target, kv_tokens=64)
+    drafter, module, states = served.drafter, served.module, served.states
+    request = ask_for(PROMPT, 2, served.sent(0, len(PROMPT) - 1))
     wanted = chain(module, states, PROMPT, 2)
     for i in range(20):
         (draft,) = drafter.draft([replace(request, session=f"s{i}")])
@@ -158,7 +211,8 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, given: dict[str,
 
 def test_a_module_of_a_target_that_transformers_does_not_know(tmp_path: Path) -> None:
     drafter = drafter_of("mimo-mtp", tmp_path, str(tmp_path))
-    (draft,) = drafter.draft([ask_for(PROMPT, 3, sent(states_of(20), 0, len(PROMPT) - 1))])
+    states = HiddenStates(0, HIDDEN, bytes(2 * HIDDEN * (len(PROMPT) - 1)))
+    (draft,) = drafter.draft([ask_for(PROMPT, 3, states)])
     assert len(draft.tokens) == 3
 
 
