@@ -30,23 +30,13 @@ def select_method(settings: DrafterSettings) -> DrafterSettings:
     engine = settings.selected_engine
     if engine == "mock":
         if settings.kind not in (AUTO, "mock"):
-            raise StartupError(
-                f"kind is {settings.kind}, must be mock with --engine mock",
-                field="kind",
-                value=settings.kind,
-                limit="auto or mock",
-            )
+            raise StartupError.of("kind", settings.kind, "mock", " with --engine mock")
         return settings.model_copy(update={"kind": "mock", "model": ""})
     if settings.kind == AUTO:
         kind, model = choose_drafter(settings.model or AUTO, settings.target)
         settings = settings.model_copy(update={"kind": kind, "model": model})
     if settings.engine != "auto" and set(settings.kind.split("+")) <= _WITHOUT_ENGINE:
-        raise StartupError(
-            f"engine is {engine}, must be auto: kind {settings.kind} runs no engine",
-            field="engine",
-            value=engine,
-            limit="auto",
-        )
+        raise StartupError.of("engine", engine, "auto", f": kind {settings.kind} runs no engine")
     return settings
 
 

@@ -50,9 +50,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     for name in names:
         _import(name)
         if name not in _factories:
-            raise StartupError(
-                f"unknown drafter kind {name!r}", field="kind", value=settings.kind, limit=", ".join(kinds())
-            )
+            raise StartupError.of("kind", settings.kind, f"one of {', '.join(kinds())}")
     if len(set(names)) < len(names):
         raise StartupError("drafter kind given twice", field="kind", value=settings.kind, limit="each kind once")
     members = {name: _factories[name](settings, progress) for name in names}

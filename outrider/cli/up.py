@@ -175,9 +175,7 @@ def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
     if engine != "mock":
         return choose_drafter(drafter, target)
     if drafter not in (AUTO, "mock"):
-        raise StartupError(
-            f"drafter is {drafter}, must be mock with --engine mock", field="drafter", value=drafter, limit="mock"
-        )
+        raise StartupError.of("drafter", drafter, "mock", " with --engine mock")
     return "mock", ""
 
 

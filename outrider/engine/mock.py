@@ -31,6 +31,8 @@ def next_token(token: int) -> int:
 class MockEngine:
     """An engine that returns fixed logits at once."""
 
+    capacity_tokens, evictable_tokens = 1 << 30, 0
+
     def __init__(self) -> None:
         self.vocabulary = Vocabulary(tuple(f"t{i}" for i in range(_VOCAB)))
         self.device = torch.device("cpu")
@@ -47,16 +49,8 @@ class MockEngine:
         self._lengths: dict[str, int] = {}
 
     @property
-    def capacity_tokens(self) -> int:
-        return 1 << 30
-
-    @property
     def cached_tokens(self) -> int:
         return sum(self._lengths.values())
-
-    @property
-    def evictable_tokens(self) -> int:
-        return 0
 
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return 0

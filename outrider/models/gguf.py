@@ -37,6 +37,7 @@ class QuantizedRows:
     stored: torch.Tensor  # [outputs, bytes of a row]
     inputs: int
     heads: int = 0  # llama.cpp interleaved the halves of each of so many heads
+    file: mmap.mmap | None = None  # where `stored` is mapped from
 
     @property
     def rows(self) -> torch.Tensor:
@@ -94,7 +95,8 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
     if index.get("architecture") not in _ARCHITECTURES:
         return {}
     with (Path(folder) / GGUF).open("rb") as file:
-        data = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
     config, architectures = model.config, {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[index["architecture"]], config.num_hidden_layers)
     interleaved = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -107,7 +109,7 @@ def rows_in_file(folder: Path | str, model: PreTrainedModel) -> dict[str, Quanti
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         stored = data[start : start + weight.numel() // block * size].view(*outputs, -1)
         heads = interleaved.get(str(stored_as).split(".")[-2], 0) if index["architecture"] == "llama" else 0
-        rows[name] = QuantizedRows(kind, stored, inputs, heads)
+        rows[name] = QuantizedRows(kind, stored, inputs, heads, mapped)
     return rows
 
 
@@ -202,7 +204,7 @@ def detach_rows(model: PreTrainedModel, dequantize: Dequantize) -> None:
     for weight in model.parameters():
         weight.__dict__.pop("quantized", None)
     if mapped is not None:
-        _dequantize_while_running(embeddings, replace(mapped, stored=mapped.stored.clone()), dequantize)
+        _dequantize_while_running(embeddings, replace(mapped, stored=mapped.stored.clone(), file=None), dequantize)
 
 
 def empty_model(config: Any) -> PreTrainedModel:

@@ -158,11 +158,6 @@ def _url(endpoint: str) -> str:
     """Return the URL for spans at the address of a collector."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError(
-            f"otlp_endpoint is {endpoint!r}, must be a URL such as http://collector:4318",
-            field="otlp_endpoint",
-            value=endpoint,
-            limit="http://host:port or https://host:port",
-        )
+        raise StartupError.of("otlp_endpoint", repr(endpoint), "a URL such as http://collector:4318")
     given = endpoint.rstrip("/")
     return given if given.endswith(_PATH) else given + _PATH

@@ -6,7 +6,7 @@ gRPC), and one place turns a status back into an exception (`error_from_rpc`).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from outrider.protocol.printable import printable
 
@@ -37,16 +37,16 @@ class OutriderError(Exception):
         self.limit = _bounded(str(limit), _MAX_PART_BYTES)
         self.retry_after_ms = retry_after_ms
 
+    @classmethod
+    def of(cls, field: str, value: Any, limit: Any, why: str = "") -> Self:
+        """Return the usual error: it names the field, its value and the limit."""
+        return cls(f"{field} is {shorten(str(value))}, must be {limit}{why}", field=field, value=value, limit=limit)
+
 
 class InvalidRequest(OutriderError):
     """Error for a request that can never succeed."""
 
     code, grpc_status, http_status = "invalid_request", "INVALID_ARGUMENT", 400
-
-    @classmethod
-    def of(cls, field: str, value: Any, limit: str) -> InvalidRequest:
-        """Return the usual error: it names the field, its value and the limit."""
-        return cls(f"{field} is {shorten(str(value))}, must be {limit}", field=field, value=value, limit=limit)
 
 
 class Unauthenticated(OutriderError):

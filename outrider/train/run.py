@@ -63,9 +63,7 @@ class TrainingOrder:
     def check(self) -> None:
         """Raise StartupError for an unknown method, or a folder that holds a result."""
         if self.method not in METHODS:
-            raise StartupError(
-                f"there is no method {self.method!r}", field="method", value=self.method, limit=", ".join(METHODS)
-            )
+            raise StartupError.of("method", self.method, f"one of {', '.join(METHODS)}")
         if cards.is_trained(str(self.out)) and not self.restart and not (self.out / loop.CHECKPOINT).is_file():
             raise StartupError(
                 f"{self.out} holds a trained drafter already; name another folder, or train it again with --restart",

@@ -140,7 +140,7 @@ def test_a_trained_drafter_is_continued(order: TrainingOrder, made: dict[str, Ma
     begun, first = watched.reports[0].held_out["all"], made["eagle"].watched.reports[0].held_out["all"]
     assert begun["acceptance_length"] == pytest.approx(made["eagle"].card.metrics["all"]["acceptance_length"], abs=0.04)
     assert begun["acceptance_length"] > first["acceptance_length"] + 0.04, "it did not begin from the linear map"
-    with pytest.raises(StartupError, match="of kind medusa, not eagle"):
+    with pytest.raises(StartupError, match="kind is eagle, must be medusa"):
         run.train(replace(mine, out=order.out.with_name("wrong"), start=str(made["medusa"].folder)), Watched())
 
 
@@ -173,7 +173,7 @@ def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> Non
     (broken / cards.WEIGHTS).write_bytes((folder / cards.WEIGHTS).read_bytes()[:300])
     with pytest.raises(StartupError, match="damaged"):
         cards.load(broken, "medusa")
-    with pytest.raises(StartupError, match="of kind medusa, not eagle"):
+    with pytest.raises(StartupError, match="kind is eagle, must be medusa"):
         cards.load(folder, "eagle")
     (broken / cards.CARD).write_text("{")
     with pytest.raises(StartupError, match="damaged"):
@@ -185,7 +185,7 @@ def test_a_damaged_drafter_is_told(made: dict[str, Made], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"method": "magic"}, "no method 'magic'"),
+        ({"method": "magic"}, "method is magic, must be one of"),
         ({"prompts": Path("/nowhere.jsonl")}, "cannot read"),
         ({"target": "/nowhere"}, "no model at"),
         ({"device": "cuda:77"}, "CUDA|cuda"),

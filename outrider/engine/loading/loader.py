@@ -24,7 +24,7 @@ from outrider.engine.checks.step_cost import measure_cost
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.identity import describe
 from outrider.engine.loading.options import EngineOptions, pick_dtype
-from outrider.engine.loading.selection import error_text, make_engine, startup_errors
+from outrider.engine.loading.selection import make_engine, startup_errors
 from outrider.engine.model_spec import UnsupportedModel
 from outrider.engine.native import NoCompiler, dequantize
 from outrider.engine.tensor_parallel import RankGroup
@@ -72,7 +72,7 @@ def load_model(
         if rank_group is not None:
             rank_group.check_model(name, {"pretrained_model_name_or_path": str(path)})
     progress(f"loading {name}")
-    try:
+    with startup_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = _first_layers(path, options.layers)
         native = options.engine in ("auto", "native") and device.type == "cpu" and dtype == torch.float32
@@ -87,13 +87,6 @@ def load_model(
             **({} if rank_group is None else rank_group.sharding()),
         )
         vocabulary = Vocabulary.of(tokenizer)
-    except Exception as error:  # transformers may raise anything for a model that it does not know
-        raise StartupError(
-            f"cannot load model {name!r}: {error_text(error)}",
-            field="target",
-            value=name,
-            limit="a model with safetensors or GGUF",
-        ) from error
     if change is not None:
         change(model)
     model = model.to(device).eval()

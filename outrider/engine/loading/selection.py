@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from outrider.base.config import KV_TOKENS
 from outrider.engine.checks.conformance import Differs, check_logits, check_supported, check_windows
+from outrider.engine.checks.passed import record_of
 from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.interface import Engine, SessionTokens
 from outrider.engine.loading.options import DTYPES, EngineOptions
@@ -44,6 +46,8 @@ class _Candidate:
     options: EngineOptions
     cache: Mapping[str, Any]  # an engine's arguments for its KV cache
     progress: Progress
+    record: Path | None  # of a passed start-up check
+    passed: bool
 
     @property
     def weights(self) -> str:
@@ -65,7 +69,10 @@ def make_engine(
     """
     with startup_errors(info.name, info.architecture):
         context = fix_rotations(model, info.context_length)
-        check_supported(model, context)
+        record = record_of(model, info, options)
+        passed = bool(record and record.exists())
+        if not passed:
+            check_supported(model, context)
         kv_tokens = options.kv_tokens or (KV_TOKENS if rank_group else _fitting_tokens(model, info))
     evictable = options.prefix_tokens
     if evictable is None and model.device.type == "cpu":
@@ -74,7 +81,7 @@ def make_engine(
     if context < info.context_length:
         progress(f"context limited to {context} of {info.context_length} tokens: beyond it all rotations change")
         info = replace(info, context_length=context)
-    candidate = _Candidate(model, info, options, cache, progress)
+    candidate = _Candidate(model, info, options, cache, progress, record, passed)
     if rank_group is not None:
         share = _transformers_engine(candidate)
         _sign_fingerprint(share, f"{share.arithmetic}, {rank_group.size} ranks")
@@ -147,7 +154,11 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
             threads=options.threads,
             tiles=options.dtype != "float32",
         )
-        _check_spec(model, spec, engine, weights)
+        if candidate.passed:
+            candidate.progress("start-up check skipped: passed before with these kernels on this processor")
+        else:
+            _check_spec(model, spec, engine, weights)
+            _keep(candidate)
         if options.kv_dtype == "bfloat16" or (options.kv_dtype == "auto" and options.dtype == "bfloat16"):
             engine.use_cache(torch.bfloat16)
     detach_rows(model, dequantize)
@@ -184,6 +195,16 @@ def _check_spec(model: PreTrainedModel, spec: ModelSpec, engine: PagedEngine, we
         raise UnsupportedModel(f"its model spec differs: {reason}") from reason
 
 
+def _keep(candidate: _Candidate) -> None:
+    """Record that a model passed."""
+    try:
+        if candidate.record:
+            candidate.record.parent.mkdir(parents=True, exist_ok=True)
+            candidate.record.touch()
+    except OSError as error:
+        candidate.progress(f"the next start repeats the start-up check, its result cannot be kept: {error}")
+
+
 def _probe(model: PreTrainedModel, info: ModelInfo) -> TransformersEngine:
     """Return an engine with the smallest cache, after a step."""
     probe = TransformersEngine(model, info, kv_tokens=_RULE_TOKENS)
@@ -210,19 +231,16 @@ def _drop_weights(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 @contextlib.contextmanager
-def startup_errors(name: str, architecture: str) -> Iterator[None]:
+def startup_errors(name: str, architecture: str = "") -> Iterator[None]:
     """Raise StartupError for any error inside: an unknown model can fail anywhere, in transformers or here."""
     try:
         yield
     except StartupError:
         raise
     except Exception as error:
-        raise StartupError(
-            f"{name} cannot be served, {architecture} is not a model that Outrider can run: {error_text(error)}",
-            field="target",
-            value=name,
-            limit="see docs/targets.md",
-        ) from error
+        problem = f"{name} cannot be served, {architecture} is not a model that Outrider can run"
+        problem = f"{problem if architecture else f'cannot load model {name!r}'}: {error_text(error)}"
+        raise StartupError(problem, field="target", value=name, limit="see docs/targets.md") from error
 
 
 def error_text(error: Exception) -> str:

@@ -41,6 +41,11 @@ def library() -> ctypes.CDLL:
     return load(built)
 
 
+def identity() -> str:
+    """Return the compiled kernels' name, which has a digest of their source, and the processor. Raises NoCompiler."""
+    return f"{Path(library()._name).name} {_processor()}"  # noqa: SLF001 - ctypes has no other place for it
+
+
 def load(built: Path) -> ctypes.CDLL:
     """Load a compiled library and declare its functions."""
     try:

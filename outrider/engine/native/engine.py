@@ -225,10 +225,13 @@ class NativeEngine(PagedEngine):
         size = self._library.outrider_packed_size(kind, ctypes.byref(made))
         made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
         first = 0
-        for rows in (source.rows for source in sources):
+        for source in sources:
+            rows = source.rows
             data = ctypes.c_void_p(rows.data_ptr())
             self._library.outrider_pack(kind, data, ctypes.byref(made), first, len(rows), self._threads)
             first += len(rows)
+            if source.file:
+                source.file.madvise(mmap.MADV_DONTNEED)  # what was read of it is packed
         return made
 
     def _norm(self, norm: specs.Norm | None) -> Any:

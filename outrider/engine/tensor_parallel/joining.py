@@ -41,12 +41,7 @@ def join_ranks(size: int, settings: WorkerSettings, command: Sequence[str]) -> I
 def _joined(size: int, settings: WorkerSettings) -> RankGroup:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world != size:
-        raise StartupError(
-            f"tensor_parallel is {size}, must be {world}: as many as there are ranks",
-            field="tensor_parallel",
-            value=size,
-            limit=world,
-        )
+        raise StartupError.of("tensor_parallel", size, world, ": as many as there are ranks")
     if rank == 0:
         _check(int(os.environ.get("LOCAL_WORLD_SIZE", size)), settings)
     device = _device(settings.device, int(os.environ.get("LOCAL_RANK", rank)))
@@ -99,6 +94,4 @@ def _check(size: int, settings: WorkerSettings) -> None:
     ]
     for applies, field, value, limit in refused:
         if applies:
-            raise StartupError(
-                f"{field} is {value}, must be {limit}, with tensor parallelism", field=field, value=value, limit=limit
-            )
+            raise StartupError.of(field, value, limit, ", with tensor parallelism")

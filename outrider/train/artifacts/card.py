@@ -100,12 +100,7 @@ def load(folder: Path, method: str) -> tuple[Card, dict[str, torch.Tensor]]:
     """Load a trained drafter of a method. Raises StartupError with the reason if that fails."""
     card = read_card(folder)
     if card.method != method:
-        raise StartupError(
-            f"{folder} holds a drafter of kind {card.method}, not {method}",
-            field="kind",
-            value=method,
-            limit=card.method,
-        )
+        raise StartupError.of("kind", method, card.method, f", the kind of the drafter in {folder}")
     try:
         return card, load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:

@@ -1,0 +1,35 @@
+"""Records of start-up checks that passed: the same code does not compare the same model again on the same processor."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from outrider.base.config import home
+from outrider.engine.native import NoCompiler
+from outrider.engine.native.build import identity
+
+_SMALLEST = 20_000_000  # parameters; a smaller model is checked at every start, which takes less than a second
+_OUTRIDER = Path(__file__).parents[2]
+_SOURCES = sorted([*_OUTRIDER.glob("engine/**/*.py"), *_OUTRIDER.glob("models/*.py")])
+
+
+def record_of(model: PreTrainedModel, *settings: Any) -> Path | None:
+    """Return the file that exists once a model has passed with these settings; None: it is checked at every start.
+
+    The name covers settings, formats of weights, kernels, processor, libraries and Outrider's code.
+    """
+    weights = [*model.parameters()]
+    if model.device.type != "cpu" or sum(weight.numel() for weight in weights) < _SMALLEST:
+        return None
+    try:
+        code = [identity(), torch.__version__, transformers.__version__, *(path.read_bytes() for path in _SOURCES)]
+    except NoCompiler:
+        return None
+    kinds = [getattr(getattr(weight, "quantized", None), "kind", weight.dtype) for weight in weights]
+    return home() / "checked" / hashlib.sha256(repr((code, kinds, settings)).encode()).hexdigest()[:32]
