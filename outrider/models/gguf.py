@@ -127,12 +127,14 @@ def rows_in_safetensors(folder: Path | str, model: PreTrainedModel) -> dict[str,
     return rows
 
 
-def load_in_place(folder: Path | str, dequantize: Dequantize, config: Any) -> PreTrainedModel | None:
+def load_in_place(
+    folder: Path | str, dequantize: Dequantize, config: Any, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel | None:
     """Load a model whose large weights stay in its files, as blocks or bfloat16; None where they cannot be read there.
 
     Each module dequantises its weight while it runs. In its place is NaN of the same shape, which takes no memory.
     """
-    empty, nothing = empty_model(config), torch.full((1,), torch.nan)
+    empty, nothing = empty_model(config), torch.full((1,), torch.nan, dtype=dtype)
     if not (rows := rows_in_file(folder, empty) or rows_in_safetensors(folder, empty)):
         return None
     stay = {name for name, each in rows.items() if each.kind in _IN_PLACE and each.stored.ndim == 2}
@@ -143,7 +145,7 @@ def load_in_place(folder: Path | str, dequantize: Dequantize, config: Any) -> Pr
         else each.dequantize() - float(from_one and name.endswith("norm.weight"))
         for name, each in rows.items()
     }
-    loading = {"config": config, "state_dict": state, "dtype": torch.float32, "attn_implementation": "eager"}
+    loading = {"config": config, "state_dict": state, "dtype": dtype, "attn_implementation": "eager"}
     model: PreTrainedModel = type(empty).from_pretrained(None, **loading)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -157,11 +159,12 @@ def load_in_place(folder: Path | str, dequantize: Dequantize, config: Any) -> Pr
 
 
 def _dequantize_while_running(module: Any, rows: QuantizedRows, dequantize: Dequantize) -> None:
+    dtype = module.weight.dtype
     if not isinstance(module, nn.Embedding):
-        module.row_hooks = replace_while_running(module, lambda _: {"weight": dequantize(rows, None)})
+        module.row_hooks = replace_while_running(module, lambda _: {"weight": dequantize(rows, None).to(dtype)})
         return
     number = lambda _, x: (torch.arange(x[0].numel()).view(x[0].shape),)  # noqa: E731 - of the dequantised rows
-    hooks = replace_while_running(module, lambda x: {"weight": dequantize(rows, x[0].reshape(-1))})
+    hooks = replace_while_running(module, lambda x: {"weight": dequantize(rows, x[0].reshape(-1)).to(dtype)})
     module.__dict__["row_hooks"] = [*hooks, module.register_forward_pre_hook(number)]
     module.padding_idx = None  # a gradient's business; it counts rows of the whole weight
 

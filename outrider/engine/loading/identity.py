@@ -30,7 +30,7 @@ class WeightSample:
     @classmethod
     def of(cls, name: str, weight: torch.Tensor) -> WeightSample:
         if rows := getattr(weight, "quantized", None):
-            return cls(name, tuple(weight.shape), rows.sample(sample_stride(weight.numel())))
+            return cls(name, tuple(weight.shape), rows.sample(sample_stride(weight.numel())).to(weight.dtype))
         flat = gather_weight(weight.detach()).reshape(-1)
         return cls(name, tuple(weight.shape), flat[:: sample_stride(flat.numel())].cpu())
 

@@ -75,8 +75,11 @@ def load_model(
     with startup_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         config = _first_layers(path, options.layers)
-        native = options.engine in ("auto", "native") and device.type == "cpu" and dtype == torch.float32
-        model = load_in_place(path, dequantize, config) if native and change is None and rank_group is None else None
+        in_place = dtype == torch.float32 or (dtype == torch.bfloat16 and options.quantization == "none")
+        native = options.engine in ("auto", "native") and device.type == "cpu" and in_place
+        model = (
+            load_in_place(path, dequantize, config, dtype) if native and change is None and rank_group is None else None
+        )
         model = model or AutoModelForCausalLM.from_pretrained(
             locate_safetensors(name, progress),
             config=config,
@@ -145,7 +148,7 @@ def reduce_head(model: PreTrainedModel, ids: tuple[int, ...], fingerprint: str) 
     chosen = torch.tensor(ids, device=head.weight.device)
     smaller = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
     rows = quantized_rows(head)
-    weight = rows.dequantize(chosen) if rows else head.weight.detach()[chosen]
+    weight = rows.dequantize(chosen).to(head.weight.dtype) if rows else head.weight.detach()[chosen]
     smaller.weight = torch.nn.Parameter(weight, requires_grad=False)
     if head.bias is not None:
         smaller.bias = torch.nn.Parameter(head.bias.detach()[chosen], requires_grad=False)

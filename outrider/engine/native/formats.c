@@ -9,6 +9,8 @@ enum { GGML_F32 = 0, GGML_F16 = 1, GGML_BF16 = 30, GGML_Q4_0 = 2, GGML_Q4_1 = 3,
 typedef struct {
     int8_t quants[BLOCK];
     float numbers[2];
+    int small[2]; /* of a K-quant: numbers are these times those of the head */
+    float heads[2];
 } Decoded;
 
 static float float16(const uint8_t *p) {
@@ -52,10 +54,9 @@ static Decoded decode(int type, const uint8_t *row, int block) {
     case GGML_Q5_K: {
         const uint8_t *p = row + block / 8 * (type == GGML_Q4_K ? 144 : 176);
         const uint8_t *high = p + 16, *quants = p + (type == GGML_Q4_K ? 16 : 48) + inner / 2 * 32;
-        int scale, minimum;
-        scale_and_minimum(p + 4, inner, &scale, &minimum);
-        to.numbers[0] = float16(p) * (float)scale;
-        to.numbers[1] = -(float16(p + 2) * (float)minimum);
+        scale_and_minimum(p + 4, inner, &to.small[0], &to.small[1]);
+        to.heads[0] = float16(p);
+        to.heads[1] = -float16(p + 2);
         for (int i = 0; i < BLOCK; i++) {
             int low = inner % 2 ? quants[i] >> 4 : quants[i] & 15;
             to.quants[i] = (int8_t)(type == GGML_Q5_K ? low | (high[i] >> inner & 1) << 4 : low);
@@ -65,37 +66,28 @@ static Decoded decode(int type, const uint8_t *row, int block) {
     default: { /* Q6_K: two halves of 128 inputs, each in four rows of 32 */
         const uint8_t *p = row + block / 8 * 210, *low = p + inner / 4 * 64 + inner % 2 * 32;
         const uint8_t *high = p + 128 + inner / 4 * 32;
-        for (int s = 0; s < 2; s++) to.numbers[s] = float16(p + 208) * (float)((const int8_t *)p)[192 + 2 * inner + s];
+        for (int s = 0; s < 2; s++) to.small[s] = ((const int8_t *)p)[192 + 2 * inner + s];
+        to.heads[0] = to.heads[1] = float16(p + 208);
         for (int i = 0; i < BLOCK; i++) {
             int nibble = inner % 4 < 2 ? low[i] & 15 : low[i] >> 4;
             to.quants[i] = (int8_t)((nibble | (high[i] >> 2 * (inner % 4) & 3) << 4) - 32);
         }
     }
     }
+    for (int n = 0; n < 2 && type >= GGML_Q4_K; n++) to.numbers[n] = to.heads[n] * (float)to.small[n];
     return to;
-}
-
-static void put_number(int kind, char *unit, int which, int output, float number) {
-    long at = which * UNIT + output;
-    if (FORMATS[kind].number_bytes == 4)
-        ((float *)unit)[at] = number;
-    else
-        ((_Float16 *)unit)[at] = (_Float16)number;
 }
 
 static const struct {
     int kind, inputs, bytes; /* a block's */
 } PACKED[] = {[GGML_F32] = {FLOAT32, 1, 4},        [GGML_F16] = {FLOAT32, 1, 2},       [GGML_BF16] = {FLOAT32, 1, 2},
               [GGML_Q4_0] = {NIBBLES, 32, 18},     [GGML_Q4_1] = {NIBBLES, 32, 20},    [GGML_Q8_0] = {BYTES, 32, 34},
-              [GGML_Q4_K] = {NIBBLES_K, 256, 144}, [GGML_Q5_K] = {BYTES_5K, 256, 176}, [GGML_Q6_K] = {BYTES_6K, 256, 210}};
+              [GGML_Q4_K] = {NIBBLES_K, 256, 144}, [GGML_Q5_K] = {FIVE_K, 256, 176},   [GGML_Q6_K] = {SIX_K, 256, 210}};
 
 static long row_bytes(int type, int inputs) { return (long)inputs / PACKED[type].inputs * PACKED[type].bytes; }
 
-/* A block's even inputs before its odd ones; of Q8_0, two outputs in every four bytes, above 0. */
-static int byte_in_tile(int kind, int output, int input) {
-    if (kind == BYTES) return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2;
-    return output * BLOCK + input % 2 * 16 + input / 2;
-}
+/* Two outputs in every four bytes, above 0. */
+static int byte_in_tile(int output, int input) { return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2; }
 
 static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     const Format format = FORMATS[PACKED[type].kind];
@@ -131,7 +123,7 @@ int64_t outrider_packed_size(int type, Linear *linear) {
     static const int sizes[] = {[FLOAT32] = 4, [BFLOAT16] = 2, [INT8] = 1};
     if (linear->kind == FLOAT32) linear->kind = PACKED[type].kind;
     long groups = (linear->outputs + 31) / 32 * 2l, blocks = (linear->inputs + BLOCK - 1) / BLOCK;
-    if (linear->kind > INT8) return groups * blocks * unit_size(linear->kind);
+    if (linear->kind > INT8) return groups * units_size(linear->kind, blocks, 1);
     return groups * UNIT * (linear->tiles ? blocks * BLOCK : linear->inputs) * sizes[linear->kind];
 }
 
@@ -164,19 +156,29 @@ static void pack_numbers(float *row, const Linear *linear, int output) {
 
 /* A block of 32 inputs of an output, in a unit. */
 static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
-    const int kind = linear->kind, lane = output % UNIT;
-    long blocks = linear->inputs / BLOCK;
-    long at = linear->tiles ? (output / 32 * blocks + block) * 2 + output / UNIT % 2 : output / UNIT * blocks + block;
-    char *unit = (char *)linear->weights + at * unit_size(kind), *quants = unit + numbers_size(kind);
-    for (int n = 0; n < FORMATS[kind].numbers; n++) put_number(kind, unit, n, lane, from->numbers[n]);
-    for (int k = 0; k < BLOCK; k++)
+    const int kind = linear->kind, lane = output % UNIT, together = linear->tiles ? 2 : 1;
+    const int more = FORMATS[kind].bits - 4, which = output / UNIT % together; /* bits above four */
+    char *panel = (char *)linear->weights + output / (UNIT * together) * units_size(kind, linear->inputs / BLOCK, together);
+    char *unit = panel + unit_at(kind, block, together, which), *head = panel + head_at(kind, block, together, which);
+    char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
+    for (int n = 0; n < FORMATS[kind].heads; n++) ((_Float16 *)head)[n * UNIT + lane] = (_Float16)from->heads[n];
+    for (int n = 0; n < FORMATS[kind].numbers; n++)
+        if (FORMATS[kind].heads) unit[n * UNIT + lane] = (char)from->small[n];
+        else ((_Float16 *)unit)[n * UNIT + lane] = (_Float16)from->numbers[n];
+    for (int k = 0; k < BLOCK; k++) {
+        int quant = from->quants[k] + FORMATS[kind].zero, high = quant >> 4;
         if (FORMATS[kind].bits == 8)
-            quants[linear->tiles ? byte_in_tile(kind, lane, k) : k * UNIT + lane] =
-                (char)(from->quants[k] + (linear->tiles && kind == BYTES ? 128 : 0));
-        else if (linear->tiles) /* four outputs in the 16 bits of an input */
-            quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)(from->quants[k] << lane % 2 * 4);
-        else /* eight inputs in the 32 bits of an output */
-            quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)(from->quants[k] << k % 2 * 4);
+            quants[linear->tiles ? byte_in_tile(lane, k) : k * UNIT + lane] = (char)(quant + (linear->tiles ? 128 : 0));
+        else if (linear->tiles) { /* four outputs in the 16 bits of an input, or 16 / bits above */
+            int shift = lane * more % 16;
+            quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)((quant & 15) << lane % 2 * 4);
+            if (more) above[lane * more / 16 * 64 + 2 * k + shift / 8] |= (char)(high << shift % 8);
+        } else { /* eight inputs in the 32 bits of an output, or 32 / bits above */
+            int shift = k * more % 32;
+            quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)((quant & 15) << k % 2 * 4);
+            if (more) above[(k * more / 32 * UNIT + lane) * 4 + shift / 8] |= (char)(high << shift % 8);
+        }
+    }
 }
 
 /* Repacks rows into the linear's zeroed memory, as `count` outputs from `first` on. A thread has whole units. */

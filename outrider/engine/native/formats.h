@@ -1,8 +1,10 @@
 /* Blocks of GGUF files, repacked once and read by the products as they are.
  *
- * A unit holds 16 outputs by 32 inputs: numbers of 16 lanes (scales and minima), then the quants. Units of the same
- * outputs follow each other: [outputs / 16, inputs / 32, unit]; for tiles, two of them in turn: [outputs / 32, inputs / 32,
- * 2, unit]. A weight is scale · quant (+ minimum), rounded once, which is what dequantisation gives.
+ * A unit holds 16 outputs by 32 inputs: numbers of 16 lanes (scales and minima), then the quants: four bits of each, then
+ * what is above them. Units of the same outputs follow each other: [outputs / 16, inputs / 32, unit]; for tiles, two of
+ * them in turn: [outputs / 32, inputs / 32, 2, unit]. The numbers of a K-quant are small integers times numbers of eight
+ * blocks, which are in a head before these: [outputs / 16, inputs / 256, head and 8 units], or [outputs / 32, inputs / 256,
+ * 2 heads and 8 by 2 units]. A weight is scale · quant (+ minimum), rounded once, which is what dequantisation gives.
  */
 
 #pragma once
@@ -13,41 +15,64 @@
 #define BLOCK 32 /* inputs */
 
 typedef struct {
-    int bits, numbers, number_bytes, minima, sub_blocks; /* sub_blocks: scales of a block, each for its share of inputs */
+    int bits, numbers, minima, sub_blocks; /* sub_blocks: scales of a block, each for its share of inputs */
+    int heads;                             /* numbers of a head; 0: a unit's numbers need none */
+    int zero;                              /* the quant of weight 0, where it is not stored as a signed number */
 } Format;
 
 static const Format FORMATS[] = {
-    [INT8] = {8, 0, 0, 0, 1},      /* in tiles only: the scales are those of the outputs */
-    [NIBBLES] = {4, 2, 2, 1, 1},   /* Q4_0, Q4_1 */
-    [BYTES] = {8, 1, 2, 0, 1},     /* Q8_0 */
-    [NIBBLES_K] = {4, 2, 4, 1, 1}, /* Q4_K */
-    [BYTES_5K] = {8, 2, 4, 1, 1},  /* Q5_K */
-    [BYTES_6K] = {8, 2, 4, 0, 2},  /* Q6_K */
+    [INT8] = {8, 0, 0, 1, 0, 0},      /* in tiles only: the scales are those of the outputs */
+    [NIBBLES] = {4, 2, 1, 1, 0, 0},   /* Q4_0, Q4_1 */
+    [BYTES] = {8, 1, 0, 1, 0, 0},     /* Q8_0 */
+    [NIBBLES_K] = {4, 2, 1, 1, 2, 0}, /* Q4_K */
+    [FIVE_K] = {5, 2, 1, 1, 2, 0},    /* Q5_K */
+    [SIX_K] = {6, 2, 0, 2, 1, 32},    /* Q6_K */
 };
+#define HEAD_BLOCKS 8
 
-INLINE long numbers_size(const int kind) { return (long)FORMATS[kind].numbers * FORMATS[kind].number_bytes * UNIT; }
+INLINE long numbers_size(const int kind) { return (long)FORMATS[kind].numbers * (FORMATS[kind].heads ? 1 : 2) * UNIT; }
 INLINE long unit_size(const int kind) { return numbers_size(kind) + UNIT * BLOCK * FORMATS[kind].bits / 8; }
+INLINE long head_size(const int kind) { return 2l * FORMATS[kind].heads * UNIT; }
+
+/* Bytes of `together` outputs' units in turn, with their heads. */
+INLINE long units_size(const int kind, long blocks, const int together) {
+    return together * (blocks * unit_size(kind) + (blocks + HEAD_BLOCKS - 1) / HEAD_BLOCKS * head_size(kind));
+}
+
+/* Of `together` units in turn, number `which` of a block; and its head. */
+INLINE long unit_at(const int kind, long block, const int together, int which) {
+    return together * (block * unit_size(kind) + (block / HEAD_BLOCKS + 1) * head_size(kind)) + which * unit_size(kind);
+}
+INLINE long head_at(const int kind, long block, const int together, int which) {
+    return units_size(kind, block / HEAD_BLOCKS * HEAD_BLOCKS, together) + which * head_size(kind);
+}
 
 /* LANES of the numbers of a unit, from output `first` on. */
-INLINE vec load_numbers(const int kind, const char *unit, int which, int first) {
-    long at = which * UNIT + first;
-    return FORMATS[kind].number_bytes == 2 ? from_float16((const uint16_t *)unit + at) : load((const float *)unit + at);
+INLINE vec load_numbers(const int kind, const char *unit, const char *head, int which, int first) {
+    if (!FORMATS[kind].heads) return from_float16((const uint16_t *)unit + which * UNIT + first);
+    vec whole = from_float16((const uint16_t *)head + (FORMATS[kind].heads > 1 ? which : 0) * UNIT + first);
+    return whole * from_bytes((const int8_t *)unit + which * UNIT + first);
 }
 
 /* A unit as floats of LANES outputs from `first` on: [BLOCK][LANES]. */
-INLINE void dequantise(const int kind, const char *unit, int first, float *to) {
+INLINE void dequantise(const int kind, const char *unit, const char *head, int first, float *to) {
     const Format format = FORMATS[kind];
-    const char *quants = unit + numbers_size(kind);
+    const char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
+    const int more = format.bits - 4, shared = 32 / (more ? more : 1); /* bits above; inputs that have them in 32 bits */
     vec scales[2], minima = {0};
-    for (int s = 0; s < format.sub_blocks; s++) scales[s] = load_numbers(kind, unit, s, first);
-    if (format.minima) minima = load_numbers(kind, unit, 1, first);
+    for (int s = 0; s < format.sub_blocks; s++) scales[s] = load_numbers(kind, unit, head, s, first);
+    if (format.minima) minima = load_numbers(kind, unit, head, 1, first);
     for (int k = 0; k < BLOCK; k += 8) {
-        ivec eight = {0};
-        if (format.bits == 4) memcpy(&eight, quants + (k / 8 * UNIT + first) * 4, sizeof eight);
+        ivec eight = {0}, high = {0};
+        if (format.bits < 8) memcpy(&eight, quants + (k / 8 * UNIT + first) * 4, sizeof eight);
+        if (format.bits == 5 || format.bits == 6) memcpy(&high, above + (k / shared * UNIT + first) * 4, sizeof high);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
-            vec quant = format.bits == 4 ? __builtin_convertvector(eight >> 4 * i & 15, vec)
-                                         : from_bytes((const int8_t *)quants + (k + i) * UNIT + first);
+            ivec bits = eight >> 4 * i & 15;
+            if (format.bits == 5 || format.bits == 6)
+                bits |= (high >> (k + i) % shared * more & ((1 << more) - 1)) << 4;
+            vec quant = format.bits < 8 ? __builtin_convertvector(bits - format.zero, vec)
+                                        : from_bytes((const int8_t *)quants + (k + i) * UNIT + first);
             vec scale = scales[(k + i) * format.sub_blocks / BLOCK];
             store(to + (k + i) * LANES, format.minima ? fused(quant, scale, minima) : quant * scale);
         }

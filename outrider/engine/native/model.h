@@ -11,7 +11,7 @@
 
 /* How weights are packed. The first three: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
  * streams of weights use more memory bandwidth than one. The others are the blocks of GGUF files, see formats.h. */
-enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NIBBLES = 3, BYTES = 4, NIBBLES_K = 5, BYTES_5K = 6, BYTES_6K = 7 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NIBBLES = 3, BYTES = 4, NIBBLES_K = 5, FIVE_K = 6, SIX_K = 7 };
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
 

@@ -81,15 +81,16 @@ INLINE void unpack_values(const int kind, const Linear *linear, int stream, int 
 }
 
 INLINE void unpack_blocks(const int kind, const Linear *linear, int stream, int first, int count, float *to) {
-    long blocks = linear->inputs / BLOCK;
-    const char *unit = (const char *)linear->weights +
-                       (stream * LANES / UNIT * blocks + first / BLOCK) * unit_size(kind);
-    for (int k = 0; k < count; k += BLOCK, unit += unit_size(kind)) {
+    const char *units = (const char *)linear->weights +
+                        stream * LANES / UNIT * units_size(kind, linear->inputs / BLOCK, 1);
+    for (int k = 0; k < count; k += BLOCK) {
+        long block = (first + k) / BLOCK;
+        const char *unit = units + unit_at(kind, block, 1, 0), *head = units + head_at(kind, block, 1, 0);
         for (int at = 0; at < unit_size(kind); at += 64) {
             __builtin_prefetch(unit + at + NEAR, 0, 3);
             __builtin_prefetch(unit + at + FAR, 0, 2);
         }
-        dequantise(kind, unit, stream * LANES % UNIT, to + k * LANES);
+        dequantise(kind, unit, head, stream * LANES % UNIT, to + k * LANES);
     }
 }
 
@@ -100,8 +101,8 @@ static void unpack(const Linear *linear, int stream, int first, int count, float
     case NIBBLES: unpack_blocks(NIBBLES, linear, stream, first, count, to); break;
     case BYTES: unpack_blocks(BYTES, linear, stream, first, count, to); break;
     case NIBBLES_K: unpack_blocks(NIBBLES_K, linear, stream, first, count, to); break;
-    case BYTES_5K: unpack_blocks(BYTES_5K, linear, stream, first, count, to); break;
-    default: unpack_blocks(BYTES_6K, linear, stream, first, count, to);
+    case FIVE_K: unpack_blocks(FIVE_K, linear, stream, first, count, to); break;
+    default: unpack_blocks(SIX_K, linear, stream, first, count, to);
     }
 }
 

@@ -157,8 +157,8 @@ static void finish(const Linear *linear, const float *sums, int pitch, int first
 
 /* What a thread unpacks next: block after block of one or two panels, then the next panels. */
 typedef struct {
-    const char *at;        /* in the first of the panels */
-    long size, panel_size; /* bytes of a block and of a panel */
+    const char *at;        /* the first of the panels */
+    long size, panel_size; /* bytes of a panel, and its share for a block */
     int blocks, block;     /* of a panel */
     int panels, wide;      /* left, with these; at most so many together */
     char *tiles;           /* two slots for unpacked blocks */
@@ -169,21 +169,20 @@ INLINE int units_of(const Stream *stream) { return stream->panels < stream->wide
 
 /* One unit of the next block. */
 INLINE void unpack_next(const int kind, const Stream *from, int unit) {
-    const char *at = from->at + unit / 2 * from->panel_size + unit % 2 * unit_size(kind);
+    const char *panel = from->at + unit / 2 * from->panel_size, *at = panel + unit_at(kind, from->block, 2, unit % 2);
     for (long i = 0; i < unit_size(kind); i += 64) __builtin_prefetch(at + NEAR_T0 + i, 0, 3);
-    unpack_unit(kind, at, from->tiles + from->slot * SLOT + unit * 2 * TILE);
+    unpack_unit(kind, at, panel + head_at(kind, from->block, 2, unit % 2), from->tiles + from->slot * SLOT + unit * 2 * TILE);
 }
 
 INLINE void advance(Stream *from) {
     const int together = units_of(from) / 2;
-    const char *far = from->at + from->block * from->size * (together - 1) + from->panel_size * together;
+    const char *far = from->at + (from->block * from->size + from->panel_size) * together;
     for (long i = 0; i < together * from->size; i += 64) __builtin_prefetch(far + i, 0, 2);
-    from->at += from->size;
     from->slot = !from->slot;
     if (++from->block == from->blocks) {
         from->block = 0;
         from->panels -= together;
-        from->at += from->panel_size * (together - 1);
+        from->at += from->panel_size * together;
     }
 }
 
@@ -255,23 +254,24 @@ INLINE void sum_panels(const int kind, const int groups, int units, const char *
         ADD_LOADED(g, two_parts)                 \
     }
 
-/* Sums of one unit with up to four groups of rows. */
-INLINE void sum_unit(const int kind, const char *unit, long size, int blocks, int groups, char *tiles, const char *x,
-                     int pitch, float *sums) {
+/* Sums of one of a panel's two units with up to four groups of rows. */
+INLINE void sum_unit(const int kind, const char *panel, int which, long size, int blocks, int groups, char *tiles,
+                     const char *x, int pitch, float *sums) {
     const int plain = kind == BFLOAT16, two_parts = kind != BFLOAT16 && kind != INT8;
     const long part = 64 * pitch, group = blocks * 2 * part;
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
-    if (!plain) unpack_unit(kind, unit, tiles);
-    for (int b = 0; b < blocks; b++, x += 2 * part, unit += size) {
-        const char *from = plain ? unit : tiles + b % 2 * 2 * TILE;
+#define UNPACK(b) unpack_unit(kind, panel + unit_at(kind, b, 2, which), panel + head_at(kind, b, 2, which), tiles + (b) % 2 * 2 * TILE)
+    if (!plain) UNPACK(0);
+    for (int b = 0; b < blocks; b++, x += 2 * part) {
+        const char *unit = panel + b * size + which * size / 2, *from = plain ? unit : tiles + b % 2 * 2 * TILE;
         for (long i = 0; i < size / 2; i += 64) {
             __builtin_prefetch(unit + blocks * size + i, 0, 2);
             __builtin_prefetch(unit + NEAR_T0 + i, 0, 3);
         }
-        if (!plain && b + 1 < blocks) unpack_unit(kind, unit + size, tiles + (b + 1) % 2 * 2 * TILE);
+        if (!plain && b + 1 < blocks) UNPACK(b + 1);
         LOAD_WEIGHTS(from, two_parts)
         ADD_GROUP(0)
         ADD_GROUP(1)
@@ -304,8 +304,8 @@ INLINE void multiply(const int kind, const Linear *linear, Stream stream, int pa
     for (int u = 0; groups > 2 && u < 2 * panels; u++) /* unit by unit, with four groups at once */
         for (int g = 0; g < groups; g += 4) {
             int count = groups - g < 4 ? groups - g : 4;
-            const char *unit = weights + u / 2 * stream.panel_size + u % 2 * (plain ? TILE : unit_size(kind));
-            sum_unit(kind, unit, stream.size, stream.blocks, count, stream.tiles, x + g * group, pitch, sums);
+            const char *panel = weights + u / 2 * stream.panel_size;
+            sum_unit(kind, panel, u % 2, stream.size, stream.blocks, count, stream.tiles, x + g * group, pitch, sums);
             for (int i = 0; i < count; i++) FINISH(i, g + i, 32 * first + UNIT * u);
         }
     for (int u = 0; groups <= 2 && !plain && u < units_of(&stream); u++) unpack_next(kind, &stream, u);
@@ -328,14 +328,14 @@ INLINE void multiply(const int kind, const Linear *linear, Stream stream, int pa
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int inputs = linear->inputs, kind = linear->kind, panels = (linear->outputs + 31) / 32;
     int blocks = (inputs + BLOCK - 1) / BLOCK, groups = groups_of(rows), columns = (rows + groups - 1) / groups;
-    long size = kind == BFLOAT16 ? 2l * TILE : 2 * unit_size(kind);
+    long panel_size = kind == BFLOAT16 ? 2l * TILE * blocks : units_size(kind, blocks, 2);
     char *scratch = (char *)step->tiles;
 #pragma omp for schedule(static)
     for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
     int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     int start = panels * thread / threads, end = panels * (thread + 1) / threads;
-    Stream stream = {.at = (const char *)linear->weights + start * size * blocks, .size = size,
-                     .panel_size = size * blocks, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
+    Stream stream = {.at = (const char *)linear->weights + start * panel_size, .size = panel_size / blocks,
+                     .panel_size = panel_size, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
                      .tiles = scratch + (long)groups * blocks * 2 * TILE + thread * 2l * SLOT};
     configure(columns);
     switch (kind) {
@@ -344,8 +344,8 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
         MULTIPLY(NIBBLES)
         MULTIPLY(BYTES)
         MULTIPLY(NIBBLES_K)
-        MULTIPLY(BYTES_5K)
-        MULTIPLY(BYTES_6K)
+        MULTIPLY(FIVE_K)
+        MULTIPLY(SIX_K)
     }
     __asm__ volatile("tilerelease" : :);
 #pragma omp barrier

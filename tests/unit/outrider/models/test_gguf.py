@@ -82,16 +82,22 @@ def test_weights_are_those_that_transformers_finds(architecture: str, kind: Any,
         assert torch.allclose(found(ids).logits, wanted(ids).logits, atol=1e-5)
 
 
-def test_loading_writes_no_safetensors_and_gives_the_bits_and_names_of_float32(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "random.gguf", Shape(), q4_k_m)
-    blocks = load_model(str(path), options()).engine
+@pytest.mark.parametrize(
+    ("dtype", "kind", "smaller"),
+    [("float32", "Q4_K_M", 3), ("bfloat16", "Q4_K_M", 1), ("bfloat16", "half of it F16", 1)],
+)
+def test_loading_writes_no_safetensors_and_gives_their_bits_and_names(
+    dtype: str, kind: str, smaller: int, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "random.gguf", Shape(), FORMATS[kind])
+    blocks = load_model(str(path), options(dtype=dtype)).engine
     assert not list(tmp_path.rglob("*.safetensors"))
     folder = locate_safetensors(str(path), print)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-    floats = load_model(str(folder), options()).engine
+    floats = load_model(str(folder), options(dtype=dtype)).engine
     assert isinstance(blocks, NativeEngine)
     assert isinstance(floats, NativeEngine)
-    assert blocks.weight_bytes < floats.weight_bytes / 3
+    assert blocks.weight_bytes <= floats.weight_bytes / smaller
     assert Path(folder).name == Path(locate(str(path), print)).name == blocks.info.name
     assert blocks.info == floats.info
     found, wanted = (each.extend([SessionTokens("s", TOKENS)]).logits[0] for each in (blocks, floats))

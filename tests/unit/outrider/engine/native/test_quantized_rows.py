@@ -97,6 +97,16 @@ def test_blocks_give_the_bits_of_float32(kind: str, level: str, monkeypatch: pyt
     assert torch.equal(found, logits(engine(float32(made))))
 
 
+@pytest.mark.parametrize(
+    ("kind", "most"), [("Q4_0", 1.12), ("Q4_1", 1.0), ("Q8_0", 1.0), ("Q4_K", 1.03), ("Q5_K", 1.03), ("Q6_K", 1.0)]
+)
+def test_packed_blocks_are_hardly_larger_than_those_of_the_file(kind: str, most: float) -> None:
+    rows, runs = random_rows(kind, 64, 512, torch.Generator().manual_seed(1)), engine(model("Q4_1"))
+    before = runs._memory.taken
+    runs._linear(Linear(torch.empty(64, 512, device="meta"), None, (rows,)), "float32")
+    assert runs._memory.taken - before <= most * rows.stored.numel()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_dequantises_the_rows_that_it_is_asked_for(kind: str) -> None:
     made = model(kind)
