@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
-from drafter.draft_sampling import next_token, token_choices
+from drafter.draft_sampling import Ids, next_token, token_choices
 from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
@@ -53,38 +53,53 @@ class MedusaDrafter:
         states = [self._medusa.predict(state, token, head) for head in range(first, len(self._medusa.heads))]
         if not states:
             return request.chain(done=True)
-        logits = self._medusa.logits(torch.stack(states))
-        return self._draft_tree(request, logits) if request.branches > 1 else self._draft_chain(request, logits)
+        logits, ids = self._medusa.logits(torch.stack(states)), self._medusa.ids
 
-    def _draft_chain(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
-        tokens = list(request.tokens)
-        probs: list[Distribution] = []
-        for row in logits[len(tokens) - request.committed :][: request.max_new_tokens]:
-            found = next_token(request, row[None], tokens, self._candidates, self._medusa.ids)
-            if found is None:
-                break
-            token, distribution = found
-            tokens.append(token)
-            if distribution is not None:
-                probs.append(distribution)
-        drafted = tokens[len(request.tokens) :]
-        return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
+        def rows(places: Sequence[int], previous: Sequence[int]) -> torch.Tensor:
+            return logits[list(places)]
 
-    def _draft_tree(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
-        """Draft a tree whose choices depend on a node's depth alone."""
-        builder = TreeBuilder(request)
-        new: list[int] = builder.expandable_nodes()
-        while new:
-            new = [node for node in new if builder.depth(node) < len(logits)]
-            paths = [builder.path(node) for node in new]
-            found = (
-                token_choices(request, logits[[len(path) for path in paths]], paths, self._medusa.ids) if new else []
-            )
-            for node, choices in zip(new, found, strict=True):
-                builder.add_choices(node, choices)
-            added = builder.add()
-            new = [] if added is None else [added]
-        return builder.guess(done=builder.remaining > 0)
+        if request.branches > 1:
+            return draft_tree(request, rows, len(logits), ids)
+        return draft_chain(request, rows, len(logits), self._candidates, ids)
+
+
+# Logits of places, 0 for the first one after the committed tokens, each with the token before it. Fewer rows than
+# places: the guess ends there.
+Rows = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
+
+
+def draft_chain(request: DraftRequest, rows: Rows, num_places: int, candidates: int, ids: Ids) -> Guess:
+    """Draft a chain through places that are predicted together."""
+    tokens = list(request.tokens)
+    probs: list[Distribution] = []
+    while len(tokens) - request.committed < num_places and len(tokens) < len(request.tokens) + request.max_new_tokens:
+        logits = rows([len(tokens) - request.committed], tokens[-1:])
+        found = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
+        if found is None:
+            break
+        token, distribution = found
+        tokens.append(token)
+        if distribution is not None:
+            probs.append(distribution)
+    drafted = tokens[len(request.tokens) :]
+    return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
+
+
+def draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, *, by_level: bool = False) -> Guess:
+    """Draft a tree through places that are predicted together. `by_level`: about a level of it at once."""
+    builder = TreeBuilder(request)
+    new: list[int] = builder.expandable_nodes()
+    while new:
+        new = [node for node in new if builder.depth(node) < num_places]
+        paths = [builder.path(node) for node in new]
+        previous = [(path or request.tokens[: request.committed])[-1] for path in paths]
+        logits = rows([len(path) for path in paths], previous) if new else torch.empty(0)
+        found = token_choices(request, logits, paths, ids) if new else []
+        for node, choices in zip(new, found, strict=True):
+            builder.add_choices(node, choices)
+        added = [builder.add() for _ in range(builder.level_budget if by_level else 1)]
+        new = [node for node in added if node is not None]
+    return builder.guess(done=builder.remaining > 0)
 
 
 @drafter(METHOD)

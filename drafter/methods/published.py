@@ -11,8 +11,8 @@ import structlog
 
 from drafter.interface import DraftRequest
 from drafter.methods.eagle import EagleDrafter
+from drafter.methods.published_blocks import BlockDrafter
 from drafter.methods.registry import drafter
-from drafter.published.checkpoint_config import refused
 from drafter.published.dflash import PublishedDflash
 from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint, TargetSize
@@ -39,7 +39,7 @@ class PublishedDrafter:
     needs_hidden_states = True
     projection: PackedProjection  # only of a drafter that reads the states of several layers
 
-    def __init__(self, rows: EagleDrafter, width: int, projection: PackedProjection | None) -> None:
+    def __init__(self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None) -> None:
         self.info = rows.info
         self.vocabulary: Vocabulary | None = None  # it fits every target of its width and vocabulary size
         self._rows = rows
@@ -72,16 +72,19 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     checkpoint = _open(settings.model)
     target = TargetSize.read(settings.target, progress)
     checkpoint.check_target(target)
-    if isinstance(checkpoint.module, (PublishedPeagle, PublishedDflash)):
-        raise refused(checkpoint.folder, f"has the format {checkpoint.format.name}, which cannot be served yet")
     options = EngineOptions.of(settings)
     device = options.selected_device
     matrices = read_embeddings_and_head(settings.target, progress) if checkpoint.lacks else None
     progress(f"reading the {checkpoint.format.title}")
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)
     release_threads()
-    engine = RowEngine(module, settings.kv_tokens)
-    rows = EagleDrafter(engine, engine, _info(checkpoint, module), settings.draft_candidates)
+    info, candidates = _info(checkpoint, module), settings.draft_candidates
+    rows: EagleDrafter | BlockDrafter
+    if isinstance(module, (PublishedPeagle, PublishedDflash)):
+        rows = BlockDrafter(module, settings.kv_tokens, info, candidates)
+    else:
+        engine = RowEngine(module, settings.kv_tokens)
+        rows = EagleDrafter(engine, engine, info, candidates)
     return PublishedDrafter(rows, module.shape.hidden, checkpoint.projection(target))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
 from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
 from drafter.published.module import HEAD, PublishedModule, TargetNeeds, vocab_of
-from drafter.published.rows import DraftKvCache, RowBatch, SessionRows
+from drafter.published.rows import CommittedRows, DraftKvCache, RowBatch, SessionRows
 
 _MAX_BLOCK = 64
 
@@ -61,6 +61,17 @@ class PublishedDflash(PublishedModule):
             assert isinstance(layer, DraftLayer)
             rows.append(number, *layer.self_attn.keys_and_values(projected, rows.positions))
         rows.advance()
+
+    def guess(self, batch: Sequence[CommittedRows]) -> torch.Tensor:
+        """Append the committed rows; return what the head reads of the guesses.  # [sessions, places, width]"""
+        rows = [SessionRows(each.cache, len(each.states)) for each in batch]
+        self.commit(RowBatch(rows, self.fc.weight.device), torch.cat([each.states for each in batch]))
+        return self.block([each.cache for each in batch], [each.tokens[-1] for each in batch])
+
+    @property
+    def places(self) -> int:
+        """Return the number of guesses of a block."""
+        return self.block_size - 1 + self.from_anchor
 
     def block(self, caches: Sequence[DraftKvCache], anchors: Sequence[int]) -> torch.Tensor:
         """Return what the head reads of the guesses after each session's anchor.  # [sessions, guesses, width]"""

@@ -7,7 +7,8 @@ the place of g: before the final norm in EAGLE-3, after it in 3.1 (`norm_output`
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig
 from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
 from drafter.published.module import PublishedModule, TargetNeeds, vocab_of
-from drafter.published.rows import RowBatch
+from drafter.published.rows import CommittedRows, RowBatch, SessionRows
 
 _USUAL_STATES = 3
 _LEGACY_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
@@ -100,6 +101,8 @@ class PublishedEagle3(PublishedModule):
 class PublishedPeagle(PublishedEagle3):
     """P-EAGLE: rows of `masks` stand for tokens that are not known, so that one `step` guesses several."""
 
+    places = 8  # the depth that published ones are trained to
+
     def __init__(self, config: CheckpointConfig, names: Collection[str]) -> None:
         super().__init__(config, names)
         self._mask_token = config.integer("mask_token_id", at_least=0, at_most=self.needs.vocab - 1)
@@ -108,7 +111,23 @@ class PublishedPeagle(PublishedEagle3):
     def masks(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and hidden states; the learned row takes the place of the target's states."""
         tokens = torch.full((count,), self._mask_token, device=self.mask_hidden.device)
-        return tokens, self.project(self.mask_hidden).expand(count, -1)
+        return tokens, self._mask_state.expand(count, -1)
+
+    @cached_property
+    def _mask_state(self) -> torch.Tensor:
+        return self.project(self.mask_hidden)
+
+    def guess(self, batch: Sequence[CommittedRows]) -> torch.Tensor:
+        """Append the committed rows; return what the head reads of the guesses.  # [sessions, places, width]"""
+        mask_tokens, mask_states = self.masks(self.places - 1)
+        rows = [SessionRows(each.cache, len(each.states) + len(mask_tokens)) for each in batch]
+        tokens = [part for each in batch for part in (each.token_ids(mask_tokens.device), mask_tokens)]
+        states = [part for each in batch for part in (each.states, mask_states)]
+        outputs, _ = self.step(RowBatch(rows, mask_tokens.device), torch.cat(tokens), torch.cat(states))
+        for each in batch:
+            each.cache.truncate(each.cache.length - len(mask_tokens))
+        parts = torch.split(outputs, [row.count for row in rows])
+        return torch.stack([part[-self.places :] for part in parts])
 
 
 def _layer_ids(config: CheckpointConfig, eagle: CheckpointConfig) -> tuple[int, ...]:

@@ -61,6 +61,11 @@ class PublishedModule(nn.Module):
         """Return the parameter that a tensor of the checkpoint fills; None for tensors that only training needs."""
         return name
 
+    @property
+    def column_ids(self) -> torch.Tensor | None:
+        """Return the target ids of the columns of logits; None for the whole vocabulary."""
+        return self.ids if self.draft_vocab < self.needs.vocab else None
+
     def new_cache(self) -> DraftKvCache:
         return DraftKvCache(self._num_caches)
 

@@ -43,7 +43,7 @@ class RowEngine(SessionCaches):
 
     def __init__(self, module: PublishedModule, capacity: int) -> None:
         super().__init__(module, capacity)
-        self.ids = module.ids if module.draft_vocab < module.needs.vocab else None
+        self.ids = module.column_ids
         self.embeddings = module.embed_tokens.weight
 
     def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,18 @@ class SessionRows:
         return torch.cat([among.new_ones(self.count, self.cache.length), among], dim=1).to(device)
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """States of committed tokens that a session's cache lacks, and the token after each of them."""
+
+    cache: DraftKvCache
+    states: torch.Tensor  # projected  # [rows, width]
+    tokens: Sequence[int]
+
+    def token_ids(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.tokens, device=device)
+
+
 class RowBatch:
     """The new rows of several sessions, one after the other. Their caches count them after `advance`."""
 

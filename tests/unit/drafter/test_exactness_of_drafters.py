@@ -199,6 +199,14 @@ class Enumerated:
         return request.chain([self.branches.token(drawn_from)], [drawn_from])
 
 
+class Hesitant(Enumerated):
+    """Ends its guess where a confidence that looks at the drawn token is low; see `published_blocks._rows`."""
+
+    def _draft(self, request: DraftRequest) -> Guess:
+        drafted = super()._draft(request)
+        return request.chain(done=True) if request.new_tokens(drafted) == (0,) else drafted
+
+
 class Luck:
     """Branches as a RandomSource and nothing else."""
 
@@ -315,6 +323,10 @@ class TestEnumerationSees:
     def test_a_blend_that_picks_after_the_draw(self, mode: Verification) -> None:
         pair = by_path(7)
         assert bias(pair, enumerable(mode, pair), blended(Picky, 0.0, pair)) > SEEN
+
+    def test_a_drafter_that_ends_its_guess_by_the_drawn_token(self, mode: Verification) -> None:
+        assert bias(ONE, enumerable(mode, ONE), lambda branches, _: [Enumerated(OTHER, branches)]) < EXACT
+        assert bias(ONE, enumerable(mode, ONE), lambda branches, _: [Hesitant(OTHER, branches)]) > SEEN
 
     def test_a_tree_that_chooses_between_two_drafters_by_value(self, mode: Verification) -> None:
         assert bias(ONE, enumerable(mode, ONE, tree=Choosy), two) > SEEN

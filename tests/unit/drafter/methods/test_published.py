@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from drafter.interface import Drafter, DraftRequest, ReadsLayers
+from drafter.methods import published_blocks
 from drafter.methods.published import make
+from drafter.published.dflash import PublishedDflash, PublishedDspark
+from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.module import PublishedModule
 from drafter.published.rows import RowBatch, SessionRows
@@ -30,6 +34,7 @@ from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, weights_of, write
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
 FINAL = ("eagle", "eagle-layers", "mimo-mtp")  # formats on final states
 ROWS = (*FINAL, "eagle3", "eagle3-bare", "eagle3-modelopt", "eagle3.1-speculators")  # that guess token by token
+BLOCKS = ("peagle", "dflash", "dflash-speculators", "dspark", "dspark-speculators")  # that guess several at once
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +80,8 @@ def ask_for(tokens: list[int], max_new_tokens: int, *states: HiddenStates, **mor
 @torch.no_grad()
 def expected(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> int:
     """Return the likeliest token after a path, by the definition: all rows from the first on, in a new cache."""
+    if isinstance(module, (PublishedPeagle, PublishedDflash)):
+        return expected_in_block(module, states, tokens, path)
     cache, states = module.new_cache(), states[: len(tokens) - 1]
     rows = RowBatch([SessionRows(cache, len(states))], states.device)
     output, following = module.step(rows, torch.tensor(tokens[1:]), states)
@@ -84,6 +91,22 @@ def expected(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int
     return int(module.ids[module.logits(output)[-1].argmax()])
 
 
+@torch.no_grad()
+def expected_in_block(module: Any, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> int:
+    """Return the same for a drafter that guesses several places at once, a whole prompt in one pass."""
+    cache, states = module.new_cache(), states[: len(tokens) - 1]
+    if isinstance(module, PublishedPeagle):
+        masks, unknown = module.masks(len(path))
+        rows = RowBatch([SessionRows(cache, len(states) + len(path))], states.device)
+        output, _ = module.step(rows, torch.cat([torch.tensor(tokens[1:]), masks]), torch.cat([states, unknown]))
+        return int(module.ids[module.logits(output)[-1].argmax()])
+    module.commit(RowBatch([SessionRows(cache, len(states))], states.device), states)
+    logits = module.logits(module.block([cache], [tokens[-1]])[0])[len(path)]
+    if isinstance(module, PublishedDspark):
+        logits = logits + module.markov(torch.tensor([[*tokens, *path][-1]]))[0]
+    return int(module.ids[logits.argmax()])
+
+
 def chain(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], length: int) -> list[int]:
     path: list[int] = []
     for _ in range(length):
@@ -91,9 +114,12 @@ def chain(module: PublishedModule, states: torch.Tensor, tokens: Sequence[int], 
     return path
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_guesses_are_those_of_the_module_after_each_commit(name: str, tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("name", [*ROWS, *BLOCKS])
+def test_guesses_are_those_of_the_module_after_each_commit(
+    name: str, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States come in pieces that overlap, and committed tokens replace right and wrong guesses."""
+    monkeypatch.setattr(published_blocks, "_MIN_CONFIDENCE", 0.0)
     served = Served(name, tmp_path, target)
     drafter, module, states = served.drafter, served.module, served.states
     tokens, told = list(PROMPT), 0
@@ -105,7 +131,7 @@ def test_guesses_are_those_of_the_module_after_each_commit(name: str, tmp_path: 
         tokens += new
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*ROWS, *BLOCKS])
 def test_a_trees_nodes_are_the_likeliest_after_their_paths(name: str, tmp_path: Path, target: str) -> None:
     served = Served(name, tmp_path, target)
     drafter, module, states = served.drafter, served.module, served.states
@@ -120,7 +146,7 @@ def test_a_trees_nodes_are_the_likeliest_after_their_paths(name: str, tmp_path: 
     assert list(alone.tokens) == chain(module, states, PROMPT, 3), "nothing of the tree is cached"
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [*ROWS, *BLOCKS])
 def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Path, target: str) -> None:
     served = Served(name, tmp_path, target)
     drafter = served.drafter
@@ -134,12 +160,50 @@ def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Pat
     assert drafter.draft(requests) == alone
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in FINAL])
+SAMPLED = {"temperature": 1.0, "seed": 1}
+MODES = {
+    "greedy": {"temperature": 0.0, "seed": 1},
+    "coupled": SAMPLED,
+    "rejection": SAMPLED | {"verification": Verification.REJECTION},
+    "block": SAMPLED | {"verification": Verification.BLOCK},
+}
+
+
+@pytest.mark.parametrize(("confidence", "free"), [(0.45, 2), (0.01, 0), (0.99, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_low_confidence_ends_a_guess_where_any_rule_is_exact(
+    mode: str, confidence: float, free: int, tmp_path: Path, target: str
+) -> None:
+    """Under rejection and block verification, the length of a guess must not depend on what was drawn."""
+    weights = weights_of(CASES["dspark"](tmp_path))
+    weights["confidence_head.proj.weight"].zero_()
+    weights["confidence_head.proj.bias"].fill_(math.log(confidence / (1 - confidence)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    write(tmp_path, config, weights)
+    settings = DrafterSettings(kind="published", model=str(tmp_path), target=target, device="cpu")
+    states = Served("dspark", tmp_path / "other", target).sent(0, len(PROMPT) - 1)
+    (draft,) = make(settings, lambda _: None).draft([ask_for(PROMPT, 4, states, params=SamplingParams(**MODES[mode]))])
+    assert len(draft.tokens) == (free if mode in ("greedy", "coupled") else 4)
+    assert draft.done == (len(draft.tokens) < 4)
+
+
+def test_a_block_goes_on_behind_committed_tokens_whose_states_are_on_their_way(tmp_path: Path, target: str) -> None:
+    served = Served("dflash", tmp_path, target)
+    (draft,) = served.drafter.draft([ask_for(PROMPT, 5, served.sent(0, len(PROMPT) - 1))])
+    assert len(draft.tokens) == 5, "a block of six without its anchor"
+    (rest,) = served.drafter.draft([ask_for([*PROMPT, 1, 2], 5)])
+    assert rest.tokens == draft.tokens[2:]
+    assert rest.done
+    (none,) = served.drafter.draft([ask_for(PROMPT + [1] * 5, 5)])
+    assert none == Guess(len(PROMPT) + 5, 0, 0, (), done=True)
+
+
+@pytest.mark.parametrize("name", [name for name in (*ROWS, *BLOCKS) if name not in FINAL])
 def test_the_projection_for_the_verifier_is_that_of_the_module(name: str, tmp_path: Path, target: str) -> None:
     served = Served(name, tmp_path, target)
     assert isinstance(served.drafter, ReadsLayers)
     offered, needs = served.drafter.projection, served.module.needs
-    assert offered.spec.layers == (needs.state_layers or (2, 3, 3))
+    assert offered.spec.layers == needs.layers_of(6)
     states = torch.randn(5, needs.states * needs.hidden, generator=torch.Generator().manual_seed(1))
     project = Projection(offered.data, needs.states, needs.hidden, torch.device("cpu"))
     with torch.no_grad():
@@ -177,8 +241,9 @@ def test_drafted_ids_in_any_order(params: dict[str, Any], tmp_path: Path, target
     assert make(settings, lambda _: None).draft([request]) == served.drafter.draft([request])
 
 
-def test_a_full_cache_gives_up_the_idle(tmp_path: Path, target: str) -> None:
-    served = Served("eagle", tmp_path, target, kv_tokens=64)
+@pytest.mark.parametrize("name", ["eagle", "peagle", "dflash"])
+def test_a_full_cache_gives_up_the_idle(name: str, tmp_path: Path, target: str) -> None:
+    served = Served(name, tmp_path, target, kv_tokens=64)
     drafter, module, states = served.drafter, served.module, served.states
     request = ask_for(PROMPT, 2, served.sent(0, len(PROMPT) - 1))
     wanted = chain(module, states, PROMPT, 2)

@@ -1,0 +1,117 @@
+"""Published drafters that guess a whole block in one pass: P-EAGLE, DFlash and DSpark.
+
+A block is computed once for each commit and gives logits per place. DSpark's logits also depend on the token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from drafter.interface import DraftRequest
+from drafter.methods.eagle import ReceivedStates, to_evict
+from drafter.methods.medusa import Rows, draft_chain, draft_tree
+from drafter.published.dflash import PublishedDflash, PublishedDspark
+from drafter.published.eagle3 import PublishedPeagle
+from drafter.published.row_engine import SessionCaches
+from drafter.published.rows import CommittedRows, DraftKvCache
+from outrider.protocol.errors import Overloaded
+from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.speculation import Guess
+
+# As --suffix-certainty: the least probability, by the confidence head, that all guesses up to a place hold.
+_MIN_CONFIDENCE = 0.1
+
+
+@dataclass(slots=True)
+class _BlockSession(ReceivedStates):
+    """A session's latest block, which begins after token `first + num_cached`."""
+
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # [places, width]
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # without the token before  # [places, ids]
+
+
+class BlockDrafter:
+    """Drafter whose guesses for several places come from one pass over all sessions."""
+
+    def __init__(
+        self, module: PublishedPeagle | PublishedDflash, capacity: int, info: ModelInfo, candidates: int
+    ) -> None:
+        self.info = info
+        self._module = module
+        self._caches = SessionCaches(module, capacity)
+        self._candidates = candidates
+        self._sessions: dict[str, _BlockSession] = {}  # least recently drafted first
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
+        for request in requests:
+            state = self._sessions.pop(request.session, None) or _BlockSession()
+            self._sessions[request.session] = state
+            for hidden_states in request.hidden_states:
+                if not state.add(hidden_states):
+                    self._caches.free(request.session)
+        self._compute({each.session: each for each in requests if self._sessions[each.session].new_states})
+        return [self._draft(request) for request in requests]
+
+    def forget(self, session: str) -> None:
+        self._caches.free(session)
+        self._sessions.pop(session, None)
+
+    def _compute(self, batch: dict[str, DraftRequest]) -> None:
+        """Compute the blocks after new states. Where the caches are full, a session starts again with its next ones."""
+        while batch:
+            states = [torch.cat(self._sessions[session].new_states) for session in batch]
+            try:
+                caches = self._caches.of(list(batch), sum(len(part) + self._module.places for part in states))
+            except Overloaded:
+                batch.pop(evicted := to_evict(self._sessions, batch), None)
+                self.forget(evicted)
+                continue
+            self._guess(batch.values(), states, caches)
+            return
+
+    def _guess(
+        self, requests: Iterable[DraftRequest], states: Iterable[torch.Tensor], caches: Iterable[DraftKvCache]
+    ) -> None:
+        weight, rows = self._module.embed_tokens.weight, []
+        sessions = [self._sessions[request.session] for request in requests]
+        for request, session, new, cache in zip(requests, sessions, states, caches, strict=True):
+            tokens = request.tokens[session.path_start : session.path_start + len(new)]
+            rows.append(CommittedRows(cache, new.to(weight), tokens))
+            session.num_cached, session.new_states = session.num_cached + len(new), []
+        for session, hidden in zip(sessions, self._module.guess(rows), strict=True):
+            session.hidden, session.logits = hidden, self._module.logits(hidden).float()
+
+    def _draft(self, request: DraftRequest) -> Guess:
+        session = self._sessions.get(request.session, _BlockSession())
+        # Skip the places whose tokens are committed by now.
+        skipped = request.committed - session.first - session.num_cached - 1
+        num_places = len(session.logits) - skipped
+        if num_places <= 0:
+            return request.chain(done=True)
+        rows, ids = self._rows(request, session, skipped), self._module.column_ids
+        if request.branches > 1:
+            return draft_tree(request, rows, num_places, ids, by_level=isinstance(self._module, PublishedDspark))
+        return draft_chain(request, rows, num_places, self._candidates, ids)
+
+    def _rows(self, request: DraftRequest, session: _BlockSession, skipped: int) -> Rows:
+        module, certain = self._module, 1.0
+        # Rejection and block verification need a length of guesses that does not depend on what is drawn.
+        may_end = request.branches == 1 and not request.params.mode.needs_draft_probs
+
+        def rows(places: Sequence[int], previous: Sequence[int]) -> torch.Tensor:
+            nonlocal certain
+            at = [place + skipped for place in places]
+            if not isinstance(module, PublishedDspark):
+                return session.logits[at]
+            before = torch.tensor(previous, device=session.logits.device)
+            confidence = module.confidence(session.hidden[at], before) if may_end else None
+            if confidence is not None:
+                certain *= float(confidence)
+                at = at if certain >= _MIN_CONFIDENCE else []
+            return session.logits[at] + module.markov(before[: len(at)])
+
+        return rows
