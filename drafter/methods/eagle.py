@@ -8,7 +8,7 @@ states arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -71,8 +71,6 @@ class ReceivedStates:
     def add(self, hidden_states: HiddenStates) -> bool:
         """Add new hidden states; return False if a gap makes the cached positions useless."""
         states = decode(hidden_states)
-        if not len(states):
-            return True
         empty = not self.num_cached and not self.new_states
         if empty or hidden_states.position > self.end:
             self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
@@ -91,12 +89,6 @@ class _EagleSession(ReceivedStates):
     outputs: list[_LayerOutput] = field(default_factory=list)  # at the last of `num_cached`, then along `path`
     tree_outputs: dict[tuple[int, ...], _LayerOutput] = field(default_factory=dict)  # by path from `tree_root`
     tree_root: tuple[int, int] = (0, 0)  # committed tokens, cached positions with the target's states
-
-
-def to_evict(sessions: Iterable[str], batch: Iterable[str]) -> str:
-    """Return the first session that is not in this batch, else one that is."""
-    kept = list(batch)
-    return next((session for session in sessions if session not in kept), kept[0])
 
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
@@ -134,7 +126,9 @@ class EagleDrafter:
             try:
                 computed = self._engine.extend(list(batch.values()))
             except Overloaded:
-                batch.pop(evicted := to_evict(self._sessions, batch), None)
+                # First a session that is not in this batch, then one that is.
+                evicted = next((session for session in self._sessions if session not in batch), next(iter(batch)))
+                batch.pop(evicted, None)
                 self.forget(evicted)
                 continue
             outputs = zip(computed.hidden_states, computed.logits, strict=True)
@@ -294,9 +288,7 @@ class EagleDrafter:
         )
 
 
-def _prepare_chain(
-    eagle: Eagle | RowEngine, engine: Engine | RowEngine
-) -> Callable[..., tuple[list[int], StepResult]] | None:
+def _prepare_chain(eagle: object, engine: object) -> Callable[..., tuple[list[int], StepResult]] | None:
     """Return the engine's own way to continue a greedy chain, if it has one."""
     if not isinstance(engine, NativeEngine) or not isinstance(eagle, Eagle):
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from drafter.artifacts import read_trained
@@ -13,6 +12,7 @@ from drafter.interface import DraftRequest
 from drafter.methods.registry import drafter
 from drafter.tree_builder import TreeBuilder
 from outrider.engine.loading.options import EngineOptions
+from outrider.hidden_states.rows import decode
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.speculation import Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
@@ -41,9 +41,8 @@ class MedusaDrafter:
 
     def _draft(self, request: DraftRequest) -> Guess:
         for part in request.hidden_states:
-            last = np.frombuffer(part.rows, dtype="<f2")[-part.width :].astype(np.float32)
-            position = part.position + part.count - 1
-            self._states[request.session] = position, torch.from_numpy(last).to(self._medusa.embeddings.device)
+            last = decode(part)[-1].to(self._medusa.embeddings.device)
+            self._states[request.session] = part.position + part.count - 1, last
         if request.session not in self._states:
             return request.chain(done=True)
         position, state = self._states[request.session]
@@ -54,22 +53,19 @@ class MedusaDrafter:
         if not states:
             return request.chain(done=True)
         logits, ids = self._medusa.logits(torch.stack(states)), self._medusa.ids
-
-        def rows(places: Sequence[int], previous: Sequence[int]) -> torch.Tensor:
-            return logits[list(places)]
-
-        if request.branches > 1:
-            return draft_tree(request, rows, len(logits), ids)
-        return draft_chain(request, rows, len(logits), self._candidates, ids)
+        return draft_places(request, lambda places, _: logits[places], len(logits), self._candidates, ids)
 
 
-# Logits of places, 0 for the first one after the committed tokens, each with the token before it. Fewer rows than
-# places: the guess ends there.
-Rows = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
+# Logits of places (0: the first after the committed tokens) behind the token before each; no row: the guess ends.
+Rows = Callable[[list[int], Sequence[int]], torch.Tensor]
 
 
-def draft_chain(request: DraftRequest, rows: Rows, num_places: int, candidates: int, ids: Ids) -> Guess:
-    """Draft a chain through places that are predicted together."""
+def draft_places(
+    request: DraftRequest, rows: Rows, num_places: int, candidates: int, ids: Ids, *, by_level: bool = False
+) -> Guess:
+    """Draft through places that are predicted together. `by_level`: about a level of a tree at once."""
+    if request.branches > 1:
+        return _draft_tree(request, rows, num_places, ids, by_level)
     tokens = list(request.tokens)
     probs: list[Distribution] = []
     while len(tokens) - request.committed < num_places and len(tokens) < len(request.tokens) + request.max_new_tokens:
@@ -85,8 +81,7 @@ def draft_chain(request: DraftRequest, rows: Rows, num_places: int, candidates: 
     return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
 
 
-def draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, *, by_level: bool = False) -> Guess:
-    """Draft a tree through places that are predicted together. `by_level`: about a level of it at once."""
+def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by_level: bool) -> Guess:
     builder = TreeBuilder(request)
     new: list[int] = builder.expandable_nodes()
     while new:

@@ -60,7 +60,7 @@ class PublishedDrafter:
         return request if len(readable) == len(request.hidden_states) else replace(request, hidden_states=readable)
 
     def _is_readable(self, states: HiddenStates) -> bool:
-        readable = states.width == self._width and bool(states.number) == self._projected
+        readable = states.width == self._width and bool(states.number) == self._projected and states.count > 0
         if not readable and not self._told:
             log.warning("hidden states not usable, not drafting from them", width=states.width, needed=self._width)
             self._told = True

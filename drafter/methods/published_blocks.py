@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from drafter.interface import DraftRequest
-from drafter.methods.eagle import ReceivedStates, to_evict
-from drafter.methods.medusa import Rows, draft_chain, draft_tree
+from drafter.methods.eagle import ReceivedStates
+from drafter.methods.medusa import Rows, draft_places
 from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle3 import PublishedPeagle
 from drafter.published.row_engine import SessionCaches
@@ -67,7 +67,9 @@ class BlockDrafter:
             try:
                 caches = self._caches.of(list(batch), sum(len(part) + self._module.places for part in states))
             except Overloaded:
-                batch.pop(evicted := to_evict(self._sessions, batch), None)
+                # First a session that is not in this batch, then one that is.
+                evicted = next((session for session in self._sessions if session not in batch), next(iter(batch)))
+                batch.pop(evicted, None)
                 self.forget(evicted)
                 continue
             self._guess(batch.values(), states, caches)
@@ -93,9 +95,8 @@ class BlockDrafter:
         if num_places <= 0:
             return request.chain(done=True)
         rows, ids = self._rows(request, session, skipped), self._module.column_ids
-        if request.branches > 1:
-            return draft_tree(request, rows, num_places, ids, by_level=isinstance(self._module, PublishedDspark))
-        return draft_chain(request, rows, num_places, self._candidates, ids)
+        by_level = isinstance(self._module, PublishedDspark)
+        return draft_places(request, rows, num_places, self._candidates, ids, by_level=by_level)
 
     def _rows(self, request: DraftRequest, session: _BlockSession, skipped: int) -> Rows:
         module, certain = self._module, 1.0
