@@ -58,7 +58,7 @@ def token_choices(
 
 def next_token(
     request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int, ids: Ids = None
-) -> tuple[int, Distribution | None] | None:
+) -> tuple[int, list[Distribution]] | None:
     """Return the token after `tokens`, with its distribution in rejection and block mode.  # logits: [1, ids]
 
     None means that the grammar allows no token here.
@@ -71,8 +71,8 @@ def next_token(
         return _draw_with_own_noise(request, adjusted, tokens, candidates, ids)
     if request.params.greedy:
         column = shared_draw(adjusted, request.params, [len(tokens)])[0]
-        return column if ids is None else int(ids[column]), None
-    return shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0][0][0], None
+        return column if ids is None else int(ids[column]), []
+    return shared_choices(adjusted, request.params, [len(tokens)], 1, ids)[0][0][0], []
 
 
 def _mask_by_grammar(
@@ -93,7 +93,7 @@ def _mask_by_grammar(
 
 def _draw_with_own_noise(
     request: DraftRequest, logits: torch.Tensor, tokens: Sequence[int], candidates: int, ids: Ids
-) -> tuple[int, Distribution]:
+) -> tuple[int, list[Distribution]]:
     """Draw a token with noise of this path alone; return it with the distribution that it was drawn from.
 
     Block verification also looks at guesses of other drafters for the same
@@ -111,4 +111,4 @@ def _draw_with_own_noise(
     for token in tokens[request.committed :]:
         key = noise.key(key, noise.Use.DRAFT, token)
     columns = noise.exponential_race([key], torch.tensor(distribution.ids), torch.tensor([distribution.weights]))
-    return distribution.ids[int(columns[0])], distribution
+    return distribution.ids[int(columns[0])], [distribution]

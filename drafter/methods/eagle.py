@@ -93,6 +93,7 @@ class _EagleSession(ReceivedStates):
 
 # Yields the tokens to compute, receives the layer's output, returns the draft.
 DraftSteps = Generator[SessionTokens, _LayerOutput, Guess]
+_Outputs = dict[int, _LayerOutput]  # by node of a tree
 
 
 class EagleDrafter:
@@ -205,19 +206,16 @@ class EagleDrafter:
 
     def _draft_chain(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         tokens = list(request.tokens)
-        drafted: list[int] = []
         probs: list[Distribution] = []
-        while len(drafted) < request.max_new_tokens:
+        for _ in range(request.max_new_tokens):
             yield from self._compute_path(request, state, tokens[state.path_start :])
             choice = next_token(request, state.outputs[-1].logits, tokens, self._candidates, self._eagle.ids)
             if choice is None:
-                return request.chain(drafted, probs, done=True)
-            token, distribution = choice
-            tokens.append(token)
-            drafted.append(token)
-            if distribution is not None:
-                probs.append(distribution)
-        return request.chain(drafted, probs)
+                break
+            tokens.append(choice[0])
+            probs += choice[1]
+        drafted = tokens[len(request.tokens) :]
+        return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
 
     def _draft_tree(self, request: DraftRequest, state: _EagleSession) -> DraftSteps:
         """Draft a tree, about one level per step.
@@ -246,9 +244,7 @@ class EagleDrafter:
                 return builder.guess(done=True)
         return builder.guess()
 
-    def _known_outputs(
-        self, request: DraftRequest, state: _EagleSession, builder: TreeBuilder
-    ) -> dict[int, _LayerOutput]:
+    def _known_outputs(self, request: DraftRequest, state: _EagleSession, builder: TreeBuilder) -> _Outputs:
         """Return the outputs for open guesses that were computed before from the same states of the target."""
         root = (request.committed, state.num_cached)
         if state.tree_root != root:
@@ -257,7 +253,7 @@ class EagleDrafter:
         return {node: state.tree_outputs[path] for node, path in paths.items() if path in state.tree_outputs}
 
     def _add_choices(
-        self, request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], outputs: dict[int, _LayerOutput]
+        self, request: DraftRequest, builder: TreeBuilder, nodes: Sequence[int], outputs: _Outputs
     ) -> None:
         logits = torch.cat([outputs[node].logits for node in nodes])
         all_choices = token_choices(request, logits, [builder.path(node) for node in nodes], self._eagle.ids)
@@ -271,7 +267,7 @@ class EagleDrafter:
         return SessionTokens(session, tokens, logits_from=last, hidden_from=last, input_embeddings=inputs)
 
     def _tree_input(
-        self, session: str, builder: TreeBuilder, nodes: Sequence[int], outputs: dict[int, _LayerOutput], num_new: int
+        self, session: str, builder: TreeBuilder, nodes: Sequence[int], outputs: _Outputs, num_new: int
     ) -> SessionTokens:
         """Return the layer's input for a tree, with outputs for the last `num_new` nodes."""
         index = {node: i for i, node in enumerate(nodes)}

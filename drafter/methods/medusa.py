@@ -68,15 +68,14 @@ def draft_places(
         return _draft_tree(request, rows, num_places, ids, by_level)
     tokens = list(request.tokens)
     probs: list[Distribution] = []
-    while len(tokens) - request.committed < num_places and len(tokens) < len(request.tokens) + request.max_new_tokens:
-        logits = rows([len(tokens) - request.committed], tokens[-1:])
-        found = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
-        if found is None:
+    first = len(tokens) - request.committed
+    for place in range(first, min(num_places, first + request.max_new_tokens)):
+        logits = rows([place], tokens[-1:])
+        choice = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
+        if choice is None:
             break
-        token, distribution = found
-        tokens.append(token)
-        if distribution is not None:
-            probs.append(distribution)
+        tokens.append(choice[0])
+        probs += choice[1]
     drafted = tokens[len(request.tokens) :]
     return request.chain(drafted, probs, done=len(drafted) < request.max_new_tokens)
 

@@ -171,8 +171,7 @@ class ModelDrafter:
         choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
         if choice is None:
             return request.chain(done=True)
-        token, distribution = choice
-        return request.chain([token], [] if distribution is None else [distribution])
+        return request.chain([choice[0]], choice[1])
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

@@ -50,6 +50,5 @@ def choose_drafter(text: str, target: str) -> tuple[str, str]:
     try:
         method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
-        published = is_published(Path(text).expanduser(), target)
-        return PUBLISHED if published else "model", text  # loading it fails with the reason
+        return PUBLISHED if is_published(Path(text).expanduser(), target) else "model", text
     return SERVED_AS.get(method, method), text
