@@ -14,6 +14,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from coordinator.api.http.agents.response_types import ModelResponse, ModelResponseEvent
+from outrider.protocol.errors import Unavailable
 from tests.contract.conftest import House
 from tests.contract.test_tools import SCHEMAS, TOOLS, api
 
@@ -169,6 +170,20 @@ async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
     chat = await api.chat.completions.create(model="", messages=messages, max_tokens=10, **SEED)
     assert answer.output_text == chat.choices[0].message.content
     assert answer.output_text
+
+
+async def test_a_stream_that_fails_says_so(api: AsyncOpenAI, house: House) -> None:
+    more = {"seed": 3, "ignore_eos": True}
+    events = []
+    async for event in await api.responses.create(**ASK | {"max_output_tokens": 1_500}, stream=True, extra_body=more):
+        events.append(event)
+        if len(events) == 9:
+            id_ = events[0].response.id.removeprefix("resp_")
+            [session] = [each for each in house.service.sessions.live if each.record.session_id == id_]
+            session.stop(Unavailable("no more of it"))
+    assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+    assert (events[-1].response.error.code, events[-1].response.error.message) == ("unavailable", "no more of it")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    provider_specific_fields: dict[str, Any] | None = Field(None, description="Ignored: LiteLLM adds it to answers.")
 
     @model_validator(mode="after")
     def _whole(self) -> Message:

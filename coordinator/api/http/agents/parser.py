@@ -62,6 +62,11 @@ class AnswerParser:
         self.said = False  # some content
         self._call = _CallScanner(False, names)
 
+    @property
+    def cut(self) -> bool:
+        """Return whether the last call has no end."""
+        return self._state is _State.CALL and bool(self._call.named)
+
     def feed(self, text: str) -> list[Part]:
         """Return the new parts of the answer after more of its text."""
         self._text += text

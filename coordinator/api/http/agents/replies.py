@@ -87,6 +87,10 @@ class AnswerReader:
     def calls(self) -> int:
         return self._parser.calls
 
+    @property
+    def cut(self) -> bool:
+        return self._parser.cut
+
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.
         parser = self._parser
@@ -140,7 +144,8 @@ class PartedReplies(ChatReplies):
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:
         reason = super()._reason(number, session)
-        return "tool_calls" if reason == "stop" and self._readers[number].calls else reason
+        reader = self._readers[number]
+        return "tool_calls" if reason == "stop" and reader.calls and not reader.cut else reason
 
 
 def call_id(session: Session, index: int) -> str:

@@ -1,0 +1,171 @@
+"""A target that writes Hermes' calls and thinks first, as agents use it: reasoning, text and calls with `auto`.
+
+The target is noise, so each answer is dictated as far as a client can: with biases that make the tokens of a script
+likely, and a repetition penalty that makes each of them unlikely once it was said. Nothing is dictated after the
+opening of a call: what follows is drawn, and only the grammar holds it to the tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from coordinator.api.service import CoordinatorService
+from outrider.engine.loading.loader import load_model
+from outrider.engine.loading.options import EngineOptions
+from outrider.settings.coordinator import CoordinatorSettings
+from outrider.testing.toy_models import make_model
+from tests.cluster import Redis, in_process
+from tests.contract.conftest import Home, drafter_serving, verifier_serving
+from tests.contract.test_tools import SCHEMAS, TOOLS, streamed
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+OPEN, CLOSE, THINK, THOUGHT = MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# Calls of the history have no marks, so that those of the answer are new.
+TEMPLATE = (
+    "{# <tool_call> #}"
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }};{% endfor %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'].split('</think>')[-1] }}"
+    "{% for call in m['tool_calls'] %}{{ call['function'] | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+)
+CHAT: list[Any] = [{"role": "user", "content": "Weather?"}]
+ASK: dict[str, Any] = {"model": "", "messages": CHAT, "tools": TOOLS, "max_tokens": 200, "temperature": 1, "seed": 3}
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A client of a coordinator with one target."""
+
+    api: AsyncOpenAI
+    home: Home
+
+    def script(self, *texts: str) -> dict[str, Any]:
+        """Options with which the answer begins with these tokens; each must be new to the prompt."""
+        known = self.home.service.sessions.target.tokenizer.get_vocab()
+        bias = {str(known[text]): 100 - 90 * number // len(texts) for number, text in enumerate(texts)}
+        return {"logit_bias": bias, "extra_body": {"repetition_penalty": 10, "speculation": {"gamma": 3}}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def agent(redis_server: Redis, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Agent]:
+    folder = make_model(
+        tmp_path_factory.mktemp("models") / "target", seed=7, sharpness=4.0, focus=0.1, extra_tokens=MARKS
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    loaded = load_model(str(folder), EngineOptions(device="cpu"))
+    settings = CoordinatorSettings(http_port=0, heartbeat_ms=100, worker_wait_s=5)
+    service = CoordinatorService(settings, redis_server.url)
+    async with (
+        in_process(service, settings) as coordinator,
+        verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), coordinators=coordinator),
+        drafter_serving(kind="ngram", coordinators=coordinator),
+        AsyncOpenAI(base_url=f"http://{service.http_address}/v1", api_key="none", max_retries=0, timeout=60) as api,
+    ):
+        home = Home(coordinator, service)
+        await home.knows(1)
+        yield Agent(api, home)
+
+
+def checked(name: str, arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name] or {"type": "object", "maxProperties": 0})
+
+
+async def test_auto_thinks_speaks_and_calls(agent: Agent) -> None:
+    body = ASK | agent.script("Z", THOUGHT, "Q", OPEN) | {"parallel_tool_calls": False}
+    whole = (await agent.api.chat.completions.create(**body)).choices[0]
+    assert whole.message.reasoning_content == "Z"
+    assert whole.message.content == "Q"
+    [call] = whole.message.tool_calls
+    checked(call.function.name, call.function.arguments)
+    assert whole.finish_reason == "tool_calls"
+    body["extra_body"]["speculation"]["gamma"] = 0
+    pieces, reason = await streamed(agent.api, **body)
+    assert (pieces["content"], reason) == ("Q", "tool_calls")
+    [piece] = pieces["tool_calls"]
+    assert (piece["name"], piece["arguments"]) == (call.function.name, call.function.arguments)
+
+
+async def test_auto_without_a_call(agent: Agent) -> None:
+    found = (await agent.api.chat.completions.create(**ASK | agent.script("Z", THOUGHT, "Q", "<|end|>"))).choices[0]
+    assert (found.message.reasoning_content, found.message.content) == ("Z", "Q")
+    assert found.message.tool_calls is None
+    assert found.finish_reason == "stop"
+
+
+async def test_the_same_answer_as_items(agent: Agent) -> None:
+    script = agent.script("Z", THOUGHT, "Q", OPEN)
+    flat = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    more = script["extra_body"] | {"logit_bias": script["logit_bias"], "seed": 3}
+    given: dict[str, Any] = {"input": "Weather?", "tools": flat, "parallel_tool_calls": False, "max_output_tokens": 200}
+    async with agent.api.responses.stream(model="", temperature=1, extra_body=more, **given) as stream:
+        kinds = [event.type.removeprefix("response.") async for event in stream]
+        found = await stream.get_final_response()
+    chat = (await agent.api.chat.completions.create(**ASK | script | {"parallel_tool_calls": False})).choices[0].message
+    thought, said, call = found.output
+    assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
+    assert thought.content[0].text == "Z"
+    assert said.content[0].text == found.output_text == "Q"
+    assert (call.name, call.arguments) == (chat.tool_calls[0].function.name, chat.tool_calls[0].function.arguments)
+    assert [kind for kind in kinds if not kind.endswith("arguments.delta")] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.done", "output_item.done", "completed"),
+    ]
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+async def test_an_agent_with_auto_calls_and_ends(agent: Agent, gamma: int) -> None:
+    """Each answer goes back as it came. Nobody names a tool."""
+    messages, called = list(CHAT), []
+    for script in ((THOUGHT, OPEN, "g"), (THOUGHT, OPEN, "a"), (THOUGHT, "Q", "<|end|>")):
+        body = ASK | {"messages": messages, "parallel_tool_calls": False} | agent.script(*script)
+        body["extra_body"]["speculation"]["gamma"] = gamma
+        answer = (await agent.api.chat.completions.create(**body)).choices[0]
+        messages.append(answer.message)
+        for call in answer.message.tool_calls or ():
+            checked(call.function.name, call.function.arguments)
+            called.append(call.function.name)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Done."})
+    assert len(called) == 2
+    assert (messages[-1].content, answer.finish_reason) == ("Q", "stop")
+
+
+@pytest.mark.parametrize(
+    ("stop", "content", "calls", "reason"),
+    [
+        (OPEN, "Q", 0, "stop"),  # the text before the mark, and no call
+        (CLOSE, "Q", 1, "tool_calls"),  # the call is whole
+        ('"arguments"', "Q", 0, "stop"),  # its name was not yet told
+        ('"terms"', "Q", 1, "stop"),  # its arguments are cut
+        ("Q", "", 0, "stop"),
+        (THOUGHT, "", 0, "stop"),
+    ],
+)
+async def test_stop_strings_cut_before_marks_are_read(
+    agent: Agent, stop: str, content: str, calls: int, reason: str
+) -> None:
+    body = ASK | agent.script("Z", THOUGHT, "Q", OPEN) | {"parallel_tool_calls": False, "stop": stop}
+    found = (await agent.api.chat.completions.create(**body)).choices[0]
+    assert found.message.reasoning_content == "Z"
+    assert (found.message.content or "").startswith(content)
+    assert len(found.message.tool_calls or ()) == calls
+    assert found.finish_reason == reason
+    pieces, streamed_reason = await streamed(agent.api, **body)
+    assert pieces["content"] == (found.message.content or "")
+    assert len(pieces["tool_calls"]) == calls
+    assert streamed_reason == reason
