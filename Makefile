@@ -13,12 +13,15 @@ VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
 # Triton comes with vLLM, so the kernel of the sampler is tested in the same environment.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -W default \
 	tests/unit/outrider/speculation/test_triton_race.py
+CLIENTS_VENV := .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+CLIENTS_REQUIREMENTS := tests/clients/requirements.txt
 PROTOS := $(wildcard proto/outrider/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --grpc_python_out=$(1) \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
-.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu vllm prove-vllm prove chaos fuzz proto loadtest clean
+.PHONY: help setup dev demo up test everything check format lint types imports stubs shape gpu vllm prove-vllm clients prove chaos fuzz proto loadtest clean
 
 help:  ## This list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -98,6 +101,18 @@ prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the 
 	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
 	@$(KERNEL_TESTS)
 
+# On top of .venv, whose packages it sees.
+$(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)
+	@echo "installing LangChain and LiteLLM into $(CLIENTS_VENV) (200 MB)"
+	@$(BIN)/python -m venv $(CLIENTS_VENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
+	@touch $@
+
+clients: $(CLIENTS_STAMP)  ## Tests with LangChain and LiteLLM, in an environment of their own.
+	@$(CLIENTS_VENV)/bin/python -m pytest -W default tests/clients
+
 prove: dev setup  ## Slow proofs, some with the real model.
 	@$(BIN)/python -m pytest -m prove --timeout 3600 tests/prove tests/contract tests/e2e
 
@@ -114,4 +129,4 @@ loadtest: setup  ## One minute, 16 users over gRPC and HTTP, against `make up`.
 	@$(BIN)/python -m loadtest --users 16 --seconds 60
 
 clean:  ## Remove the virtual environment and caches.
-	@rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

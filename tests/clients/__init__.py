@@ -1,0 +1,1 @@
+"""Clients that agents are written with, against real processes (`make clients`)."""

@@ -1,0 +1,46 @@
+"""What the tests of clients share: tools, and the address of a cluster."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from tests.cluster import Cluster
+
+collect_ignore_glob = [] if find_spec("langchain_openai") and find_spec("litellm") else ["test_*.py"]
+
+
+class Weather(BaseModel):
+    """Weather of a day."""
+
+    model_config = ConfigDict(extra="forbid")  # a model of noise would not stop adding fields
+    unit: Literal["celsius", "kelvin"]
+    sunny: bool
+
+
+class Switch(BaseModel):
+    """Turn a lamp on or off."""
+
+    on: bool
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": kind.__name__, "description": kind.__doc__, "parameters": schema}}
+    for kind in (Weather, Switch)
+    if (schema := kind.model_json_schema() | {"additionalProperties": False})
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+QUESTION = "How is the weather?"
+
+
+def check(name: str, arguments: Any) -> None:
+    jsonschema.validate(arguments, SCHEMAS[name])
+
+
+@pytest.fixture(scope="session")
+def base(cluster: Cluster) -> str:
+    return f"{cluster.coordinators[0].web}/v1"
