@@ -20,7 +20,7 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 RULES = re.compile(
     "|".join(
         (
-            r"needs logprobs|stream_options needs|best_of must equal n|echo with logprobs|are the same field",
+            r"needs logprobs|stream_options needs|best_of must equal n|are the same field",
             r"continue_final_message needs|tools need|tool_choice|tools must have|tools does not compile|tool_calls",
             r"arguments must be|parameters must be|tool_call_id is required|content is required",
             r"is required with type|response_format|verification is|must be 0 when verification is greedy",

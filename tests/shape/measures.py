@@ -89,7 +89,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the vLLM adapter", adapter, 1_500)
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_700)
-    yield Measure("lines of the agents' API", agents, 1_550)
+    yield Measure("lines of the agents' API", agents, 1_640)
     yield Measure("lines of hidden states", states, 700)
     yield Measure("lines of Triton kernels", kernels, 300)
 

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from coordinator.admission.byte_budget import ByteBudget
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
+from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
 from coordinator.api.http.agents.replies import named_as_sent, plan_chat
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_events import FIELDS, ResponseReplies, plan_response
@@ -31,7 +32,7 @@ from coordinator.api.http.failures import on_http_error, on_outrider_error, resp
 from coordinator.api.http.hosts import RequestChecks, hosts_of
 from coordinator.api.http.limits import BodyReader, KeyAuth, RequestIds
 from coordinator.api.http.openapi import document
-from coordinator.api.http.replies import Replies, plan_completion
+from coordinator.api.http.replies import CompletionReplies, Replies, plan_completion
 from coordinator.api.http.responses import Fleet, Model, ModelList, Status
 from coordinator.api.http.streams import EventStream
 from coordinator.api.preprocess import ClientRequest, admission
@@ -112,7 +113,10 @@ class Api:
             target = self._sessions.target
             inputs, replies = plan(body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)
-        answering = start_answer(self._sessions, requests, target, _key(request))
+        key = _key(request)
+        if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
+            replies.prompts = await echoed_prompts(body, self._sessions, requests, target, key)
+        answering = start_answer(self._sessions, requests, target, key)
         if body.stream:
             return await EventStream.start(replies.chunks(answering))
         return JSONResponse(await replies.whole(answering))

@@ -238,7 +238,7 @@ class CompletionBody(GenerationBody):
     )
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS, description=f"Default {DEFAULT_COMPLETION_TOKENS}.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = Field(None, description="The prompt before the output; not together with logprobs.")
+    echo: bool | None = Field(None, description="The prompt before the output, with its log probabilities.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only equal to n.")
     suffix: Literal[""] | None = Field(None, description="Not supported: only empty.")
 
@@ -246,8 +246,6 @@ class CompletionBody(GenerationBody):
     def _whole(self) -> CompletionBody:
         if self.best_of not in (None, self.choices):
             raise ValueError("best_of must equal n: no further answers are drawn")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported: a prompt's log probabilities are not computed")
         return self
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -90,19 +90,22 @@ def plan_completion(
 class CompletionReplies(Replies[CompletionBody]):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
+    prompts: Mapping[tuple[int, ...], list[Token]] = {}  # with log probabilities, if the answer has them
 
     def _choice(self, number: int, session: Session, tokens: Sequence[Token]) -> responses.CompletionChoice:
         return {
             "index": number,
             "text": self._echo(session) + text_of(tokens) + session.output.rest.text,
-            "logprobs": self._logprobs(tokens, 0),
+            "logprobs": self._logprobs([*self._prompt(session), *tokens], 0),
             "finish_reason": reason_of(session),
         }
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         parts: list[responses.CompletionChunkChoice] = []
         if self._body.echo and number not in self._written:
-            parts.append({"index": number, "text": self._echo(session), "logprobs": None, "finish_reason": None})
+            echo, logprobs = self._echo(session), self._logprobs(self._prompt(session), 0)
+            parts.append({"index": number, "text": echo, "logprobs": logprobs, "finish_reason": None})
+            self._written[number] += len(echo)
         text = text_of(tokens) if tokens else session.output.rest.text
         logprobs = self._logprobs(tokens, self._written[number])
         self._written[number] += len(text)
@@ -116,6 +119,9 @@ class CompletionReplies(Replies[CompletionBody]):
     def _echo(self, session: Session) -> str:
         return self._target.decode(session.record.request.prompt) if self._body.echo else ""
 
+    def _prompt(self, session: Session) -> Sequence[Token]:
+        return self.prompts.get(session.record.request.prompt, ())
+
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> responses.CompletionLogprobs | None:
         """Return the log probabilities; `offset` is the number of characters before these tokens."""
         reply: responses.CompletionLogprobs = {
@@ -124,13 +130,13 @@ class CompletionReplies(Replies[CompletionBody]):
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token in tokens:
-            if (known := token.logprobs) is None:
-                continue
-            best = zip(known.top_ids, known.top_logprobs, strict=True)
+        for token in tokens if self._body.logprobs is not None else ():
+            known = token.logprobs
+            best = {} if known is None else dict(zip(known.top_ids, known.top_logprobs, strict=True))
+            top = {self._readable(other): finite(logprob) for other, logprob in best.items()}
             reply["tokens"].append(self._readable(token.token))
-            reply["token_logprobs"].append(finite(known.logprob))
-            reply["top_logprobs"].append({self._readable(other): finite(logprob) for other, logprob in best})
+            reply["token_logprobs"].append(None if known is None else finite(known.logprob))
+            reply["top_logprobs"].append(None if known is None else top)
             reply["text_offset"].append(offset)
             offset += len(token.text)
         return reply if reply["tokens"] else None

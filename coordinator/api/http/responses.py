@@ -96,8 +96,8 @@ class ChatLogprobs(TypedDict):
 
 class CompletionLogprobs(TypedDict):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: Annotated[list[float | None], Field(description="null for the first token of a prompt")]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

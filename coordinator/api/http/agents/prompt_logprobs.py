@@ -1,0 +1,73 @@
+"""Log probabilities of a prompt's own tokens, for `echo` with `logprobs`.
+
+A session writes the prompt: its grammar allows the prompt's tokens and no others. Log probabilities are those before
+the grammar. An end token ends an output, so it is written by a session of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from coordinator.api.http.answer import progress, start_answer
+from coordinator.api.http.bodies import CompletionBody
+from coordinator.persistence.session_record import SessionRequest
+from coordinator.sessions.output import Token
+from coordinator.sessions.session_manager import SessionManager
+from coordinator.workers.target import Target
+from outrider.protocol.errors import PeerLost
+from outrider.protocol.sampling_params import Grammar, SamplingParams
+from outrider.protocol.speculation import TokenKind
+
+_MOST = 4_000  # tokens that one grammar writes
+
+
+async def echoed_prompts(
+    body: CompletionBody, sessions: SessionManager, requests: Sequence[SessionRequest], target: Target, key: str
+) -> dict[tuple[int, ...], list[Token]]:
+    """Return the tokens of each prompt, if the answer has their log probabilities."""
+    if not body.echo or body.logprobs is None:
+        return {}
+    distinct = {request.prompt: request for request in requests}
+    return {
+        prompt: await _written(sessions, request, target, key and f"{key}/prompt/{number}")
+        for number, (prompt, request) in enumerate(distinct.items())
+    }
+
+
+async def _written(sessions: SessionManager, request: SessionRequest, target: Target, key: str) -> list[Token]:
+    """Return the tokens of a prompt. Nothing comes before the first one, so it has no log probabilities."""
+    prompt = request.prompt
+    tokens = [Token(prompt[0], TokenKind.PLAIN, target.decode(prompt[:1]), None)]
+    for start, end in _runs(prompt, target.info.eos_token_ids):
+        params = _forced(prompt[start:end], target)
+        params = replace(params, max_tokens=end - start, logprobs=request.params.logprobs)
+        part = replace(request, prompt=prompt[:start], params=params)
+        async with (
+            start_answer(sessions, [part], target, key and f"{key}/{start}") as running,
+            contextlib.aclosing(progress(running)) as updates,
+        ):
+            async for _, new in updates:
+                tokens += new
+    if tuple(token.token for token in tokens) != prompt:
+        raise PeerLost("the verifier did not repeat the prompt")
+    return tokens
+
+
+def _runs(prompt: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the beginning and end of what one session writes: up to an end token, or that token alone."""
+    start = 1
+    for at in range(2, len(prompt) + 1):
+        if at == len(prompt) or prompt[at - 1] in ends or prompt[at] in ends or at - start == _MOST:
+            yield start, at
+            start = at
+
+
+def _forced(tokens: Sequence[int], target: Target) -> SamplingParams:
+    """Return parameters with which these tokens, and no others, are written."""
+    if tokens[0] in target.info.eos_token_ids:
+        nothing = Grammar(lark='%llguidance {}\nstart: ""')
+        return SamplingParams(temperature=0, seed=0, logit_bias={tokens[0]: 100}, grammar=nothing)
+    written = Grammar(lark="%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in tokens))
+    return SamplingParams(temperature=0, seed=0, ignore_eos=True, grammar=written)

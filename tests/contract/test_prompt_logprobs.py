@@ -1,0 +1,82 @@
+"""Log probabilities of prompts (`echo` with `logprobs`), against the target as transformers runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from openai import AsyncOpenAI
+from openai.types.completion_choice import Logprobs
+from transformers import LlamaForCausalLM
+
+from coordinator.api.http.agents import prompt_logprobs
+from tests.contract.conftest import House
+from tests.contract.test_tools import api
+
+__all__ = ["api"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TEXT = "Two heads are better than one: 世界."
+OUTPUT = 4
+ASK: dict[str, Any] = {"model": "", "max_tokens": OUTPUT, "temperature": 0, "echo": True, "logprobs": 3}
+
+
+def body(gamma: int) -> dict[str, Any]:
+    return {"extra_body": {"ignore_eos": True, "speculation": {"gamma": gamma}}}
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+async def test_they_are_the_targets(
+    api: AsyncOpenAI, house: House, plain_target: LlamaForCausalLM, gamma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of end tokens too, and across the sessions that write a long prompt."""
+    target = house.service.sessions.target
+    end = target.info.eos_token_ids[0]
+    words = list(target.encode(TEXT))
+    monkeypatch.setattr(prompt_logprobs, "_MOST", 11)
+    tokens = [*words, end, end, *words[:9], end]
+    found = (await api.completions.create(prompt=tokens, **ASK, **body(gamma))).choices[0]
+    told = found.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert len(told.tokens) == len(tokens) + OUTPUT
+    assert told.token_logprobs[0] is told.top_logprobs[0] is None
+    with torch.inference_mode():
+        wanted = torch.log_softmax(plain_target(torch.tensor([tokens])).logits[0].double(), -1)
+    for at, token in enumerate(tokens[1:]):
+        assert told.token_logprobs[at + 1] == pytest.approx(wanted[at, token].item(), abs=2e-4), at
+        best = sorted(told.top_logprobs[at + 1].values(), reverse=True)
+        assert best == pytest.approx(wanted[at].topk(3).values.tolist(), abs=2e-4), at
+    assert told.token_logprobs[len(tokens)] == pytest.approx(wanted[-1].max().item(), abs=2e-4)
+    plain = await api.completions.create(prompt=tokens, **ASK | {"logprobs": None}, **body(gamma))
+    assert plain.choices[0].text == found.text
+
+
+async def test_streams_and_choices_tell_the_same(api: AsyncOpenAI) -> None:
+    """The prompts come first, each with its own, and offsets count from the beginning of the text."""
+    given = ASK | {"prompt": [TEXT, "One."], "n": 2, "temperature": 1, "seed": 7}
+    whole = (await api.completions.create(**given, **body(0))).choices
+    parts: dict[int, list[Logprobs]] = {}
+    async for chunk in await api.completions.create(**given, stream=True, **body(0)):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                parts.setdefault(choice.index, []).append(choice.logprobs)
+    assert whole[0].logprobs is not None
+    assert whole[0].text.startswith(TEXT)
+    assert whole[2].text.startswith("One.")
+    for choice in whole:
+        told = parts[choice.index]
+        assert len(told) > 1
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [each for part in told for each in getattr(part, name)] == getattr(choice.logprobs, name)
+    words = "".join(whole[2].text[at] for at in whole[2].logprobs.text_offset[:4])
+    assert words == "One."
+
+
+async def test_a_prompt_of_one_token(api: AsyncOpenAI) -> None:
+    told = (await api.completions.create(prompt=[65], **ASK)).choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs is not None
+    assert [value is None for value in told.token_logprobs[:2]] == [True, False]
