@@ -113,10 +113,9 @@ class Api:
             target = self._sessions.target
             inputs, replies = plan(body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)
-        key = _key(request)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
-            replies.prompts = await echoed_prompts(body, self._sessions, requests, target, key)
-        answering = start_answer(self._sessions, requests, target, key)
+            replies.prompts = await echoed_prompts(body, self._sessions, requests, target, _key(request))
+        answering = start_answer(self._sessions, requests, target, _key(request))
         if body.stream:
             return await EventStream.start(replies.chunks(answering))
         return JSONResponse(await replies.whole(answering))

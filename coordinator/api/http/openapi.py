@@ -23,7 +23,6 @@ _CHAT: Json = {"messages": [{"role": "user", "content": "Name three rivers."}], 
 _COMPLETION: Json = {"prompt": "Three rivers are", "max_tokens": 16, "temperature": 0}
 _ITEMS: Json = {"input": "Name three rivers.", "max_output_tokens": 64, "seed": 7}
 _TEXT: Json = {"prompt": "Three rivers are"}
-_TOKENS: Json = {"tokens": [40, 41]}
 _STATUSES = {
     400: "The request is invalid; the error names the field and its limit",
     401: "The key is missing or wrong",
@@ -74,7 +73,7 @@ def document() -> Json:
             ),
             "/v1/responses": _generates("Answer items", ResponsesBody, _ITEMS, ModelResponse, ModelResponseEvent),
             "/tokenize": _converts("Tokens of a text or chat", (TokenizeTextBody, TokenizeChatBody), _TEXT, Tokenized),
-            "/detokenize": _converts("Text of tokens", (DetokenizeBody,), _TOKENS, Detokenized),
+            "/detokenize": _converts("Text of tokens", (DetokenizeBody,), {"tokens": [40, 41]}, Detokenized),
             "/v1/models": {"get": _gets("The served model", _json(responses.ModelList), 401, 503)},
             "/v1/models/{model}": {"get": _MODEL | _gets("One model", _json(responses.Model), 401, 404, 503)},
             "/fleet": {"get": _gets("The coordinator and its workers", _json(responses.Fleet), 401)},
@@ -115,12 +114,8 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
             "required": True,
             "content": {"application/json": {"schema": _ref(body), "example": example}},
         },
-        "responses": {
-            "200": {"description": described, "content": content},
-            **_errors(400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504),
-        },
     }
-    return {"post": operation}
+    return {"post": _gets(described, content, 400, 401, 404, 408, 409, 413, 415, 429, 502, 503, 504) | operation}
 
 
 def _converts(summary: str, bodies: Sequence[type[Any]], example: Json, reply: type[Any]) -> Json:

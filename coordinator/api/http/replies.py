@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
@@ -18,7 +18,7 @@ from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
 from coordinator.workers.target import Target
-from outrider.protocol.speculation import FinishReason
+from outrider.protocol.speculation import FinishReason, TokenLogprobs
 from outrider.protocol.statistics import GenerationStats
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -96,14 +96,15 @@ class CompletionReplies(Replies[CompletionBody]):
         return {
             "index": number,
             "text": self._echo(session) + text_of(tokens) + session.output.rest.text,
-            "logprobs": self._logprobs([*self._prompt(session), *tokens], 0),
+            "logprobs": self._logprobs([*self.prompts.get(session.record.request.prompt, ()), *tokens], 0),
             "finish_reason": reason_of(session),
         }
 
     def _parts(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.CompletionChunkChoice]:
         parts: list[responses.CompletionChunkChoice] = []
         if self._body.echo and number not in self._written:
-            echo, logprobs = self._echo(session), self._logprobs(self._prompt(session), 0)
+            prompt = self.prompts.get(session.record.request.prompt, ())
+            echo, logprobs = self._echo(session), self._logprobs(prompt, 0)
             parts.append({"index": number, "text": echo, "logprobs": logprobs, "finish_reason": None})
             self._written[number] += len(echo)
         text = text_of(tokens) if tokens else session.output.rest.text
@@ -119,27 +120,21 @@ class CompletionReplies(Replies[CompletionBody]):
     def _echo(self, session: Session) -> str:
         return self._target.decode(session.record.request.prompt) if self._body.echo else ""
 
-    def _prompt(self, session: Session) -> Sequence[Token]:
-        return self.prompts.get(session.record.request.prompt, ())
-
     def _logprobs(self, tokens: Sequence[Token], offset: int) -> responses.CompletionLogprobs | None:
         """Return the log probabilities; `offset` is the number of characters before these tokens."""
-        reply: responses.CompletionLogprobs = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
+        if self._body.logprobs is None or not tokens:
+            return None
+        known = [token.logprobs for token in tokens]
+        return {
+            "tokens": [self._readable(token.token) for token in tokens],
+            "token_logprobs": [None if one is None else finite(one.logprob) for one in known],
+            "top_logprobs": [None if one is None else self._best(one) for one in known],
+            "text_offset": [*accumulate((len(token.text) for token in tokens[:-1]), initial=offset)],
         }
-        for token in tokens if self._body.logprobs is not None else ():
-            known = token.logprobs
-            best = {} if known is None else dict(zip(known.top_ids, known.top_logprobs, strict=True))
-            top = {self._readable(other): finite(logprob) for other, logprob in best.items()}
-            reply["tokens"].append(self._readable(token.token))
-            reply["token_logprobs"].append(None if known is None else finite(known.logprob))
-            reply["top_logprobs"].append(None if known is None else top)
-            reply["text_offset"].append(offset)
-            offset += len(token.text)
-        return reply if reply["tokens"] else None
+
+    def _best(self, known: TokenLogprobs) -> dict[str, float]:
+        best = zip(known.top_ids, known.top_logprobs, strict=True)
+        return {self._readable(token): finite(logprob) for token, logprob in best}
 
     def _readable(self, token: int) -> str:
         """Return a token as text, with a prefix for bytes that are not valid text by themselves."""

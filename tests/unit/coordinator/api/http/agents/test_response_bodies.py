@@ -1,0 +1,57 @@
+"""Items of `/v1/responses` as messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.api.http.agents.response_bodies import ResponsesBody
+
+USER = {"role": "user", "content": "Hi."}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}
+
+
+def call(id_: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id_, "name": "f", "arguments": "{}"}
+
+
+def output(id_: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id_, "output": [{"type": "input_text", "text": id_}]}
+
+
+def messages(*items: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    body = ResponsesBody.model_validate({"input": list(items)} | more)
+    plain = [message.plain for message in body.chat.messages]
+    for message in plain:
+        if "tool_calls" in message:
+            message["tool_calls"] = [each["id"] for each in message["tool_calls"]]
+    return plain
+
+
+def test_instructions_come_first() -> None:
+    system = {"role": "system", "content": "Be short."}
+    assert messages(USER, instructions="Be short.") == [system, USER]
+    assert messages({"role": "developer", "content": "Be short."}, USER) == [system, USER]
+
+
+def test_the_items_of_an_answer_are_one_message() -> None:
+    answer = {"role": "assistant", "reasoning_content": "Hm.", "content": "So.", "tool_calls": ["a", "b"]}
+    results = [{"role": "tool", "tool_call_id": id_, "content": id_} for id_ in ("a", "b")]
+    assert messages(USER, THOUGHT, SAID, call("a"), call("b"), output("a"), output("b")) == [USER, answer, *results]
+
+
+@pytest.mark.parametrize(
+    ("items", "fields"),
+    [
+        ([SAID, SAID], [["content"], ["content"]]),
+        ([call("a"), SAID], [["content", "tool_calls"], ["content"]]),
+        ([SAID, THOUGHT, call("a")], [["content"], ["content", "reasoning_content", "tool_calls"]]),
+        ([THOUGHT, THOUGHT, SAID], [["content", "reasoning_content"], ["content", "reasoning_content"]]),
+        ([call("a"), output("a"), call("b")], [["content", "tool_calls"], ["content", "tool_calls"]]),
+    ],
+)
+def test_what_cannot_follow_in_one_answer_begins_another(items: list[Any], fields: list[list[str]]) -> None:
+    found = [message for message in messages(USER, *items) if message["role"] == "assistant"]
+    assert [sorted(message.keys() - {"role"}) for message in found] == fields
