@@ -45,8 +45,12 @@ class StepResult:
     """
 
     all_logits: torch.Tensor
-    logits: list[torch.Tensor]
+    counts: Sequence[int]
     hidden_states: list[torch.Tensor]
+
+    @property
+    def logits(self) -> list[torch.Tensor]:
+        return list(torch.split(self.all_logits, list(self.counts)))
 
 
 class Engine(Protocol):

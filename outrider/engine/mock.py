@@ -66,7 +66,7 @@ class MockEngine:
         hidden_states = [
             torch.zeros(0 if new.hidden_from is None else len(new.tokens) - new.hidden_from, 1) for new in batch
         ]
-        return StepResult(torch.cat(logits), logits, hidden_states)
+        return StepResult(torch.cat(logits), [len(each) for each in logits], hidden_states)
 
     def truncate(self, session: str, length: int) -> None:
         self._lengths[session] = min(self.length(session), length)

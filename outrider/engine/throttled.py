@@ -56,7 +56,7 @@ class ThrottledEngine(EngineWrapper):
                     noise = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(position))
                     noisy[index] += amount * logits[index].std() * noise.to(logits)
             blurred.append(noisy)
-        return replace(result, logits=blurred, all_logits=torch.cat(blurred))
+        return replace(result, all_logits=torch.cat(blurred))
 
     def _blur_at(self, position: int) -> float:
         part = bisect_right(self._blur, position, key=lambda point: point[0])

@@ -207,7 +207,9 @@ def detach_rows(model: PreTrainedModel, dequantize: Dequantize) -> None:
     for weight in model.parameters():
         weight.__dict__.pop("quantized", None)
     if mapped is not None:
-        _dequantize_while_running(embeddings, replace(mapped, stored=mapped.stored.clone(), file=None), dequantize)
+        kept = replace(mapped, stored=mapped.stored.clone(), file=None)
+        embeddings.rows = kept if embeddings.weight.dtype == torch.float32 else None
+        _dequantize_while_running(embeddings, kept, dequantize)
 
 
 def empty_model(config: Any) -> PreTrainedModel:

@@ -65,6 +65,7 @@ class CudaGraphEngine(PagedEngine):
             for tokens in _COMMON_TOKENS:
                 self._bucket_of(GraphShape(1, tokens, context))
 
+    @torch.inference_mode()
     def _run(self, step: ForwardStep) -> Results:
         shape = GraphShape.of(step.segments)
         if shape.all_tokens <= FEW_TOKENS and self._fits(shape.sessions * shape.context):

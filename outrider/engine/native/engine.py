@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -64,7 +65,9 @@ class NativeEngine(PagedEngine):
         self._lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
+        self._step, self._segments = _C.Step(threads=self._threads), (_C.Segment * 1)()
         self._buffers: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._rotations: list[tuple[torch.Tensor, ...]] = []
         self._rotated_to = 0  # positions
         self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
@@ -124,38 +127,38 @@ class NativeEngine(PagedEngine):
         return list(columns), result
 
     def _run(self, step: ForwardStep, *chain: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        spec, tokens, outputs = self._spec, len(step.ids), len(step.outputs)
+        spec, args, outputs = self._spec, self._step, len(step.outputs)
         self._rotate(max(step.positions))
-        if step.input_embeddings is None:
-            x = spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)).float().contiguous()
-        else:
-            x = step.input_embeddings.to(torch.float32, copy=True)  # the kernels write to it
-        segments, alive = self._segments(step)
-        hidden = self._buffer("hidden", outputs, spec.hidden)
-        logits = self._buffer("logits", step.num_logits, self._vocab)
-        step_args = _C.Step(
-            rows=tokens,
-            num_segments=len(step.segments),
-            num_wanted=outputs,
-            num_logits=step.num_logits,
-            threads=self._threads,
-            segments=ctypes.addressof(segments),
-            wanted=_integers(alive, step.outputs),
-            positions=_integers(alive, step.positions),
-            cos=(ctypes.c_void_p * 2)(*(cos.data_ptr() for cos, _ in self._rotations)),
-            sin=(ctypes.c_void_p * 2)(*(sin.data_ptr() for _, sin in self._rotations)),
-            x=x.data_ptr(),
-            hidden=hidden.data_ptr(),
-            logits=logits.data_ptr(),
-        )
-        scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(step_args))
-        step_args.scratch = self._buffer("scratch", 1, scratch).data_ptr()
+        logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
+        hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
+        args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
+        inputs, args.x = self._inputs(step)
+        numbers = self._place(step)
+        scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(args))
+        _, args.scratch = self._buffer("scratch", 1 << scratch.bit_length(), 1)
         run = self._library.outrider_chain if chain else self._library.outrider_forward
-        if run(ctypes.byref(self._model), ctypes.byref(step_args), *chain):
+        if run(ctypes.byref(self._model), ctypes.byref(args), *chain):
             raise MemoryError("no memory for a step")
+        del inputs, numbers  # which the kernels read
         if spec.logit_softcap:
-            self._library.outrider_cap(logits.data_ptr(), logits.numel(), spec.logit_softcap)
+            self._library.outrider_cap(args.logits, logits.numel(), spec.logit_softcap)
         return logits, hidden
+
+    def _inputs(self, step: ForwardStep) -> tuple[torch.Tensor, int]:
+        """Return the inputs of the first layer, which the kernels write to, and their address."""
+        table: QuantizedRows | None = getattr(self._spec.table, "rows", None)
+        if step.input_embeddings is None and table is not None:  # without torch, whose first use in a step takes long
+            x, address = self._buffer("x", len(step.ids), table.inputs)
+            ids, stored = (ctypes.c_int64 * len(step.ids))(*step.ids), ctypes.c_void_p(table.stored.data_ptr())
+            to = ctypes.c_void_p(address)
+            self._library.outrider_dequantise(table.kind, stored, table.inputs, ids, len(ids), to, self._threads)
+            return x, address
+        with torch.inference_mode():
+            if step.input_embeddings is None:
+                x = self._spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)).float().contiguous()
+            else:
+                x = step.input_embeddings.to(torch.float32, copy=True)
+        return x, x.data_ptr()
 
     def _rotate(self, last: int) -> None:
         """Extend the tables of cosines and sines to a position."""
@@ -163,6 +166,8 @@ class NativeEngine(PagedEngine):
             self._rotated_to = 2 * last + 1
             rotated = [rotate(torch.arange(self._rotated_to)) for rotate in self._spec.rotations]
             self._rotations = [tuple(part.float().contiguous() for part in parts) for parts in rotated]
+            for number, (cos, sin) in enumerate(self._rotations):
+                self._step.cos[number], self._step.sin[number] = cos.data_ptr(), sin.data_ptr()
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
@@ -172,24 +177,41 @@ class NativeEngine(PagedEngine):
         ]
         self._values[:, new_block, :, :, new_offset] = self._values[:, old_block, :, :, old_offset]
 
-    def _segments(self, step: ForwardStep) -> tuple[Any, list[Any]]:
-        """Return the kernels' segments, and what must stay alive while they are read."""
-        alive: list[Any] = []
-        segments = (_C.Segment * len(step.segments))()
-        for to, segment in zip(segments, step.segments, strict=True):
-            to.start, to.count, to.base = segment.start, segment.count, segment.base
-            to.table = _integers(alive, segment.blocks)
+    def _place(self, step: ForwardStep) -> array[int]:
+        """Tell the kernels where each segment is. Return the memory that holds the step's numbers."""
+        segments, args = step.segments, self._step
+        numbers, tables = array("i", step.positions + step.outputs), []
+        for segment in segments:
+            tables.append(len(numbers))
+            numbers.extend(segment.blocks)
             if segment.mask is not None:
-                to.sees = _address(alive, segment.mask.to(torch.uint8))
-                to.depths = _integers(alive, [position - segment.base for position in segment.positions])
-        return segments, alive
+                numbers.extend([position - segment.base for position in segment.positions])
+        if len(segments) > len(self._segments):
+            self._segments = (_C.Segment * len(segments))()
+        start, _ = numbers.buffer_info()
+        for to, segment, table in zip(self._segments, segments, tables, strict=False):
+            to.start, to.count, to.base = segment.start, segment.count, segment.base
+            to.table, to.sees, to.depths = start + 4 * table, None, None
+            if segment.mask is not None:
+                to.sees, to.depths = segment.mask.data_ptr(), to.table + 4 * len(segment.blocks)
+        args.segments, args.num_segments = ctypes.addressof(self._segments), len(segments)
+        args.positions, args.wanted = start, start + 4 * len(step.positions)
+        return numbers
 
-    def _buffer(self, name: str, height: int, width: int) -> torch.Tensor:
-        """Return scratch memory. It grows and is never released: fresh memory would cost page faults every step."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < height * width:
-            buffer = self._buffers[name] = torch.empty(max(1, height * width))
-        return buffer[: height * width].view(height, width)
+    def _buffer(self, name: str, height: int, width: int) -> tuple[torch.Tensor, int]:
+        """Return scratch memory and its address. It grows and is never released: fresh memory costs page faults.
+
+        Views are kept as well, because torch takes longer to make one than the rest of Python's part.
+        """
+        if (name, height) not in self._views:
+            with torch.inference_mode():
+                buffer = self._buffers.get(name)
+                if buffer is None or buffer.numel() < height * width:
+                    buffer = self._buffers[name] = torch.empty(max(1, height * width))
+                    self._views = {key: view for key, view in self._views.items() if key[0] != name}
+                view = buffer[: height * width].view(height, width)
+            self._views[name, height] = view, view.data_ptr()
+        return self._views[name, height]
 
     def _layer(self, layer: specs.Layer, weights: str) -> Any:
         return _C.Layer(
@@ -293,12 +315,6 @@ class _MappedMemory:
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
         start = -whole.data_ptr() % _LARGE_PAGE
         return whole[start : start + size]
-
-
-def _integers(alive: list[Any], values: Sequence[int]) -> int:
-    """Return the address of numbers that live in `alive`."""
-    alive.append((ctypes.c_int32 * len(values))(*values))
-    return ctypes.addressof(alive[-1])
 
 
 def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:

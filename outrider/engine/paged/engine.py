@@ -51,7 +51,6 @@ class PagedEngine(ABC):
     def match_prefix(self, session: str, tokens: Sequence[int], salt: str = "") -> int:
         return self.blocks.match_prefix(session, tokens, salt)
 
-    @torch.inference_mode()
     def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
         step = self._schedule(batch)
         logits, hidden = self._run(step)
@@ -65,8 +64,8 @@ class PagedEngine(ABC):
         start = 0
         for new in batch:
             if copy := self.blocks.allocate(new.session, len(new.tokens)):
-                source, target = (list(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)) for block in copy)
-                self._copy(source, target)
+                with torch.inference_mode():
+                    self._copy(*(range(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS) for block in copy))
             table = self.blocks.tables[new.session]
             segments.append(Segment.of(start, new, len(table.tokens), table.blocks))
             start += len(new.tokens)

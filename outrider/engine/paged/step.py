@@ -11,6 +11,8 @@ from outrider.engine.interface import SessionTokens, StepResult
 from outrider.engine.paged.block_manager import BLOCK_TOKENS
 from outrider.protocol.speculation import TreeShape
 
+_NO_STATES = torch.empty((0, 0))  # made once: the first use of torch in a step takes long
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -88,6 +90,8 @@ class ForwardStep:
 
     def result(self, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
         """Split the logits and hidden states of `outputs` by session, in the order of their tokens."""
+        if len(self.outputs) == self.num_logits and all(segment.hidden_from is None for segment in self.segments):
+            return StepResult(logits, self.counts, [_NO_STATES] * len(self.segments))
         logits = logits[: self.num_logits]
         hidden_states: list[torch.Tensor] = []
         with_logits, only = 0, self.num_logits
@@ -102,7 +106,7 @@ class ForwardStep:
                     only += before
             hidden_states.append(own)
             with_logits += count
-        return StepResult(logits, list(torch.split(logits, self.counts)), hidden_states)
+        return StepResult(logits, self.counts, hidden_states)
 
 
 def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> list[int]:

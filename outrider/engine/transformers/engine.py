@@ -35,6 +35,7 @@ class TransformersEngine(PagedEngine):
         self.rules: dict[int, Rule] = {}
         model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
 
+    @torch.inference_mode()
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self.store, self.device)
         outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)
