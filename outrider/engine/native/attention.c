@@ -13,14 +13,14 @@ static void turn(float *restrict head, const float *restrict cos, const float *r
 }
 
 INLINE char *key_at(const Model *model, const Layer *layer, int page, int head, int offset) {
-    long stream = ((long)page * model->kv_heads + head) * (PAGE / LANES) + offset / LANES;
+    long stream = ((long)page * model->num_layers * model->kv_heads + head) * (PAGE / LANES) + offset / LANES;
     return (char *)layer->keys + (stream * model->head_dim * LANES + offset % LANES) * model->cache_bytes;
 }
 
 INLINE int value_panels(const Model *model) { return (model->head_dim + PANEL - 1) / PANEL; }
 
 INLINE char *value_at(const Model *model, const Layer *layer, int page, int head, int dim, int offset) {
-    long stream = ((long)page * model->kv_heads + head) * 2 * value_panels(model) + dim / LANES;
+    long stream = ((long)page * model->num_layers * model->kv_heads + head) * 2 * value_panels(model) + dim / LANES;
     return (char *)layer->values + ((stream * PAGE + offset) * LANES + dim % LANES) * model->cache_bytes;
 }
 
@@ -103,6 +103,30 @@ static void weigh_seen(const Model *model, const Layer *layer, const Segment *se
     }
 }
 
+/* e^(score − peak) of a page's keys, and their sum key after key; masked keys have −∞ and add 0. */
+INLINE void weigh_page(const int count, float *scores, long stride, const float *peaks, int used, float *totals) {
+    float sums[MAX_ROWS];
+#pragma GCC unroll 12
+    for (int q = 0; q < count; q++) {
+        sums[q] = totals[q];
+        for (int j = 0; j < PAGE; j += LANES)
+            store(scores + q * stride + j, exponential(load(scores + q * stride + j) - peaks[q]));
+    }
+    for (int j = 0; j < used; j++)
+#pragma GCC unroll 12
+        for (int q = 0; q < count; q++) sums[q] += scores[q * stride + j];
+    memcpy(totals, sums, 4 * (size_t)count);
+}
+
+static void weigh(int count, float *scores, long stride, const float *peaks, int used, float *totals) {
+    for (int q = 0; q < count; q += 3, scores += 3 * stride, peaks += 3, totals += 3)
+        switch (count - q) {
+        case 1: weigh_page(1, scores, stride, peaks, used, totals); break;
+        case 2: weigh_page(2, scores, stride, peaks, used, totals); break;
+        default: weigh_page(3, scores, stride, peaks, used, totals);
+        }
+}
+
 /* Queries of a session that share a key head: query q belongs to row q / group. */
 static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
                    int count, const float *qkv, long qkv_stride, float *attended, float *scores) {
@@ -125,7 +149,8 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
     }
     int pages = (end - begin + PAGE - 1) / PAGE;
     long stride = (long)pages * PAGE;
-    for (int q = 0; q < count; q++) peaks[q] = -INFINITY, totals[q] = 0;
+    vec highest[MAX_ROWS];
+    for (int q = 0; q < count; q++) peaks[q] = -INFINITY, totals[q] = 0, highest[q] = spread(-INFINITY);
 
     for (int p = 0; p < pages; p++) {
         int first = begin + p * PAGE, page = segment->table[first / PAGE];
@@ -141,24 +166,18 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
             if (model->softcap > 0)
                 cap_scores(row, PAGE, model->softcap);
             if (hidden) hide(segment, rows[q], layer->window, first, row);
-            vec peak = load(row);
-            for (int j = LANES; j < PAGE; j += LANES) peak = larger(peak, load(row + j));
-            for (int j = 0; j < LANES; j++)
-                if (peak[j] > peaks[q]) peaks[q] = peak[j];
+            for (int j = 0; j < PAGE; j += LANES) highest[q] = larger(load(row + j), highest[q]);
         }
     }
+    for (int q = 0; q < count; q++)
+        for (int j = 0; j < LANES; j++)
+            if (highest[q][j] > peaks[q]) peaks[q] = highest[q][j];
     memset(out, 0, 4 * (size_t)count * panels * PANEL);
     for (int p = 0; p < pages; p++) {
         int page = segment->table[begin / PAGE + p];
         int used = end - begin - p * PAGE < PAGE ? end - begin - p * PAGE : PAGE; /* later slots are undefined */
         float *part = scores + p * PAGE;
-        for (int q = 0; q < count; q++)
-            for (int j = 0; j < PAGE; j += LANES) {
-                float *at = part + q * stride + j;
-                store(at, exponential(load(at) - peaks[q]));
-            }
-        for (int j = 0; j < used; j++)
-            for (int q = 0; q < count; q++) totals[q] += part[q * stride + j];
+        weigh(count, part, stride, peaks, used, totals);
         const char *values = value_at(model, layer, page, kv_head, 0, 0);
         const char *next = values;
         if (p + 1 < pages) next = value_at(model, layer, segment->table[begin / PAGE + p + 1], kv_head, 0, 0);

@@ -94,12 +94,12 @@ class NativeEngine(PagedEngine):
         assert not self.blocks.pool.num_used
         self.blocks.pool.evict_all()
         model, lanes = self._model, self._lanes
-        # With large pages, all layers would reach a new page in the same step, and that step would clear 60 of them.
-        memory = _MappedMemory(large_pages=False)
-        per_block = (model.num_layers, self.capacity_tokens // BLOCK_TOKENS, model.kv_heads)
+        # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
+        memory = _MappedMemory(large_pages=True)
+        blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
         dim_streams = 2 * -(-model.head_dim // (2 * lanes))
-        self._keys = memory.take((*per_block, BLOCK_TOKENS // lanes, model.head_dim, lanes), dtype)
-        self._values = memory.take((*per_block, dim_streams, BLOCK_TOKENS, lanes), dtype)
+        self._keys = memory.take((*blocks, BLOCK_TOKENS // lanes, model.head_dim, lanes), dtype).transpose(0, 1)
+        self._values = memory.take((*blocks, dim_streams, BLOCK_TOKENS, lanes), dtype).transpose(0, 1)
         model.cache_bytes = dtype.itemsize
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()

@@ -33,7 +33,7 @@ typedef struct {
     /* Up to three parts one after the other; up: gate and up when gated. */
     Linear qkv[3], out[3], up[3], down[3];
     Norm attention_in, attention_out, mlp_in, mlp_out, query, key;
-    /* Panels of head dim by PAGE, and of PAGE by head dim: [pages, kv heads, panels, 2, ..., LANES]. */
+    /* Panels of head dim by PAGE, and of PAGE by head dim: [pages, layers, kv heads, panels, 2, ..., LANES]. */
     void *keys, *values;
     int32_t window;       /* 0: all */
     int32_t rope;         /* index of cos and sin; −1: none */
