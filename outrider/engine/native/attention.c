@@ -129,7 +129,7 @@ static void weigh(int count, float *scores, long stride, const float *peaks, int
 
 /* Queries of a session that share a key head: query q belongs to row q / group. */
 static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
-                   int count, const float *qkv, long qkv_stride, float *attended, float *scores) {
+                   int count, const float *qkv, long qkv_stride, float *attended, float *scores, const char *after) {
     int dim = model->head_dim, group = model->heads / model->kv_heads, panels = value_panels(model);
     int first_row = first_query / group, last_row = (first_query + count - 1) / group;
     float *queries = scores, *out = queries + (long)MAX_ROWS * dim;
@@ -179,11 +179,11 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
         float *part = scores + p * PAGE;
         weigh(count, part, stride, peaks, used, totals);
         const char *values = value_at(model, layer, page, kv_head, 0, 0);
-        const char *next = values;
+        const char *next = after;
         if (p + 1 < pages) next = value_at(model, layer, segment->table[begin / PAGE + p + 1], kv_head, 0, 0);
         for (int v = 0; v < panels; v++)
             go_on(count, part, stride, values + (long)v * PANEL * PAGE * bytes, PAGE, 0, used,
-                  (Ahead){next, bytes * LANES}, out + v * PANEL, (long)panels * PANEL);
+                  (Ahead){next + (long)v * PANEL * PAGE * bytes, bytes * LANES}, out + v * PANEL, (long)panels * PANEL);
     }
     for (int q = 0; q < count; q++) {
         float *to = attended + ((long)(segment->start + rows[q]) * model->heads + heads[q]) * dim;
@@ -194,19 +194,26 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
     }
 }
 
+/* Queries of a session are shared out evenly: a task is as few as fit in registers together. */
 int list_tasks(const Model *model, const Step *step, Task *tasks) {
     int group = model->heads / model->kv_heads, n = 0;
-    int together = group < MAX_ROWS ? MAX_ROWS / group * group : MAX_ROWS;
-    for (int s = 0; s < step->num_segments; s++)
-        for (int first = 0; first < step->segments[s].count * group; first += together)
-            for (int h = 0; h < model->kv_heads; h++) {
-                int left = step->segments[s].count * group - first;
-                if (tasks) tasks[n] = (Task){s, h, first, left < together ? left : together};
-                n++;
+    long before = 0;
+    for (int s = 0; s < step->num_segments; s++) {
+        const Segment *segment = &step->segments[s];
+        int queries = segment->count * group, parts = (queries + MAX_ROWS - 1) / MAX_ROWS;
+        for (int part = 0; part < parts; part++)
+            for (int h = 0; h < model->kv_heads; h++, n++) {
+                if (!tasks) continue;
+                int first = queries * part / parts, count = queries * (part + 1) / parts - first;
+                long cost = (segment->base + (first + count) / group + PAGE) * (count + 4l); /* 4: to read a key */
+                tasks[n] = (Task){s, h, first, count, before, cost};
+                before += cost;
             }
+    }
     return n;
 }
 
+/* A thread has tasks that follow each other, of about the same cost as the others'. */
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
     long stride = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
 #pragma omp for schedule(static)
@@ -215,8 +222,14 @@ void attention(const Model *model, const Layer *layer, const Step *step, const T
         while (row >= step->segments[s].start + step->segments[s].count) s++;
         cache_row(model, layer, step, &step->segments[s], row - step->segments[s].start, step->mixed + row * stride);
     }
-#pragma omp for schedule(dynamic)
-    for (int t = 0; t < num_tasks; t++)
-        attend(model, layer, &step->segments[tasks[t].segment], tasks[t].kv_head, tasks[t].first, tasks[t].count,
-               step->mixed, stride, step->attended, step->scores + omp_get_thread_num() * step->scores_per_thread);
+    int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const Task *last = &tasks[num_tasks - 1];
+    for (const Task *task = tasks; task <= last; task++) {
+        if ((task->before + task->cost / 2) * threads / (last->before + last->cost) != thread) continue;
+        const Task *next = task < last ? task + 1 : task;
+        attend(model, layer, &step->segments[task->segment], task->kv_head, task->first, task->count, step->mixed, stride,
+               step->attended, step->scores + thread * step->scores_per_thread,
+               key_at(model, layer, step->segments[next->segment].table[0], next->kv_head, 0));
+    }
+#pragma omp barrier
 }

@@ -108,6 +108,7 @@ void activate(float *x, int rows, const Model *model, float *y);
 
 typedef struct {
     int32_t segment, kv_head, first, count; /* queries */
+    long before, cost; /* of the tasks before it, and its own */
 } Task;
 
 int list_tasks(const Model *model, const Step *step, Task *tasks);
