@@ -62,4 +62,4 @@ class RowEngine(SessionCaches):
         wanted = [part[each.logits_from :] for each, part in zip(batch, torch.split(outputs, counts), strict=True)]
         logits = self._module.logits(torch.cat(wanted)).float()
         kept = [part[each.hidden_from :] for each, part in zip(batch, torch.split(following, counts), strict=True)]
-        return StepResult(logits, list(torch.split(logits, [len(part) for part in wanted])), kept)
+        return StepResult(logits, [len(part) for part in wanted], kept)

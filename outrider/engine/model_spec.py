@@ -153,14 +153,12 @@ def _llama(model: Any) -> ModelSpec:
     def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return body.embed_tokens(ids)  # type: ignore[no-any-return]
 
-    table = body.embed_tokens if type(body.embed_tokens) is torch.nn.Embedding else None
     if config.model_type in ("gemma", "gemma2") and not hasattr(body.embed_tokens, "embed_scale"):
         scale = torch.tensor(config.hidden_size**0.5, dtype=body.embed_tokens.weight.dtype)
 
         def embed(ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
             return body.embed_tokens(ids) * scale  # type: ignore[no-any-return]
 
-        table = None
     head_dim = layers[0].out.weight.shape[1] // config.num_attention_heads
     return ModelSpec(
         layers=tuple(layers),
@@ -175,7 +173,7 @@ def _llama(model: Any) -> ModelSpec:
         activation=_activation(getattr(config, "hidden_activation", None) or config.hidden_act),
         softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
         logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
-        table=table,
+        table=None if gemma else body.embed_tokens,
     )
 
 

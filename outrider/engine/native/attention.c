@@ -54,6 +54,24 @@ static void cache_row(const Model *model, const Layer *layer, const Step *step, 
     }
 }
 
+/* Copies keys and values of all layers from slots to slots. All are read before any is written. */
+void outrider_copy(const Model *model, const int32_t *old, const int32_t *new, int count) {
+    const long bytes = model->cache_bytes, dim = model->head_dim;
+    char kept[count][2][4];
+    for (long at = 0; at < model->num_layers * model->kv_heads * dim; at++) {
+        const Layer *layer = &model->layers[at / dim / model->kv_heads];
+        int head = (int)(at / dim % model->kv_heads), d = (int)(at % dim);
+        for (int i = 0; i < 2 * count; i++) {
+            int slot = (i < count ? old : new)[i % count];
+            char *key = key_at(model, layer, slot / PAGE, head, slot % PAGE) + d * LANES * bytes;
+            char *value = value_at(model, layer, slot / PAGE, head, d, slot % PAGE);
+            char(*pair)[4] = kept[i % count];
+            memcpy(i < count ? pair[0] : key, i < count ? key : pair[0], (size_t)bytes);
+            memcpy(i < count ? pair[1] : value, i < count ? value : pair[1], (size_t)bytes);
+        }
+    }
+}
+
 /* The slots of a page that a row does not attend to. */
 static void hide(const Segment *segment, int i, int window, int first, float *scores) {
     if (!segment->sees && !window) { /* a chain: all later tokens */

@@ -65,12 +65,11 @@ class NativeEngine(PagedEngine):
         self._lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
-        self._step, self._segments = _C.Step(threads=self._threads), (_C.Segment * 1)()
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._views: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
-        self._rotations: list[tuple[torch.Tensor, ...]] = []
+        self._step = _C.Step(threads=self._threads)
+        self._buffers: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
+        self._rotations: dict[int, list[torch.Tensor]] = {}
         self._rotated_to = 0  # positions
-        self._memory = _MappedMemory(large_pages=True)  # weights are read as one stream
+        self._memory = _MappedMemory()  # weights are read as one stream
         self._layers = (_C.Layer * len(spec.layers))(*(self._layer(layer, weights) for layer in spec.layers))
         self._model = _C.Model(
             layers=ctypes.addressof(self._layers),
@@ -95,7 +94,7 @@ class NativeEngine(PagedEngine):
         self.blocks.pool.evict_all()
         model, lanes = self._model, self._lanes
         # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
-        memory = _MappedMemory(large_pages=True)
+        memory = _MappedMemory()
         blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
         dim_streams = 2 * -(-model.head_dim // (2 * lanes))
         self._keys = memory.take((*blocks, BLOCK_TOKENS // lanes, model.head_dim, lanes), dtype).transpose(0, 1)
@@ -133,13 +132,13 @@ class NativeEngine(PagedEngine):
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
         inputs, args.x = self._inputs(step)
-        numbers = self._place(step)
+        placed = self._place(step)
         scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(args))
         _, args.scratch = self._buffer("scratch", 1 << scratch.bit_length(), 1)
         run = self._library.outrider_chain if chain else self._library.outrider_forward
         if run(ctypes.byref(self._model), ctypes.byref(args), *chain):
             raise MemoryError("no memory for a step")
-        del inputs, numbers  # which the kernels read
+        del inputs, placed  # which the kernels read
         if spec.logit_softcap:
             self._library.outrider_cap(args.logits, logits.numel(), spec.logit_softcap)
         return logits, hidden
@@ -148,70 +147,53 @@ class NativeEngine(PagedEngine):
         """Return the inputs of the first layer, which the kernels write to, and their address."""
         table: QuantizedRows | None = getattr(self._spec.table, "rows", None)
         if step.input_embeddings is None and table is not None:  # without torch, whose first use in a step takes long
-            x, address = self._buffer("x", len(step.ids), table.inputs)
-            ids, stored = (ctypes.c_int64 * len(step.ids))(*step.ids), ctypes.c_void_p(table.stored.data_ptr())
-            to = ctypes.c_void_p(address)
-            self._library.outrider_dequantise(table.kind, stored, table.inputs, ids, len(ids), to, self._threads)
-            return x, address
-        with torch.inference_mode():
-            if step.input_embeddings is None:
-                x = self._spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)).float().contiguous()
-            else:
-                x = step.input_embeddings.to(torch.float32, copy=True)
+            x, to = self._buffer("x", len(step.ids), table.inputs)
+            numbers = (table.inputs, (ctypes.c_int64 * len(step.ids))(*step.ids), len(step.ids))
+            rows = ctypes.c_void_p(table.stored.data_ptr())
+            self._library.outrider_dequantise(table.kind, rows, *numbers, ctypes.c_void_p(to), self._threads)
+            return x, to
+        given = step.input_embeddings
+        x = self._spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)) if given is None else given
+        x = x.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         return x, x.data_ptr()
 
     def _rotate(self, last: int) -> None:
         """Extend the tables of cosines and sines to a position."""
         if last >= self._rotated_to:
             self._rotated_to = 2 * last + 1
-            rotated = [rotate(torch.arange(self._rotated_to)) for rotate in self._spec.rotations]
-            self._rotations = [tuple(part.float().contiguous() for part in parts) for parts in rotated]
-            for number, (cos, sin) in enumerate(self._rotations):
-                self._step.cos[number], self._step.sin[number] = cos.data_ptr(), sin.data_ptr()
+            for number, rotate in enumerate(self._spec.rotations):
+                self._rotations[number] = [part.float().contiguous() for part in rotate(torch.arange(self._rotated_to))]
+                self._step.cos[number], self._step.sin[number] = (part.data_ptr() for part in self._rotations[number])
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
-        (old_block, old_offset), (new_block, new_offset) = _split(old), _split(new)
-        lanes = self._lanes
-        self._keys[:, new_block, :, new_offset // lanes, :, new_offset % lanes] = self._keys[
-            :, old_block, :, old_offset // lanes, :, old_offset % lanes
-        ]
-        self._values[:, new_block, :, :, new_offset] = self._values[:, old_block, :, :, old_offset]
+        slots = [(ctypes.c_int32 * len(old))(*each) for each in (old, new)]
+        self._library.outrider_copy(ctypes.byref(self._model), *slots, len(old))
 
-    def _place(self, step: ForwardStep) -> array[int]:
-        """Tell the kernels where each segment is. Return the memory that holds the step's numbers."""
-        segments, args = step.segments, self._step
+    def _place(self, step: ForwardStep) -> tuple[Any, array[int]]:
+        """Tell the kernels where each segment is. Return what must stay alive while they read it."""
         numbers, tables = array("i", step.positions + step.outputs), []
-        for segment in segments:
+        for segment in step.segments:
             tables.append(len(numbers))
-            numbers.extend(segment.blocks)
-            if segment.mask is not None:
-                numbers.extend([position - segment.base for position in segment.positions])
-        if len(segments) > len(self._segments):
-            self._segments = (_C.Segment * len(segments))()
-        start, _ = numbers.buffer_info()
-        for to, segment, table in zip(self._segments, segments, tables, strict=False):
-            to.start, to.count, to.base = segment.start, segment.count, segment.base
-            to.table, to.sees, to.depths = start + 4 * table, None, None
+            numbers.extend([*segment.blocks, *(position - segment.base for position in segment.positions)])
+        segments, args, (start, _) = (_C.Segment * len(tables))(), self._step, numbers.buffer_info()
+        for to, segment, table in zip(segments, step.segments, tables, strict=True):
+            to.start, to.count, to.base, to.table = segment.start, segment.count, segment.base, start + 4 * table
             if segment.mask is not None:
                 to.sees, to.depths = segment.mask.data_ptr(), to.table + 4 * len(segment.blocks)
-        args.segments, args.num_segments = ctypes.addressof(self._segments), len(segments)
+        args.segments, args.num_segments = ctypes.addressof(segments), len(tables)
         args.positions, args.wanted = start, start + 4 * len(step.positions)
-        return numbers
+        return segments, numbers
 
     def _buffer(self, name: str, height: int, width: int) -> tuple[torch.Tensor, int]:
-        """Return scratch memory and its address. It grows and is never released: fresh memory costs page faults.
-
-        Views are kept as well, because torch takes longer to make one than the rest of Python's part.
-        """
-        if (name, height) not in self._views:
+        """Return scratch memory and its address. It is never released: fresh memory and new tensors take long."""
+        if (name, height) not in self._buffers:
             with torch.inference_mode():
-                buffer = self._buffers.get(name)
-                if buffer is None or buffer.numel() < height * width:
-                    buffer = self._buffers[name] = torch.empty(max(1, height * width))
-                    self._views = {key: view for key, view in self._views.items() if key[0] != name}
-                view = buffer[: height * width].view(height, width)
-            self._views[name, height] = view, view.data_ptr()
-        return self._views[name, height]
+                if height & (height - 1):  # part of the next power of two
+                    whole, _ = self._buffer(name, 1 << height.bit_length(), width)
+                else:
+                    whole = torch.empty(height, width)
+                self._buffers[name, height] = whole[:height], whole.data_ptr()
+        return self._buffers[name, height]
 
     def _layer(self, layer: specs.Layer, weights: str) -> Any:
         return _C.Layer(
@@ -292,8 +274,7 @@ class _MappedMemory:
     Memory that was never written is not backed by the system.
     """
 
-    def __init__(self, *, large_pages: bool) -> None:
-        self._advice = "MADV_HUGEPAGE" if large_pages else "MADV_NOHUGEPAGE"
+    def __init__(self) -> None:
         self._mapping = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self.taken = 0  # bytes
@@ -302,19 +283,16 @@ class _MappedMemory:
         size = math.prod(shape) * dtype.itemsize
         self.taken += size
         if self._used + size > self._mapping.numel():
-            self._mapping = self._map(max(size, _MAPPING))
-            self._used = 0
+            room = max(size, _MAPPING)
+            mapped = mmap.mmap(-1, room + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            whole = torch.frombuffer(mapped, dtype=torch.uint8)
+            start = -whole.data_ptr() % _LARGE_PAGE
+            self._mapping, self._used = whole[start : start + room], 0
         tensor = self._mapping[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // _LINE) * _LINE
         return tensor
-
-    def _map(self, size: int) -> torch.Tensor:
-        mapped = mmap.mmap(-1, size + _LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, self._advice):
-            mapped.madvise(getattr(mmap, self._advice))
-        whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        start = -whole.data_ptr() % _LARGE_PAGE
-        return whole[start : start + size]
 
 
 def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:
@@ -324,9 +302,3 @@ def _address(referenced: list[Any], tensor: torch.Tensor | None) -> int | None:
     tensor = tensor.contiguous()
     referenced.append(tensor)
     return tensor.data_ptr()
-
-
-def _split(slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block and the offset of each slot."""
-    numbers = torch.tensor(slots)
-    return numbers // BLOCK_TOKENS, numbers % BLOCK_TOKENS
