@@ -54,27 +54,39 @@ INLINE vec load_numbers(const int kind, const char *unit, const char *head, int 
     return whole * from_bytes((const int8_t *)unit + which * UNIT + first);
 }
 
+/* The four low bits of `low`, and `more` bits above them from `high`. */
+INLINE ivec joined(ivec low, ivec high, const int more) {
+    const ivec mask = (ivec){0} + (((1 << more) - 1) << 4);
+#if defined(__AVX512F__)
+    return (ivec)_mm512_ternarylogic_epi32((__m512i)low, (__m512i)high, (__m512i)mask, 0xd8) & ((16 << more) - 1);
+#else
+    return (low & 15) | (high & mask);
+#endif
+}
+
 /* A unit as floats of LANES outputs from `first` on: [BLOCK][LANES]. */
 INLINE void dequantise(const int kind, const char *unit, const char *head, int first, float *to) {
     const Format format = FORMATS[kind];
     const char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
     const int more = format.bits - 4, shared = 32 / (more ? more : 1); /* bits above; inputs that have them in 32 bits */
-    vec scales[2], minima = {0};
+    vec scales[2], minima[2] = {{0}}; /* a zero times a scale is exact */
     for (int s = 0; s < format.sub_blocks; s++) scales[s] = load_numbers(kind, unit, head, s, first);
-    if (format.minima) minima = load_numbers(kind, unit, head, 1, first);
+    for (int s = 0; s < 2 && format.zero; s++) minima[s] = scales[s] * (float)-format.zero;
+    if (format.minima) minima[0] = load_numbers(kind, unit, head, 1, first);
+#pragma GCC unroll 4
     for (int k = 0; k < BLOCK; k += 8) {
         ivec eight = {0}, high = {0};
         if (format.bits < 8) memcpy(&eight, quants + (k / 8 * UNIT + first) * 4, sizeof eight);
         if (format.bits == 5 || format.bits == 6) memcpy(&high, above + (k / shared * UNIT + first) * 4, sizeof high);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
-            ivec bits = eight >> 4 * i & 15;
-            if (format.bits == 5 || format.bits == 6)
-                bits |= (high >> (k + i) % shared * more & ((1 << more) - 1)) << 4;
-            vec quant = format.bits < 8 ? __builtin_convertvector(bits - format.zero, vec)
+            const int from = (k + i) % shared * more - 4, part = (k + i) * format.sub_blocks / BLOCK;
+            ivec low = eight >> 4 * i, above_four = from < 0 ? high << -from : high >> from;
+            ivec bits = format.bits == 4 ? low & 15 : joined(low, above_four, more);
+            vec quant = format.bits < 8 ? __builtin_convertvector(bits, vec)
                                         : from_bytes((const int8_t *)quants + (k + i) * UNIT + first);
-            vec scale = scales[(k + i) * format.sub_blocks / BLOCK];
-            store(to + (k + i) * LANES, format.minima ? fused(quant, scale, minima) : quant * scale);
+            int fuse = format.minima || format.zero;
+            store(to + (k + i) * LANES, fuse ? fused(quant, scales[part], minima[part]) : quant * scales[part]);
         }
     }
 }
