@@ -19,7 +19,7 @@ from dataclasses import replace
 from drafter.blend.accuracy import AccuracyTracker, Rate, Record
 from drafter.blend.branch import join, proposed_branch
 from drafter.blend.round_estimate import RoundEstimate, full_acceptance_probability
-from drafter.interface import Drafter, DraftRequest, Proposer
+from drafter.interface import Drafter, DraftRequest, Proposer, ReadsLayers
 from outrider.base.decayed_mean import DecayedMean
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -118,6 +118,9 @@ class BlendDrafter:
         self.vocabulary: Vocabulary | None = next(
             (member.vocabulary for member in members.values() if member.vocabulary is not None), None
         )
+        for member in members.values():
+            if isinstance(member, ReadsLayers):
+                self.projection = member.projection
         self._records = {name: Record() for name in members}
         self._seconds = {name: Rate() for name in self._models}  # per level of a draft
         self._rest_s: float | None = None  # latest measurement of any session, for new sessions
@@ -289,16 +292,13 @@ class BlendDrafter:
 def _check_same_target(members: Mapping[str, Drafter]) -> None:
     vocabularies = {name: member.vocabulary for name, member in members.items() if member.vocabulary is not None}
     targets = {name: member.info.target_digest for name, member in members.items() if member.info.target_digest}
-    for problem, values in (("have different vocabularies", vocabularies), ("have different targets", targets)):
+    states = {name: getattr(each, "projection", None) for name, each in members.items() if each.needs_hidden_states}
+    for kind, values in (("vocabularies", vocabularies), ("targets", targets), ("hidden states", states)):
         first = next(iter(values), "")
         other = next((name for name in values if values[name] != values[first]), None)
         if other is not None:
-            raise StartupError(
-                f"{first} and {other} {problem}",
-                field="kind",
-                value="+".join(members),
-                limit="members for one target",
-            )
+            why = f": {first} and {other} have different {kind}"
+            raise StartupError.of("kind", "+".join(members), "members for one target", why)
 
 
 def _usable(session: _SessionState, draft: Guess) -> bool:

@@ -316,9 +316,7 @@ def engine_for(eagle: Eagle, settings: DrafterSettings, progress: Callable[[str]
     body.set_attn_implementation(RAGGED_ATTENTION)
     info = ModelInfo("eagle", "", vocab_size=len(eagle.ids), context_length=eagle.shape.context)
     if options.engine == "cuda":
-        raise StartupError(
-            "eagle has no CUDA graphs", field="engine", value="cuda", limit="auto, native or transformers"
-        )
+        raise StartupError.of("engine", "cuda", "auto, native or transformers", ": eagle has no CUDA graphs")
     if device.type == "cuda" and options.engine == "auto":
         options = replace(options, engine="transformers")
     engine = make_engine(body, info, options, progress)

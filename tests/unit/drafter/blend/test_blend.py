@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 from drafter.blend.accuracy import AccuracyTracker, Record
 from drafter.blend.blend import BlendDrafter
-from drafter.interface import DraftRequest
+from drafter.interface import DraftRequest, ReadsLayers
 from drafter.methods.ngram import NgramDrafter
 from drafter.methods.registry import make
 from drafter.methods.suffix import SuffixDrafter
 from drafter.session import DraftOpening, DraftSession
+from outrider.hidden_states.projection import PackedProjection
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -454,7 +456,8 @@ def test_all_members_forget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("suffix+nonsense", "nonsense"), ("suffix+", "''"), ("ngram+ngram", "twice"), ("", "''")]
+    ("kind", "named"),
+    [("suffix+nonsense", "nonsense"), ("suffix+", r"kind is suffix\+"), ("ngram+ngram", "twice"), ("", "kind is ,")],
 )
 def test_members_that_cannot_be_are_refused(kind: str, named: str) -> None:
     with pytest.raises(StartupError, match=named):
@@ -482,6 +485,24 @@ def test_models_of_different_vocabularies_are_refused() -> None:
     clock = Clock()
     with pytest.raises(StartupError, match="vocabular"):
         BlendDrafter({"a": Model([], clock), "b": Model([], clock, vocabulary=Vocabulary(("x",)))}, clock)
+
+
+class LayerModel(Model):
+    """Reads states of several layers."""
+
+    projection = PackedProjection({"fc.weight": torch.ones(2, 4)}, 1e-5, (1, 2))
+
+
+def test_the_projection_is_that_of_the_member_that_has_one() -> None:
+    clock = Clock()
+    reads_layers = LayerModel([], clock, needs_hidden_states=True)
+    reads_final = Model([], clock, needs_hidden_states=True)
+    joined = BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "a": reads_layers}, clock)
+    assert isinstance(joined, ReadsLayers)
+    assert joined.projection is reads_layers.projection
+    assert not isinstance(BlendDrafter({"suffix": SuffixDrafter(0, 4.0, 0.1), "a": reads_final}, clock), ReadsLayers)
+    with pytest.raises(StartupError, match="a and b have different hidden states"):
+        BlendDrafter({"a": reads_layers, "b": reads_final}, clock)
 
 
 if __name__ == "__main__":  # what the bookkeeping costs here: run this file
