@@ -20,6 +20,7 @@ from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.observability.tracing import OFF
 from outrider.protocol import convert, message_limits
+from outrider.protocol.checks import check_number
 from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, PeerLost
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.speculation import MAX_GAMMA, FinishReason, SessionOpening, VerifySteering
@@ -32,6 +33,7 @@ _MAX_UNSENT = 1024  # messages
 _SHORTEST_STEP_S = 0.001  # on average; faster verdicts are read at this rate
 _BURST = 64
 _SILENCE_S = 600.0  # between verdicts; a request may wait for its first one
+_TOGETHER = 8  # verdicts of a message while no guesses are made
 _CHAINS_ONLY = SpeculationOptions(branches=1)
 
 
@@ -82,7 +84,9 @@ class AttachedSession:
         self._send(verify.VerifyRequest(guess=guess))
 
     def steer(self, steering: VerifySteering) -> None:
-        self._send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))
+        message = verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering))
+        message.steer.verdicts = 1 if self._drafting.control.plan.gamma else _TOGETHER
+        self._send(message)
 
     def _send(self, message: verify.VerifyRequest) -> None:
         if self.outbox.qsize() >= _MAX_UNSENT:
@@ -98,22 +102,25 @@ class AttachedSession:
                     request = await anext(requests, None)
                 if request is None:
                     return
+                replies = request.replies.replies or [request.reply]
+                check_number("replies", len(replies), 1, _BURST)
                 now = time.monotonic()
-                ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + _SHORTEST_STEP_S
+                ready_at = max(ready_at, now - _BURST * _SHORTEST_STEP_S) + len(replies) * _SHORTEST_STEP_S
                 if ready_at > now:
                     await asyncio.sleep(ready_at - now)
-                self._receive(request)
+                for reply in replies:
+                    self._receive(reply)
         except TimeoutError as error:
             raise Expired(f"no verdict for {_SILENCE_S:g} s") from error
 
-    def _receive(self, request: pb.AttachRequest) -> None:
-        kind = request.reply.WhichOneof("message")
+    def _receive(self, reply: verify.VerifyReply) -> None:
+        kind = reply.WhichOneof("message")
         if kind == "refused":
-            self._drafting.drop_refused(self._reader.refusal(request.reply))
+            self._drafting.drop_refused(self._reader.refusal(reply))
             return
         if kind != "verdict":
-            raise InvalidRequest.of("message", kind or request.WhichOneof("message") or "empty", "verdict or refused")
-        verdict = self._reader.verdict(request.reply.verdict, time.monotonic())
+            raise InvalidRequest.of("message", kind or "empty", "verdict or refused")
+        verdict = self._reader.verdict(reply.verdict, time.monotonic())
         self._record.append(verdict.tokens, verdict.kinds, ())
         self._record.finish_reason = verdict.finish_reason
         self._stats.record_verdict(verdict, self._drafting.control.plan)

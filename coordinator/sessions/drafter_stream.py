@@ -32,6 +32,7 @@ _TOKENS_PER_COMMIT = 2 * OPEN_NODES
 _BYTES_PER_COMMIT = 2 * message_limits.MAX_GUESS_BYTES
 _JITTER_US = 2_000  # two messages may arrive closer together than they were sent
 _COMMITS_KEPT = 16  # a stalled network delivers the guesses for several commits at once
+_MAX_UNSENT_TOKENS = 64  # that a drafter without work learns of later
 
 
 class DraftLimits:
@@ -121,6 +122,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.wants_hidden_states = False
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self._limits = DraftLimits(time.monotonic())
+        self._unsent: tuple[int, ...] = ()  # committed tokens
+        self._position = 0  # after them
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
         """Yield guesses as received, marked with their source, and record their drafting time.
@@ -155,19 +158,26 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self._limits.reward(accepted)
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
-        """Send committed tokens; return the number of bytes of hidden states sent with them."""
+        """Send committed tokens, later if its plan is plain; return the bytes of hidden states sent with them."""
         self._limits.renew(time.monotonic())
-        message = draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens))
-        num_bytes = 0
-        if hidden_states is not None and self.joined and self.wants_hidden_states:
-            message.committed.hidden_states.CopyFrom(convert.hidden_states_to_proto(hidden_states))
-            num_bytes = len(hidden_states.rows)
-        self.send(message)
-        return num_bytes
+        self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
+        if hidden_states is None or not (self.joined and self.wants_hidden_states):
+            if self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
+                self._send_committed()
+            return 0
+        self._send_committed(convert.hidden_states_to_proto(hidden_states))
+        return len(hidden_states.rows)
+
+    def _send_committed(self, hidden_states: common.HiddenStates | None = None) -> None:
+        position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
+        committed = draft.Committed(position=position, tokens=tokens, hidden_states=hidden_states)
+        self.send(draft.DraftRequest(committed=committed))
 
     def steer(self, plan: SpeculationPlan) -> None:
         steering = plan.for_drafter()
         if steering != self.plan.for_drafter():
+            if self._unsent:
+                self._send_committed()
             self._limits.asked_at = time.monotonic()
             self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
         self.plan = plan

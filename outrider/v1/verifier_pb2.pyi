@@ -182,6 +182,7 @@ class VerifySteering(google.protobuf.message.Message):
     HIDDEN_STATES_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
+    VERDICTS_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
     draft_wait_us: builtins.int
@@ -190,6 +191,8 @@ class VerifySteering(google.protobuf.message.Message):
     """send hidden states with the next verdicts"""
     nodes: builtins.int
     """guesses verified per step, all branches together; 0: as many as the verifier allows"""
+    verdicts: builtins.int
+    """of steps without guesses, that an attached engine may send together; absent: 1"""
     @property
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
@@ -202,9 +205,10 @@ class VerifySteering(google.protobuf.message.Message):
         hidden_states: builtins.bool | None = ...,
         nodes: builtins.int | None = ...,
         states: outrider.v1.common_pb2.StateSpecs | None = ...,
+        verdicts: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
@@ -213,6 +217,8 @@ class VerifySteering(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_hidden_states", b"_hidden_states"]) -> typing.Literal["hidden_states"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_verdicts", b"_verdicts"]) -> typing.Literal["verdicts"] | None: ...
 
 global___VerifySteering = VerifySteering
 

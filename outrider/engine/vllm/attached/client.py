@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 _RETRY_S = 0.5
 _MAX_RETRY_S = 10.0
 _MAX_UNSENT = 1024  # messages of a stream
+_MAX_TOGETHER = 32  # verdicts of a message
 
 
 class _RequestStream:
@@ -41,20 +42,41 @@ class _RequestStream:
         self.salt = salt
         self.number = 0
         self.closed = False
+        self._unsent: list[verify.VerifyReply] = []
+        self._together = 1  # verdicts without guesses that the coordinator takes in one message
         self.outbox: asyncio.Queue[pb.AttachRequest | None] | None = None  # None: no stream is open
+
+    def begin(self) -> asyncio.Queue[pb.AttachRequest | None]:
+        """Begin another stream to a coordinator."""
+        self.outbox, self._unsent, self._together = asyncio.Queue(), [], 1
+        self.number += 1
+        return self.outbox
 
     def send(self, number: int, item: Verdict | verify.VerifyReply | None) -> None:
         """Send what happened while stream `number` was in use; None: the request has ended."""
-        if item is None:
-            self.closed = True
-            messages: list[pb.AttachRequest | None] = [None]
-        elif isinstance(item, Verdict):
+        urgent = True
+        if isinstance(item, Verdict):
             self.tokens.extend(item.tokens)
             verdicts = [item] if number == self.number else as_plain(item)
-            replies = [verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts]
-            messages = [pb.AttachRequest(reply=reply) for reply in replies]
-        else:
-            messages = [pb.AttachRequest(reply=item)] if number == self.number else []
+            self._unsent += (verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts)
+            urgent = bool(item.proposed or item.remaining_depth)
+        elif item is not None and number == self.number:
+            self._unsent.append(item)
+        if urgent or len(self._unsent) >= self._together:
+            self._send_all()
+        self.closed = item is None
+        if self.closed and self.outbox is not None:
+            self.outbox.put_nowait(None)
+
+    def steer(self, steering: verify.VerifySteering) -> None:
+        """Change how many verdicts go together."""
+        self._send_all()
+        self._together = min(steering.verdicts or 1, _MAX_TOGETHER)
+
+    def _send_all(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        together = [pb.AttachRequest(replies=pb.VerifyReplies(replies=unsent))] if unsent else []
+        messages = together if self._together > 1 else [pb.AttachRequest(reply=reply) for reply in unsent]
         if self.outbox is not None:
             for message in messages:
                 self.outbox.put_nowait(message)
@@ -139,8 +161,7 @@ class AttachmentClient:
             self._channel = self._channels.aio_channel(self._addresses[self._turn % len(self._addresses)])
         request = stream.request
         stub: Any = rpc.AttachmentStub(self._channel)
-        stream.outbox = asyncio.Queue()
-        stream.number += 1
+        outbox = stream.begin()
         request.receive(stream.number, self._arrived)
         opening = pb.OpenAttached(
             tokens=stream.tokens,
@@ -152,12 +173,14 @@ class AttachmentClient:
             max_guesses=self._max_guesses,
         )
         call = stub.Attach()
-        writing = self._loop.create_task(_write(call, stream.outbox, opening))
+        writing = self._loop.create_task(_write(call, outbox, opening))
         try:
             async for message in call:
                 self._retry_s, self._told = _RETRY_S, ""
+                if message.HasField("steer"):
+                    stream.steer(message.steer)
                 request.receive(message, self._arrived)
-                if stream.outbox.qsize() > _MAX_UNSENT:
+                if outbox.qsize() > _MAX_UNSENT:
                     raise asyncio.InvalidStateError("the coordinator does not read its messages")
         finally:
             writing.cancel()
