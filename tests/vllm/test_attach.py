@@ -345,6 +345,28 @@ async def test_what_is_sent_on_a_later_stream_names_no_guess_of_an_earlier_one()
     assert stream.tokens == [1, 2, 3, 4, 9]
 
 
+async def test_verdicts_without_guesses_go_together_as_the_coordinator_allows() -> None:
+    stream = _RequestStream(attached([1, 2, 3]), [1, 2, 3])
+    stream.outbox, stream.number, stream.together = asyncio.Queue(), 1, 3
+    for position in range(3, 7):
+        stream.send(1, Verdict(position, (4,), 0, TokenKind.PLAIN))
+    message = stream.outbox.get_nowait()
+    assert message is not None
+    assert [reply.verdict.position for reply in message.replies.replies] == [3, 4, 5]
+    assert stream.outbox.empty()
+    stream.send(1, Verdict(7, (4, 9), 1, TokenKind.RECOVERED, proposed=2, nodes=2))
+    message = stream.outbox.get_nowait()
+    assert message is not None
+    assert [reply.verdict.position for reply in message.replies.replies] == [6, 7], "guesses are urgent"
+    stream.send(1, Verdict(9, (4,), 0, TokenKind.PLAIN))
+    stream.send(1, None)
+    message, end = stream.outbox.get_nowait(), stream.outbox.get_nowait()
+    assert message is not None
+    assert message.reply.verdict.position == 9
+    assert end is None
+    assert stream.tokens == [1, 2, 3, 4, 4, 4, 4, 4, 9, 4]
+
+
 @pytest.mark.parametrize(
     "given", [{}, {"coordinators": "here"}, {"coordinators": "h:1", "wait": 3}, {"coordinators": "h:1", "api_key": "k"}]
 )

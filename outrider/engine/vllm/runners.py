@@ -85,10 +85,6 @@ class _NewRunner(_Runner):
         runner.rejection_sampler = lambda logits, batch, *args, **kwargs: self.sample(logits, batch)
         silence_drafter(runner)
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        place_guesses(self._runner, scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
-
     def sample(self, logits: torch.Tensor, batch: Any) -> Any:
         from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -108,15 +104,22 @@ class _NewRunner(_Runner):
 
 
 def silence_drafter(runner: Any) -> None:
-    """Leave vLLM's own drafter without guesses: it is there only so that vLLM makes room for ours."""
-    if hasattr(runner, "req_states"):
-        runner.speculator = _NoSpeculator(runner)
+    """Put guesses of a step in the place of those of vLLM's own drafter, which is there only to make room for them."""
+    if not hasattr(runner, "req_states"):
+        runner._input_fits_in_drafter = lambda metadata: True
+        runner.propose_draft_token_ids = lambda *args, **kwargs: [[] for _ in runner.input_batch.req_ids]
         return
-    runner._input_fits_in_drafter = lambda metadata: True
-    runner.propose_draft_token_ids = lambda *args, **kwargs: [[] for _ in runner.input_batch.req_ids]
+    runner.speculator = _NoSpeculator(runner)
+    execute_model = runner.execute_model
+
+    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        _place_guesses(runner, scheduler_output)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute
 
 
-def place_guesses(runner: Any, scheduler_output: Any) -> None:
+def _place_guesses(runner: Any, scheduler_output: Any) -> None:
     """Write the guesses of a step where the newer runner reads them."""
     guesses = scheduler_output.scheduled_spec_decode_tokens
     if guesses:

@@ -21,7 +21,23 @@ from outrider.engine.vllm.messages import EXTRA, Computed, Plan, StepMasks, extr
 Masks = Callable[[str, Sequence[int]], npt.NDArray[np.bool_] | None]
 
 
-class GuessingScheduler(Scheduler):  # type: ignore[misc]
+class SilentScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler without guesses of its own drafter."""
+
+    num_spec_tokens: int
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Ignore them: there are none."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        most, self.num_spec_tokens = self.num_spec_tokens, 0  # vLLM would pad requests with one new token to it
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.num_spec_tokens = most
+
+
+class GuessingScheduler(SilentScheduler):
     """`plan` and `masks` are set before each step; `computed` is read after it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,9 +71,6 @@ class GuessingScheduler(Scheduler):  # type: ignore[misc]
         # A preempted request comes back before others can begin. Nothing is drawn for it until it is planned.
         uncached: int = request.num_tokens - 1 - num_computed_tokens
         return max(0, min(num_new_tokens, uncached))
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Ignore vLLM's own guesses: there are none."""
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> StepMasks | None:
         """Return the masks of the step's rows. vLLM asks after the forward pass has begun."""

@@ -30,7 +30,6 @@ log = structlog.get_logger(__name__)
 _RETRY_S = 0.5
 _MAX_RETRY_S = 10.0
 _MAX_UNSENT = 1024  # messages of a stream
-_MAX_TOGETHER = 32  # verdicts of a message
 
 
 class _RequestStream:
@@ -42,41 +41,30 @@ class _RequestStream:
         self.salt = salt
         self.number = 0
         self.closed = False
-        self._unsent: list[verify.VerifyReply] = []
-        self._together = 1  # verdicts without guesses that the coordinator takes in one message
         self.outbox: asyncio.Queue[pb.AttachRequest | None] | None = None  # None: no stream is open
-
-    def begin(self) -> asyncio.Queue[pb.AttachRequest | None]:
-        """Begin another stream to a coordinator."""
-        self.outbox, self._unsent, self._together = asyncio.Queue(), [], 1
-        self.number += 1
-        return self.outbox
+        self.unsent: list[verify.VerifyReply] = []
+        self.together = 1  # verdicts without guesses that the coordinator takes in one message
 
     def send(self, number: int, item: Verdict | verify.VerifyReply | None) -> None:
         """Send what happened while stream `number` was in use; None: the request has ended."""
-        urgent = True
         if isinstance(item, Verdict):
             self.tokens.extend(item.tokens)
             verdicts = [item] if number == self.number else as_plain(item)
-            self._unsent += (verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts)
-            urgent = bool(item.proposed or item.remaining_depth)
+            self.unsent += (verify.VerifyReply(verdict=convert.verdict_to_proto(each)) for each in verdicts)
         elif item is not None and number == self.number:
-            self._unsent.append(item)
-        if urgent or len(self._unsent) >= self._together:
-            self._send_all()
+            self.unsent.append(item)
+        plain = isinstance(item, Verdict) and not item.proposed and not item.remaining_depth
+        if not plain or len(self.unsent) >= self.together:
+            self.flush()
         self.closed = item is None
         if self.closed and self.outbox is not None:
             self.outbox.put_nowait(None)
 
-    def steer(self, steering: verify.VerifySteering) -> None:
-        """Change how many verdicts go together."""
-        self._send_all()
-        self._together = min(steering.verdicts or 1, _MAX_TOGETHER)
-
-    def _send_all(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        together = [pb.AttachRequest(replies=pb.VerifyReplies(replies=unsent))] if unsent else []
-        messages = together if self._together > 1 else [pb.AttachRequest(reply=reply) for reply in unsent]
+    def flush(self) -> None:
+        unsent, self.unsent = self.unsent, []
+        messages = [pb.AttachRequest(reply=reply) for reply in unsent]
+        if len(messages) > 1 < self.together:
+            messages = [pb.AttachRequest(replies=pb.VerifyReplies(replies=unsent))]
         if self.outbox is not None:
             for message in messages:
                 self.outbox.put_nowait(message)
@@ -161,7 +149,8 @@ class AttachmentClient:
             self._channel = self._channels.aio_channel(self._addresses[self._turn % len(self._addresses)])
         request = stream.request
         stub: Any = rpc.AttachmentStub(self._channel)
-        outbox = stream.begin()
+        stream.outbox, stream.unsent, stream.together = asyncio.Queue(), [], 1
+        stream.number += 1
         request.receive(stream.number, self._arrived)
         opening = pb.OpenAttached(
             tokens=stream.tokens,
@@ -173,14 +162,15 @@ class AttachmentClient:
             max_guesses=self._max_guesses,
         )
         call = stub.Attach()
-        writing = self._loop.create_task(_write(call, outbox, opening))
+        writing = self._loop.create_task(_write(call, stream.outbox, opening))
         try:
             async for message in call:
                 self._retry_s, self._told = _RETRY_S, ""
                 if message.HasField("steer"):
-                    stream.steer(message.steer)
+                    stream.flush()
+                    stream.together = message.steer.verdicts or 1
                 request.receive(message, self._arrived)
-                if outbox.qsize() > _MAX_UNSENT:
+                if stream.outbox.qsize() > _MAX_UNSENT:
                     raise asyncio.InvalidStateError("the coordinator does not read its messages")
         finally:
             writing.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.engine.vllm.runners import place_guesses, silence_drafter
+from outrider.engine.vllm.runners import silence_drafter
 
 
 def install(worker: Any) -> str:
@@ -27,13 +27,6 @@ def install(worker: Any) -> str:
         return "v1"
     if verifies:
         runner.rejection_sampler._verify = OwnDrawsOfNewRunner(runner.sampler, runner.num_speculative_steps)
-    execute_model = runner.execute_model
-
-    def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        place_guesses(runner, scheduler_output)
-        return execute_model(scheduler_output, *args, **kwargs)
-
-    runner.execute_model = execute
     return "v2"
 
 
@@ -82,16 +75,13 @@ def _of(sampling: Any, members: Sequence[int], committed: Sequence[Sequence[int]
     from vllm.v1.sample.logits_processor import LogitsProcessors
 
     index = torch.tensor(members, device=sampling.frequency_penalties.device)
-    outputs = sampling.output_token_ids
+    outputs, seeds = sampling.output_token_ids, sampling.generators
     tensors = ("temperature", "top_p", "top_k", "prompt_token_ids")
     penalties = ("frequency_penalties", "presence_penalties", "repetition_penalties")
-    picked = {name: getattr(sampling, name) for name in (*tensors, *penalties)}
     return replace(
         sampling,
-        **{name: None if values is None else values[index] for name, values in picked.items()},
-        generators={
-            place: sampling.generators[member] for place, member in enumerate(members) if member in sampling.generators
-        },
+        **{name: values[index] for name in (*tensors, *penalties) if (values := getattr(sampling, name)) is not None},
+        generators={place: seeds[member] for place, member in enumerate(members) if member in seeds},
         output_token_ids=[] if sampling.no_penalties else [[*outputs[each], *committed[each]] for each in members],
         max_num_logprobs=None,
         logprob_token_ids=None,

@@ -11,7 +11,6 @@ from typing import Any
 
 import structlog
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -22,7 +21,7 @@ from outrider.engine.vllm.attached.options import AttachOptions
 from outrider.engine.vllm.attached.request import AttachedRequest, drawn_alike, guessed_with
 from outrider.engine.vllm.compatibility import check_installed
 from outrider.engine.vllm.loading import describe_served
-from outrider.engine.vllm.scheduler import decodes
+from outrider.engine.vllm.scheduler import SilentScheduler, decodes
 from outrider.protocol.errors import StartupError
 from outrider.protocol.speculation import Verdict, VerifyTimings
 from outrider.v1 import verifier_pb2 as verify
@@ -30,10 +29,8 @@ from outrider.v1 import verifier_pb2 as verify
 log = structlog.get_logger(__name__)
 
 
-class AttachedScheduler(Scheduler):  # type: ignore[misc]
+class AttachedScheduler(SilentScheduler):
     """vLLM schedules; requests whose guessed positions it draws like others carry guesses."""
-
-    num_spec_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,15 +68,8 @@ class AttachedScheduler(Scheduler):  # type: ignore[misc]
             request.spec_token_ids = []
             if attached is not None and attached.stream and decodes(request):
                 request.spec_token_ids = attached.guesses(self.num_spec_tokens)
-        most, self.num_spec_tokens = self.num_spec_tokens, 0  # vLLM would pad requests with one new token to it
-        try:
-            self._started_at = time.monotonic()
-            return super().schedule(*args, **kwargs)
-        finally:
-            self.num_spec_tokens = most
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Ignore vLLM's own guesses: there are none."""
+        self._started_at = time.monotonic()
+        return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         result = super().update_from_output(scheduler_output, model_runner_output)
@@ -96,8 +86,7 @@ class AttachedScheduler(Scheduler):  # type: ignore[misc]
     def _await_guesses(self) -> None:
         """Wait until the guesses that γ control waits for are there, or for the maximum."""
         deadline = self._ended_at + self._max_wait_s
-        running = [(self._attached.get(each.request_id), decodes(each)) for each in self.running]
-        attached = [(each, awaited) for each, awaited in running if each is not None]
+        attached = [(each, decodes(r)) for r in self.running if (each := self._attached.get(r.request_id)) is not None]
         while True:
             self._arrived.clear()
             for each, _ in attached:

@@ -15,7 +15,7 @@ from coordinator.control.throughput_model import Mode
 from coordinator.sessions.drafting import DraftingContext
 from outrider.observability.metrics import CoordinatorMetrics
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired
+from outrider.protocol.errors import Expired, InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind, Verdict
@@ -64,14 +64,37 @@ async def stream(*messages: pb.AttachRequest, then_s: float = 0.0) -> AsyncItera
     await asyncio.sleep(then_s)
 
 
-async def test_verdicts_are_read_no_faster_than_engines_run() -> None:
-    verdicts = [convert.verdict_to_proto(Verdict(2 + i, (1,), 0, TokenKind.PLAIN)) for i in range(STEPS)]
-    requests = [pb.AttachRequest(reply=verify.VerifyReply(verdict=verdict)) for verdict in verdicts]
+def plain_steps(number: int) -> list[verify.VerifyReply]:
+    verdicts = [Verdict(2 + i, (1,), 0, TokenKind.PLAIN) for i in range(number)]
+    return [verify.VerifyReply(verdict=convert.verdict_to_proto(verdict)) for verdict in verdicts]
+
+
+def joined(replies: list[verify.VerifyReply]) -> pb.AttachRequest:
+    return pb.AttachRequest(replies=pb.VerifyReplies(replies=replies))
+
+
+@pytest.mark.parametrize("together", [1, 8])
+async def test_verdicts_are_read_no_faster_than_engines_run(together: int) -> None:
+    replies = plain_steps(STEPS)
+    requests = [pb.AttachRequest(reply=reply) for reply in replies]
+    if together > 1:
+        requests = [joined(replies[i : i + together]) for i in range(0, STEPS, together)]
     engine = attached()
     started = asyncio.get_running_loop().time()
     await engine.follow(stream(*requests))
     least_s = (STEPS - session._BURST) * session._SHORTEST_STEP_S
     assert asyncio.get_running_loop().time() - started >= 0.9 * least_s
+
+
+async def test_an_engine_whose_drafters_rest_sends_several_verdicts_together() -> None:
+    engine = attached()
+    await engine.follow(stream(joined(plain_steps(8)), pb.AttachRequest(reply=plain_steps(9)[8])))
+    assert engine._record.tokens == [1] * 9
+    steering = engine.outbox.get_nowait()
+    assert steering is not None
+    assert steering.steer.verdicts == 8
+    with pytest.raises(InvalidRequest, match="replies"):
+        await attached().follow(stream(joined(plain_steps(STEPS))))
 
 
 async def test_a_silent_engine_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

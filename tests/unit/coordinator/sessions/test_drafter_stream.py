@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.control.throughput_model import OPEN_NODES
-from coordinator.sessions.drafter_stream import DraftLimits
+from coordinator.control.estimator import PairEstimate
+from coordinator.control.throughput_model import OPEN_NODES, PLAIN, SpeculationPlan
+from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions import drafter_stream
+from coordinator.sessions.drafter_stream import DrafterStream, DraftLimits
+from coordinator.workers.fleet_keys import FleetKeys
+from coordinator.workers.worker_connection import WorkerConnection
+from outrider.observability.tracing import Span
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import MAX_GAMMA
 from outrider.v1 import common_pb2 as common
 
@@ -99,3 +107,30 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
     assert bound == pytest.approx(602_000 if ahead else 102_000, abs=2)
     assert limits.bound_us(2**32 - 1, 10.61, ahead=ahead) == pytest.approx(12_000, abs=2)
     assert limits.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
+
+
+async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> None:
+    model = ModelInfo("m", "f", vocab_size=100)
+    connection = WorkerConnection(
+        WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", model), lambda: FleetKeys().access(Role.DRAFTER)
+    )
+    record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(temperature=0.0, seed=1, max_tokens=500)))
+    stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
+    stream._outbox.get_nowait()  # the opening
+    stream.commit(2, (7,), None)
+    stream.commit(3, (8, 9), None)
+    assert stream._outbox.empty()
+    stream.steer(SpeculationPlan(3))
+    committed = stream._outbox.get_nowait().committed
+    assert (committed.position, list(committed.tokens)) == (2, [7, 8, 9])
+    assert stream._outbox.get_nowait().steer.gamma == 3
+    stream.commit(5, (4,), None)
+    assert stream._outbox.get_nowait().committed.position == 5, "with work at once"
+    stream.steer(PLAIN)
+    assert stream._outbox.get_nowait().steer.gamma == 0
+    for position in range(6, 6 + drafter_stream._MAX_UNSENT_TOKENS):
+        assert stream._outbox.empty()
+        stream.commit(position, (4,), None)
+    committed = stream._outbox.get_nowait().committed
+    assert (committed.position, len(committed.tokens)) == (6, drafter_stream._MAX_UNSENT_TOKENS)
+    await connection.close()
