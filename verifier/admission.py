@@ -44,7 +44,7 @@ class Admission:
 
     def open(self, opening: VerifyOpening, guide: GrammarMatcher | None = None) -> VerifySession:
         """Admit a session or queue it; raise if its epoch is old, it can never fit, or the queue is full."""
-        current = self._find(opening.session_id)
+        current = next((session for session in self.sessions() if session.id == opening.session_id), None)
         known = self._epochs.latest(opening.session_id, is_open=current is not None)
         if opening.epoch < known:
             raise Fenced(
@@ -115,9 +115,6 @@ class Admission:
         """Return the KV cache, in whole blocks, that a session can come to need: no step finds the cache full."""
         tokens = session.prompt_length + session.params.max_tokens + self._limits.guess_rows
         return -(-tokens // self._target.block_tokens) * self._target.block_tokens
-
-    def _find(self, session_id: str) -> VerifySession | None:
-        return next((session for session in self.sessions() if session.id == session_id), None)
 
 
 class _EpochMemory:

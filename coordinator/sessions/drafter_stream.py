@@ -121,7 +121,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.joined = False
         self.wants_hidden_states = False
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
-        self._limits = DraftLimits(time.monotonic())
+        self.limits = DraftLimits(time.monotonic())
         self._unsent: tuple[int, ...] = ()  # committed tokens
         self._position = 0  # after them
 
@@ -143,41 +143,35 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             guess = reply.guess
             try:
                 message_limits.check_guess(guess)
-                self._limits.spend(guess, now)
+                self.limits.spend(guess, now)
             except InvalidRequest as error:
                 raise ProtocolViolation(error.message) from error
             guess.source = self.source
-            guess.draft_us = self._limits.bound_us(guess.draft_us, time.monotonic(), ahead=self.plan.ahead)
+            guess.draft_us = self.limits.bound_us(guess.draft_us, time.monotonic(), ahead=self.plan.ahead)
             parents = tuple(parent - 1 for parent in guess.parents)
             depth = TreeShape(parents).depth if parents else len(guess.tokens)
             self.pair.observe_draft(depth, guess.draft_us, tree=self.plan.branches > 1)
             yield guess
 
-    def reward(self, accepted: int) -> None:
-        """Record how many of its guesses a verdict accepted."""
-        self._limits.reward(accepted)
-
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
         """Send committed tokens, later if its plan is plain; return the bytes of hidden states sent with them."""
-        self._limits.renew(time.monotonic())
+        self.limits.renew(time.monotonic())
         self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
-        if hidden_states is None or not (self.joined and self.wants_hidden_states):
-            if self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
-                self._send_committed()
-            return 0
-        self._send_committed(convert.hidden_states_to_proto(hidden_states))
-        return len(hidden_states.rows)
+        states = hidden_states if self.joined and self.wants_hidden_states else None
+        if states is not None or self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
+            self._send_committed(states)
+        return 0 if states is None else len(states.rows)
 
-    def _send_committed(self, hidden_states: common.HiddenStates | None = None) -> None:
+    def _send_committed(self, hidden_states: HiddenStates | None = None) -> None:
         position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
-        committed = draft.Committed(position=position, tokens=tokens, hidden_states=hidden_states)
-        self.send(draft.DraftRequest(committed=committed))
+        states = None if hidden_states is None else convert.hidden_states_to_proto(hidden_states)
+        self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 
     def steer(self, plan: SpeculationPlan) -> None:
         steering = plan.for_drafter()
         if steering != self.plan.for_drafter():
             if self._unsent:
                 self._send_committed()
-            self._limits.asked_at = time.monotonic()
+            self.limits.asked_at = time.monotonic()
             self.send(draft.DraftRequest(steer=convert.draft_steering_to_proto(steering)))
         self.plan = plan

@@ -121,7 +121,7 @@ class Drafting:
                 tally = tallies.get(drafter.source, SourceTally(drafter.source, 0, 0))
                 expected = drafter.plan.gamma > 0 and (awaited or drafter.source in tallies)
                 drafter.pair.observe_verdict(tally.proposed, tally.accepted, due=expected)
-                drafter.reward(tally.accepted)
+                drafter.limits.reward(tally.accepted)
         self.control.observe(verdict, self._best)
         if self._record.finished:
             return

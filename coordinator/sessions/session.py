@@ -67,7 +67,7 @@ class Session:
         self.output = SessionOutput(TextStream(target.decode, request.prompt, request.params.stop))
         self._context = context
         self._tenant = tenant()
-        self._entry = Entry(record, self._fenced, durable)
+        self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)), durable)
         self._task: asyncio.Task[None] | None = None
         self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
@@ -187,6 +187,3 @@ class Session:
 
     def _end(self) -> None:
         self.output.end(finished=self.record.finished)
-
-    def _fenced(self) -> None:
-        self.stop(fenced(self.record.session_id))
