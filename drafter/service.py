@@ -10,7 +10,8 @@ import grpc
 import structlog
 
 from drafter.grammar import GrammarCursor, TargetGrammars
-from drafter.interface import Drafter, ReadsLayers
+from drafter.hidden_states.declaration import StateDeclaration
+from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
 from outrider.base.aio import background, first_message
@@ -19,18 +20,17 @@ from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
 from outrider.observability.tracing import OFF, Tracing
 from outrider.protocol import convert, message_limits
-from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.runtime.worker_service import WorkerService
 from outrider.settings.drafter import DrafterSettings
-from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import drafter_pb2_grpc as rpc
 
 log = structlog.get_logger(__name__)
 
 
-class DrafterService(WorkerService, rpc.DrafterServicer):
+class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
     names = ("outrider.v1.Drafter",)
     work = "drafting"
 
@@ -40,10 +40,8 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
         self._metrics = DrafterMetrics(drafter.info.name, settings.kind)
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
         self._grammars = TargetGrammars(settings)
-        self._projection = drafter.projection if isinstance(drafter, ReadsLayers) else None
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
-        if self._projection is not None:
-            about = replace(about, state_spec=self._projection.spec)
+        about = replace(about, state_spec=self.declare(drafter, float8=settings.feature_dtype == "fp8"))
         super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -69,14 +67,6 @@ class DrafterService(WorkerService, rpc.DrafterServicer):
                     raise failed[0]
         finally:
             self._loop.close(session)
-
-    async def GetProjection(
-        self, request: pb.GetProjectionRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[common.ProjectionPart]:
-        if self._projection is None:
-            raise NotFound("this drafter has no projection")
-        for part in convert.projection_parts(self._projection.spec, self._projection.data):
-            yield part
 
     async def _grammar_cursor(self, opening: DraftOpening) -> GrammarCursor | None:
         """Return the grammar cursor at the end of the session's output."""

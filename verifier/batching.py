@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from outrider.engine import SessionTokens
+from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import Guess
 from verifier.fair_shares import FairShares
+from verifier.hidden_states.step_states import KeptRows
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
 from verifier.step_times import StepTimes
@@ -30,14 +30,11 @@ class ScheduledSession:
     pending: tuple[int, ...]  # committed tokens that are not cached yet
     block: Guess  # to verify
     verifies: bool  # False: a prompt chunk, without logits
-    hidden_from: int | None  # first token whose hidden state is needed; None: of none
+    states: tuple[StateSpec, ...] = ()  # hidden states that are needed of all tokens
 
     @classmethod
     def of(cls, session: VerifySession, pending: Sequence[int], block: Guess, *, verifies: bool) -> ScheduledSession:
-        states, first = session.hidden_states, None
-        if states.enabled:
-            first = states.first_needed(session.cache_length, len(pending), len(session.committed))
-        return cls(session, tuple(pending), block, verifies, first)
+        return cls(session, tuple(pending), block, verifies, session.hidden_states.specs)
 
     @property
     def num_tokens(self) -> int:
@@ -45,8 +42,10 @@ class ScheduledSession:
 
     def engine_tokens(self) -> SessionTokens:
         key, last = self.session.key, len(self.pending) - 1
+        hidden_from = 0 if self.states else None
+        layers = [layer for spec in self.states for layer in spec.layers]
         if not self.verifies:
-            return SessionTokens(key, self.pending, logits_from=len(self.pending), hidden_from=self.hidden_from)
+            return SessionTokens(key, self.pending, logits_from=last + 1, hidden_from=hidden_from, layers=layers)
         parents = (*range(-1, last), *(last + 1 + parent for parent in self.block.shape.parents))
         return SessionTokens(
             key,
@@ -54,15 +53,14 @@ class ScheduledSession:
             # Most blocks are chains, for which the engine needs no mask over every pair of tokens.
             parents if self.block.parents else (),
             logits_from=last,
-            hidden_from=self.hidden_from,
+            hidden_from=hidden_from,
+            layers=layers,
         )
 
-    def kept_hidden_states(self, states: torch.Tensor, path: Sequence[int]) -> torch.Tensor | None:
-        """Return the hidden states of committed tokens and of the accepted `path`."""
-        if self.hidden_from is None:
-            return None
-        committed = len(self.pending) - self.hidden_from
-        return states[[*range(committed), *(committed - 1 + row for row in path)]]
+    def kept_states(self, path: Sequence[int]) -> KeptRows:
+        """Return which hidden states to send: those of committed tokens and of the accepted `path`."""
+        last = len(self.pending) - 1
+        return KeptRows(self.states, [*range(last + 1), *(last + row for row in path)])
 
 
 class Batching:

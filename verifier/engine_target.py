@@ -18,7 +18,8 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
 from outrider.speculation.verification import SessionSampling, VerifyResult, verify_batch
 from verifier.batching import ScheduledSession
-from verifier.hidden_states.buffer import to_wire_format
+from verifier.hidden_states.projections import Projections
+from verifier.hidden_states.step_states import SentRows, wire_states
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -35,6 +36,7 @@ class EngineTarget:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.projections = Projections(engine.state_shape, engine.device)
         self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
 
     @property
@@ -48,10 +50,6 @@ class EngineTarget:
     @property
     def evictable_tokens(self) -> int:
         return self._engine.evictable_tokens
-
-    @property
-    def state_shape(self) -> tuple[int, int]:
-        return self._engine.state_shape
 
     def match_prefix(self, session: VerifySession) -> None:
         length = self._engine.match_prefix(session.key, session.committed, session.cache_salt)
@@ -91,11 +89,13 @@ class EngineTarget:
             computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
         )
         verified = dict(zip(sessions, found, strict=True))
-        hidden_states: Sequence[torch.Tensor] = computed.hidden_states
-        if any(map(len, hidden_states)):
-            hidden_states = to_wire_format(hidden_states)
+        sent: list[SentRows] = [{} for _ in batch]
+        if any(map(len, computed.hidden_states)):
+            paths = [verified[index].outcome.path if index in verified else () for index in range(len(batch))]
+            kept = [item.kept_states(path) for item, path in zip(batch, paths, strict=True)]
+            sent = wire_states(computed, kept, self.projections.find)
         results = [
-            self._session_result(item, hidden_states[index], verified.get(index), failed.get(index))
+            self._session_result(item, sent[index], verified.get(index), failed.get(index))
             for index, item in enumerate(batch)
         ]
         finished = time.perf_counter()
@@ -111,14 +111,14 @@ class EngineTarget:
     def _session_result(
         self,
         item: ScheduledSession,
-        hidden_states: torch.Tensor,
+        hidden_states: SentRows,
         verified: VerifyResult | None,
         error: InvalidRequest | None,
     ) -> SessionResult:
         session = item.session
         cache_length = session.cache_length + len(item.pending)
         if verified is None and error is None:
-            return SessionResult(None, item.kept_hidden_states(hidden_states, ()), cache_length)
+            return SessionResult(None, hidden_states, cache_length)
         try:
             if verified is None:
                 assert error is not None
@@ -126,9 +126,8 @@ class EngineTarget:
             complete_after = None if session.guide is None else session.guide.advance(verified.tokens)
         except InvalidRequest as failure:
             log.info("grammar failed, session ended", session=session.id, error=failure.message)
-            return SessionResult(None, None, session.cache_length, error=failure)
+            return SessionResult(None, {}, session.cache_length, error=failure)
         path = verified.outcome.path
         last = len(item.pending) - 1
         self._engine.compact(session.key, session.cache_length, (*range(last + 1), *(last + row for row in path)))
-        kept = item.kept_hidden_states(hidden_states, path)
-        return SessionResult(verified, kept, cache_length + len(path), complete_after=complete_after)
+        return SessionResult(verified, hidden_states, cache_length + len(path), complete_after=complete_after)

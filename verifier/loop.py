@@ -21,11 +21,13 @@ from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import OutriderError, PeerLost, Unavailable
 from outrider.protocol.fleet import WorkerLoad
+from outrider.protocol.hidden_states.messages import FINAL_STATES
 from outrider.protocol.speculation import FinishReason, TokenKind, Verdict, VerifyTimings
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.tree import tallies
 from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
+from verifier.hidden_states.kept import KeptStates
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
@@ -46,6 +48,7 @@ class VerificationLoop:
         self._limits = limits
         self._metrics = metrics
         self._times = StepTimes(cost)
+        self._kept_states = KeptStates()
         self._admission = Admission(target, limits, metrics)
         self._batching = Batching(limits, self._times, chain=not target.verifies_trees)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="target")
@@ -106,6 +109,7 @@ class VerificationLoop:
                 if not session.begun:
                     session.begun = True
                     self._target.match_prefix(session)
+                    session.hidden_states.begin(self._kept_states, session.num_cached_tokens)
             batch, wait_s = self._batching.schedule(self._admission.running.values(), time.monotonic())
             if not batch:
                 await self._wait(wait_s)
@@ -165,10 +169,10 @@ class VerificationLoop:
             session.cache_length = result.cache_length
             if result.num_cached_tokens is not None:
                 session.num_cached_tokens = result.num_cached_tokens
+                session.hidden_states.begin(self._kept_states, session.num_cached_tokens)
             if result.verified is None:
                 session.waiting_since = time.monotonic()
-                if result.hidden_states is not None:
-                    session.hidden_states.add(result.hidden_states)
+                session.hidden_states.add(session.cache_length, result.hidden_states)
                 continue
             if not session.has_committed:
                 self._metrics.record_prefix_lookup(
@@ -198,11 +202,8 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
     accepted = min(len(outcome.path), len(tokens))
     path = outcome.path[:accepted]
     nodes = session.tree.nodes(block)
-    hidden_states = None
-    if result.hidden_states is not None:
-        cut = len(result.verified.tokens) - len(tokens)
-        kept = result.hidden_states[: len(result.hidden_states) - cut]
-        hidden_states = session.hidden_states.take(position - 1 + len(tokens), kept)
+    end, cut = position - 1 + len(tokens), len(result.verified.tokens) - len(tokens)
+    states = session.hidden_states.take(end, result.hidden_states, tokens, cut) if result.hidden_states else {}
     return Verdict(
         position=position,
         tokens=tuple(tokens),
@@ -212,7 +213,8 @@ def _verdict(item: ScheduledSession, result: SessionResult, timings: VerifyTimin
         finish_reason=reason,
         timings=timings,
         logprobs=result.verified.logprobs[: len(tokens)],
-        hidden_states=hidden_states,
+        hidden_states=states.pop(FINAL_STATES.number, None),
+        layer_states=tuple(states.values()),
         sources=tallies(nodes, block.shape.depths, path),
         nodes=len(nodes),
         accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),

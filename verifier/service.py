@@ -26,7 +26,7 @@ from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
-from verifier.hidden_states.projections import Projections, ProjectionService
+from verifier.hidden_states.projections import ProjectionService
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
 from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
@@ -70,9 +70,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             cost,
         )
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
-        self._projections = Projections(target.state_shape, target.device)
-        layers, width = target.state_shape
-        about = WorkerInfo("", Role.VERIFIER, "", target.info, "target", state_layers=layers, state_width=width)
+        self.projections = target.projections
+        about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", target.info, "target"))
         super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -86,6 +85,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             first = await first_message(requests, self._settings.open_timeout_s, "open")
             opening = _opening(first)
             session = self._loop.open(opening, await self._guide(opening))
+            self._refuse_states(session)
         try:
             with StreamSpan(self._tracing, "verify", request_context, session.id) as span:
                 yield pb.VerifyReply(
@@ -133,6 +133,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                 message_limits.check_verify_request(request)
                 try:
                     _apply(session, request)
+                    if request.steer.HasField("states"):
+                        self._refuse_states(session)
                 except InvalidRequest as error:
                     log.info("guess rejected", error=error.message)
                     self._metrics.guesses_refused.inc()
@@ -142,6 +144,10 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
             self._loop.close(session, error)
         else:
             self._loop.close(session)
+
+    def _refuse_states(self, session: VerifySession) -> None:
+        for error in session.hidden_states.refuse(self.projections.check):
+            session.reject(error, 0)
 
     def _tokenizer(self) -> str:
         path = self._tokenizer_files.get("tokenizer.json")

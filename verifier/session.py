@@ -88,8 +88,8 @@ class VerifySession:
         self.key = f"{self.id}@{self.epoch}@{id(self)}"  # in the engine: streams of different epochs share no cache
         self.params = opening.params
         self.prompt_length = opening.prompt_length
-        self.hidden_states = HiddenStateBuffer(opening.hidden_states)
         self.committed = list(opening.tokens)
+        self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
         self.outbox: asyncio.Queue[Verdict | Rejection | Ended] = asyncio.Queue()
         self.tree = GuessTree(
             self.committed, single=self.params.mode.needs_draft_probs, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA
@@ -138,6 +138,8 @@ class VerifySession:
             self.max_guesses = steering.nodes
         if steering.hidden_states is not None:
             self.hidden_states.enable(steering.hidden_states)
+        if steering.states is not None:
+            self.hidden_states.request(steering.states)
 
     def add_guess(self, guess: Guess) -> None:
         """Check a guess and add it to the tree; raise InvalidRequest if it is invalid."""

@@ -17,6 +17,8 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.verification import VerifyResult
 from verifier.batching import ScheduledSession
+from verifier.hidden_states.projections import Projections
+from verifier.hidden_states.step_states import SentRows
 from verifier.session import VerifySession
 
 
@@ -29,7 +31,7 @@ class SessionResult:
     """Result of a step for one session."""
 
     verified: VerifyResult | None  # None: a prompt chunk, or an error
-    hidden_states: torch.Tensor | None  # of consecutive positions, in wire format  # [tokens, width]
+    hidden_states: SentRows  # of consecutive positions, in wire format
     cache_length: int  # tokens in the cache after the step, accepted guesses among them
     num_cached_tokens: int | None = None  # found in the prefix index, in a session's first step
     complete_after: int | None = None  # number of verified tokens after which the grammar is complete
@@ -75,8 +77,8 @@ class VerifyTarget(Protocol):
         ...
 
     @property
-    def state_shape(self) -> tuple[int, int]:
-        """Return how many decoder layers it captures states of, and their width."""
+    def projections(self) -> Projections:
+        """Return the projections of hidden states that it applies."""
         ...
 
     def match_prefix(self, session: VerifySession) -> None:

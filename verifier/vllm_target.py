@@ -17,6 +17,8 @@ from outrider.protocol.fleet import ModelInfo
 from outrider.speculation.grammar import Masks
 from verifier.batching import ScheduledSession
 from verifier.engine_target import MASK_THREADS
+from verifier.hidden_states.projections import Projections
+from verifier.hidden_states.step_states import final_rows
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -27,12 +29,12 @@ class VllmTarget:
     """A VerifyTarget on vLLM's engine core."""
 
     verifies_trees = False  # vLLM has no attention over trees
-    state_shape = (0, 0)  # its model runners hand out the final state alone
     device = torch.device("cpu")  # of the sampling state of sessions: the workers have their own
 
     def __init__(self, core: VllmCore, info: ModelInfo) -> None:
         self._core = core
         self._info = info
+        self.projections = Projections((0, 0), self.device)  # vLLM's runners hand out the final states alone
         self._known: set[str] = set()
         self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
 
@@ -88,27 +90,28 @@ class VllmTarget:
         computed: Computed = scheduler.computed.get(session.key, Computed())
         if cache_length is None:  # vLLM ends a request at the end of its context
             if computed.verified is None:
-                return SessionResult(None, None, 0, error=PeerLost("vLLM has ended the session"))
+                return SessionResult(None, {}, 0, error=PeerLost("vLLM has ended the session"))
             cache_length = len(session.committed) + len(computed.verified.outcome.path)
         error: OutriderError | None = masks.errors.get(session.key)
         if error is None and computed.error:
             log.error("verification failed, session ended", session=session.id, error=computed.error)
             error = PeerLost(f"verification failed: {computed.error}")
         if error is not None:
-            return SessionResult(None, None, cache_length, error=error)
-        hidden_states = None if computed.hidden_states is None else torch.from_numpy(computed.hidden_states)
+            return SessionResult(None, {}, cache_length, error=error)
+        states = computed.hidden_states
+        hidden_states = {} if states is None else final_rows(item.states, torch.from_numpy(states))
         complete_after = None
         if computed.verified is not None and session.guide is not None:
             try:
                 complete_after = session.guide.advance(computed.verified.tokens)
             except InvalidRequest as failure:
-                return SessionResult(None, None, cache_length, error=failure)
+                return SessionResult(None, {}, cache_length, error=failure)
         return SessionResult(computed.verified, hidden_states, cache_length, num_cached_tokens, complete_after)
 
 
 def _planned(item: ScheduledSession) -> PlannedSession:
     block, session = item.block, item.session
-    hidden_from = None if item.hidden_from is None else session.cache_length + item.hidden_from
+    hidden_from = session.cache_length if item.states else None
     return PlannedSession(item.num_tokens, block.tokens, block.draft_probs, hidden_from)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
+from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.fleet_keys import FleetKeys
-from coordinator.workers.registrations import Registrations
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.base.aio import background, first_message
 from outrider.protocol import convert
@@ -25,9 +25,10 @@ from outrider.v1 import coordinator_pb2_grpc as rpc
 class RegistryService(rpc.RegistryServicer):
     """Service that workers report to."""
 
-    def __init__(self, registrations: Registrations, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
-        self._registrations = registrations
-        self._worker_pool = registrations.worker_pool
+    def __init__(self, sessions: SessionManager, settings: CoordinatorSettings, fleet: FleetKeys) -> None:
+        self._registrations = sessions.registrations
+        self._worker_pool = sessions.worker_pool
+        self._delivery = sessions.delivery
         self._settings = settings
         self._fleet = fleet
         self._stopping = asyncio.Event()
@@ -46,6 +47,7 @@ class RegistryService(rpc.RegistryServicer):
             yield pb.RegisterReply(send_vocabulary=True)
             await _compare_vocabulary(self._worker_pool.target.vocabulary, requests)
         self._refuse_when_stopping()
+        self._delivery.check(info)
         connection = await self._registrations.admit(info)
         connection.registrations += 1
         try:
@@ -66,6 +68,7 @@ class RegistryService(rpc.RegistryServicer):
 
     async def _receive_reports(self, requests: AsyncIterator[pb.RegisterRequest], connection: WorkerConnection) -> None:
         async for request in requests:
+            self._delivery.check(connection.info)
             await self._registrations.update(_worker(request), connection)
 
     async def _wait_for_stop(self) -> None:

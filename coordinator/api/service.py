@@ -57,7 +57,7 @@ class CoordinatorService(rpc.OutriderServicer):
         self.auth_interceptor = AuthInterceptor(allowed, others=self.api_keys | self.fleet.verifiers)
         self.sessions = SessionManager(settings, redis_url, self.fleet, lambda: self.api_keys.num_holders > 1)
         connect_gauges(self.sessions)
-        self._registry = RegistryService(self.sessions.registrations, settings, self.fleet)
+        self._registry = RegistryService(self.sessions, settings, self.fleet)
         self._attachment = AttachmentService(self.sessions, settings)
         budget = ByteBudget(_MIB * settings.max_bodies_mib)
         largest = _MIB * settings.max_message_mib

@@ -69,7 +69,7 @@ class AttachedSession:
         self.steer(VerifySteering(gamma=0))
         failure: OutriderError | None = None
         try:
-            async with self._drafting.attached_to(self, hidden_states=False):
+            async with self._drafting.attached_to(self):
                 await self._read(requests)
             self._record.finish_reason = FinishReason.STOP
         except OutriderError as error:

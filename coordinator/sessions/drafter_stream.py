@@ -16,7 +16,7 @@ from outrider.observability.tracing import Span
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.hidden_states.messages import FINAL_STATES, HiddenStates
 from outrider.protocol.speculation import TreeShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
@@ -120,6 +120,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.shares_cores = False  # with the session's verifier
         self.joined = False
         self.wants_hidden_states = False
+        self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())
         self._unsent: tuple[int, ...] = ()  # committed tokens

@@ -21,7 +21,8 @@ from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.drafter_stream import DrafterStream
-from coordinator.sessions.hidden_states.window import HiddenStateWindow
+from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
+from coordinator.sessions.hidden_states.session_states import SessionStates
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import DrafterChooser
@@ -30,6 +31,7 @@ from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
 from outrider.protocol.errors import OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo, WorkerInfo
+from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import SourceTally, Verdict, VerifySteering
 from outrider.v1 import common_pb2 as common
 
@@ -45,6 +47,7 @@ class DraftingContext:
     gamma_max: int
     drafters: int  # per session at most
     accepts: Callable[[WorkerInfo], bool] | None = None  # which drafters; None: any that is registered
+    delivery: ProjectionDelivery | None = None  # None: hidden states of layers cannot be asked for
 
 
 class GuessReceiver(Protocol):
@@ -69,7 +72,9 @@ class Drafting:
     def __init__(self, record: SessionRecord, target: ModelInfo, context: DraftingContext, stats: RequestStats) -> None:
         options = record.request.speculation
         self._record = record
-        self._chooser = DrafterChooser(context.worker_pool, options.drafter, context.accepts)
+        self._states = SessionStates(context.delivery)
+        fits = context.accepts or self._states.accepts
+        self._chooser = DrafterChooser(context.worker_pool, options.drafter, fits)
         self._target = target
         self._context = context
         self._stats = stats
@@ -80,27 +85,21 @@ class Drafting:
         self.control = Controller(context.gamma_max, self._estimator, fixed, single=single)
         stats.control = self.control
         self._selection = DrafterSelection()
-        self._window = HiddenStateWindow()
         self._verifier: GuessReceiver | None = None
         self._attached: dict[int, DrafterStream] = {}  # by source
         self._best: BestDrafter | None = None  # at the last choice of a plan
         self._sources = 0
-        self._hidden_states_on = False
         self._passed_at = -1
 
-    @property
-    def wants_hidden_states(self) -> bool:
-        """Return whether an attached drafter uses hidden states, or an available one would."""
-        if any(drafter.wants_hidden_states for drafter in self._attached.values()):
-            return True
-        return self._chooser.could_use_hidden_states(self._places)
+    def begin_states(self, verifier: WorkerInfo) -> VerifySteering:
+        """Return the hidden states that a stream to this verifier asks for from its start."""
+        self._states.begin(verifier)
+        return self._states.request(self._readable_states()) or VerifySteering()
 
     @asynccontextmanager
-    async def attached_to(self, verifier: GuessReceiver, *, hidden_states: bool) -> AsyncIterator[None]:
+    async def attached_to(self, verifier: GuessReceiver) -> AsyncIterator[None]:
         """Keep drafters attached while this verifier has the session."""
         self._verifier = verifier
-        self._window.clear()
-        self._hidden_states_on = hidden_states
         self._passed_at = -1
         load = verifier.connection.info.load
         self._estimator.attach_verifier(load.cost, load.sessions)
@@ -125,15 +124,20 @@ class Drafting:
         self.control.observe(verdict, self._best)
         if self._record.finished:
             return
-        hidden_states = verdict.hidden_states
-        if hidden_states is not None and self._hidden_states_on:
-            self._window.add(hidden_states)
+        carries_states = verdict.hidden_states is not None or verdict.layer_states
+        if carries_states:
+            self._states.add(verdict)
         for drafter in self._attached.values():
-            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, hidden_states)
+            states = self._states.of(verdict, drafter.spec) if carries_states else None
+            self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, states)
         self._steer()
 
     def drop_refused(self, refusal: Refusal) -> None:
-        """Detach the drafter whose guess the verifier refused."""
+        """Detach the drafter whose guess the verifier refused, or whose projection it does not have."""
+        digest = self._states.missing(refusal.error)
+        for each in self._attached.values():
+            if digest and each.spec.projection == digest:
+                each.cancel(PeerLost("the verifier does not have its projection"))
         drafter = self._attached.get(refusal.source)
         if drafter is not None:
             self._chooser.exclude(drafter.connection.info.worker_id)
@@ -185,7 +189,7 @@ class Drafting:
         self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
         self._selection.add(drafter.source, drafter.pair.accepted_tokens, drafter.pair.proposal_rate.value)
         self._request_hidden_states()
-        known = self._window.contents()
+        known = self._states.known(drafter.spec)
         if wants_hidden_states and known is not None:
             self._stats.hidden_bytes += drafter.commit(self._record.position, (), known)
         self._steer()
@@ -274,13 +278,13 @@ class Drafting:
             self._verifier.guess(first)
 
     def _request_hidden_states(self) -> None:
-        wanted = self.wants_hidden_states
-        if self._verifier is None or wanted == self._hidden_states_on:
-            return
-        self._hidden_states_on = wanted
-        self._verifier.steer(VerifySteering(hidden_states=wanted))
-        if not wanted:
-            self._window.clear()
+        if self._verifier is not None and (steering := self._states.request(self._readable_states())) is not None:
+            self._verifier.steer(steering)
+
+    def _readable_states(self) -> list[StateSpec]:
+        """Return what the attached drafters read, then what available ones would."""
+        attached = [drafter.spec for drafter in self._attached.values() if drafter.wants_hidden_states]
+        return [*attached, *self._chooser.readable_states(self._places)]
 
     @property
     def _places(self) -> int:

@@ -144,15 +144,13 @@ class Session:
     async def _run_on_one_verifier(self) -> None:
         connection = await self._verifiers.wait_for(prefer=self.record.verifier)
         try:
-            hidden_states = self.drafting.wants_hidden_states
+            states = self.drafting.begin_states(connection.info)
             span = self.stats.span.child("verify", connection.attributes)
-            async with VerifierStream(
-                connection, self.record, self.target.info, span, hidden_states=hidden_states
-            ) as verifier:
+            async with VerifierStream(connection, self.record, self.target.info, span, states) as verifier:
                 await verifier.opened()
                 connection.record_success()
                 self.record.verifier = connection.info.worker_id
-                async with self.drafting.attached_to(verifier, hidden_states=hidden_states):
+                async with self.drafting.attached_to(verifier):
                     async for reply in verifier.replies():
                         if isinstance(reply, Refusal):
                             self.drafting.drop_refused(reply)

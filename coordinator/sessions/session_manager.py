@@ -23,6 +23,7 @@ from coordinator.persistence.session_record import SessionRecord, SessionRequest
 from coordinator.persistence.store import Store
 from coordinator.persistence.write_behind import WriteBehind
 from coordinator.sessions.drafting import DraftingContext
+from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.resumption import append_tail, check_position, finish_ended
 from coordinator.sessions.seeds import draw_nonce
 from coordinator.sessions.session import Session, SessionContext
@@ -71,8 +72,9 @@ class SessionManager:
             mixed=settings.mixed_verifiers,
         )
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)
+        self.delivery = ProjectionDelivery(self.worker_pool.workers)
         self.drafting = DraftingContext(
-            self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session
+            self.worker_pool, self._pairs, settings.gamma_max, settings.drafters_per_session, delivery=self.delivery
         )
         self._tracing = make_tracing(settings.otlp_endpoint, "coordinator")
         self._quotas = Quotas(settings, several=several)
@@ -101,6 +103,7 @@ class SessionManager:
             critical_task(self._pairs.run(), "pair history"),
             critical_task(self.registrations.run(), "registrations"),
             critical_task(self.worker_pool.watch(), "liveness"),
+            critical_task(self.delivery.run(), "projections"),
         ]
 
     def drain(self) -> None:

@@ -145,8 +145,9 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     """Stream to a verifier, with its replies checked."""
 
     def __init__(
-        self, connection: WorkerConnection, record: SessionRecord, target: ModelInfo, span: Span, *, hidden_states: bool
+        self, connection: WorkerConnection, record: SessionRecord, target: ModelInfo, span: Span, states: VerifySteering
     ) -> None:
+        """Prepare the stream; `states` are the hidden states to ask for."""
         request = record.request
         opening = verify.OpenVerify(
             session_id=record.session_id,
@@ -154,13 +155,14 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             tokens=[*request.prompt, *record.tokens],
             prompt_length=len(request.prompt),
             params=convert.params_to_proto(verifier_params(record)),
-            steer=verify.VerifySteering(gamma=0),
-            hidden_states=hidden_states,
+            steer=convert.verify_steering_to_proto(VerifySteering(gamma=0, states=states.states)),
+            hidden_states=bool(states.hidden_states),
             cache_salt=request.cache_salt,
             tenant=record.tenant,
         )
         super().__init__(connection, connection.verifier.Verify, verify.VerifyRequest(open=opening), span)
-        self._sent = SentMessages(hidden_states=hidden_states)
+        self._sent = SentMessages()
+        self._sent.messages = self._sent.states.note(states)
         self._deadline = VerdictDeadline(len(opening.tokens))
         self._reader = VerdictReader(record, target, self._sent, time.monotonic())
 
@@ -177,8 +179,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
         self.send(verify.VerifyRequest(guess=guess))
 
     def steer(self, steering: VerifySteering) -> None:
-        self._sent.messages += 1
-        self._sent.hidden_states = self._sent.hidden_states or bool(steering.hidden_states)
+        self._sent.messages += 1 + self._sent.states.note(steering)
         if steering.draft_wait_us is not None:
             self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
         self.send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))

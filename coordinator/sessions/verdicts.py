@@ -8,13 +8,13 @@ conforming verifier sends raises ProtocolViolation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.hidden_states.asked_states import AskedStates, check_ends
 from outrider.protocol import convert, message_limits
-from outrider.protocol.errors import InvalidRequest, OutriderError, ProtocolViolation, shorten
+from outrider.protocol.errors import OutriderError, ProtocolViolation, shorten
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, FinishReason, TokenKind, Verdict
 from outrider.v1 import verifier_pb2 as verify
 
@@ -39,7 +39,7 @@ class Refusal:
 class SentMessages:
     """Messages sent over a verifier's stream; its replies cannot refer to anything else."""
 
-    hidden_states: bool = False  # requested at some time
+    states: AskedStates = field(default_factory=AskedStates)
     messages: int = 0  # guesses and steering
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess
@@ -93,8 +93,8 @@ class VerdictReader:
         self._check_end(verdict)
         if verdict.logprobs:
             self._check_logprobs(verdict)
-        if verdict.hidden_states is not None:
-            self._check_hidden_states(verdict, verdict.hidden_states)
+        if verdict.hidden_states is not None or verdict.layer_states:
+            check_ends(verdict)
         return verdict
 
     def _check_sizes(self, proto: verify.Verdict) -> None:
@@ -110,14 +110,10 @@ class VerdictReader:
             if counts != (wanted, wanted):
                 raise _violation("verdict.logprobs.top_ids", counts, f"{wanted} each")
         _at_most("verdict.sources", len(proto.sources), self._sent.sources, " entries")
-        if proto.HasField("hidden_states"):
-            if not self._sent.hidden_states:
-                raise _violation("verdict.hidden_states", "given", "absent: none were asked for")
-            try:
-                message_limits.check_hidden_states("verdict.hidden_states", proto.hidden_states)
-            except InvalidRequest as error:
-                raise ProtocolViolation(error.message) from error
-        _at_most("verdict", proto.ByteSize() - len(proto.hidden_states.rows), MAX_REPLY_BYTES, " bytes")
+        size = proto.ByteSize()
+        if proto.HasField("hidden_states") or proto.layer_states:
+            size -= self._sent.states.check(proto)
+        _at_most("verdict", size, MAX_REPLY_BYTES, " bytes")
 
     def _bound_timings(self, timings: verify.VerifyTimings, now: float) -> None:
         """Reduce the reported times: together they are no longer than the time since the last verdict."""
@@ -186,13 +182,6 @@ class VerdictReader:
             for value in (entry.logprob, *entry.top_logprobs):
                 if not -math.inf < value <= _ROUNDING:
                     raise _violation("verdict.logprobs", value, "finite and at most 0")
-
-    def _check_hidden_states(self, verdict: Verdict, states: HiddenStates) -> None:
-        """Check that hidden states reach exactly to the token before the last one."""
-        end = states.position + states.count
-        wanted = verdict.position + len(verdict.tokens) - 1
-        if end != wanted:
-            raise _violation("verdict.hidden_states", f"up to {end}", f"up to {wanted}")
 
 
 def _at_most(name: str, value: int, high: int, unit: str = "") -> None:

@@ -17,6 +17,7 @@ from outrider.protocol.errors import (
     Unavailable,
 )
 from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.hidden_states.messages import FINAL_STATES, StateSpec
 
 DRAFTER_WAIT_S = 3600.0
 POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
@@ -105,11 +106,13 @@ class DrafterChooser:
             self._worker_pool.shunned.report(connection.info, error.message)
         connection.record_failure()
 
-    def could_use_hidden_states(self, places: int) -> bool:
-        """Return whether a drafter that uses hidden states may be attached to one of the places."""
+    def readable_states(self, places: int) -> list[StateSpec]:
+        """Return the hidden states that drafters read which may be attached to one of the places."""
         if len(self._models) >= places:
-            return False
-        return self._worker_pool.choose(Role.DRAFTER, self._uses_hidden_states) is not None
+            return []
+        pool = self._worker_pool
+        fitting = [each for each in pool.workers.of(Role.DRAFTER) if pool.usable(each) and self._fits(each)]
+        return [each.info.state_spec or FINAL_STATES for each in fitting if each.info.hidden_states]
 
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
@@ -120,6 +123,3 @@ class DrafterChooser:
             and connection.info.model.fingerprint not in self._models
             and (not self._models or connection.occupancy() < 1.0)
         )
-
-    def _uses_hidden_states(self, connection: WorkerConnection) -> bool:
-        return connection.info.hidden_states and self._fits(connection)

@@ -31,6 +31,7 @@ class SessionTokens:
     logits_from: int = 0
     hidden_from: int | None = None
     input_embeddings: torch.Tensor | None = None  # [tokens, width]
+    layers: Sequence[int] = ()  # after which hidden states are needed too, from `hidden_from` on
 
     def depths(self) -> list[int]:
         """Return each token's distance from the end of the cached prefix; the first tokens have 0."""
@@ -41,12 +42,14 @@ class SessionTokens:
 class StepResult:
     """Logits [tokens requested, vocab] and hidden states [tokens requested, width] per SessionTokens, in order.
 
-    `all_logits` holds the logits of all of them in one tensor.
+    `all_logits` holds the logits of all of them in one tensor. A row of hidden states is the final one, and behind it
+    those after each of `layers`.
     """
 
     all_logits: torch.Tensor
     counts: Sequence[int]
     hidden_states: list[torch.Tensor]
+    layers: tuple[int, ...] = ()  # of all sessions, ascending
 
     @property
     def logits(self) -> list[torch.Tensor]:

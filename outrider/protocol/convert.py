@@ -6,7 +6,7 @@ field. The functions here name the pairs and hold the exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
@@ -35,7 +35,6 @@ T = TypeVar("T")
 ERROR_KEY = "outrider-error-bin"
 # HTTP/2 adds a frame header of 9 bytes to a message, gRPC a prefix of 5.
 FRAMING_BYTES = 14
-_PROJECTION_PART = 32 * 1024  # bytes; coordinators read small messages only from drafters
 _MAX_POINTS = 64  # of a cost curve
 _MAX_STEP_MS = 600_000.0
 
@@ -172,23 +171,12 @@ def hidden_states_from_proto(proto: common.HiddenStates) -> HiddenStates:
     return _incoming(HiddenStates, proto)
 
 
-def state_spec_to_proto(spec: StateSpec) -> common.StateSpec:
-    return common.StateSpec(**_outgoing(spec))
-
-
 def state_spec_from_proto(proto: common.StateSpec) -> StateSpec:
     """Return the spec; raise InvalidRequest for one that no drafter can have."""
     message_limits.check_count("state_spec.layers", len(proto.layers), "layers", MAX_STATE_LAYERS)
     spec: StateSpec = _incoming(StateSpec, proto)
     spec.check("state_spec")
     return spec
-
-
-def projection_parts(spec: StateSpec, data: bytes) -> Iterator[common.ProjectionPart]:
-    """Yield the messages that carry a projection."""
-    yield common.ProjectionPart(head=common.ProjectionHead(spec=state_spec_to_proto(spec), size=len(data)))
-    for start in range(0, len(data), _PROJECTION_PART):
-        yield common.ProjectionPart(data=data[start : start + _PROJECTION_PART])
 
 
 def model_to_proto(info: ModelInfo) -> common.ModelInfo:

@@ -20,6 +20,7 @@ OTHER = 256
 LONGEST: dict[str, int | None] = {
     "address": 255 + 6,  # a host name and a port
     "cache_salt": MAX_SALT_CHARACTERS,
+    "data": 64 * 1024,  # a part of a projection
     "drafter": 64,
     "idempotency_key": 256,
     "kind": 64,
@@ -38,7 +39,7 @@ LONGEST: dict[str, int | None] = {
     "rows": None,
 }
 # Entries of a list. The readers of tokens, guesses and messages bound those lists.
-MOST = {"eos_token_ids": 256, "rows": 1024, "ms": 1024}
+MOST = {"eos_token_ids": 256, "rows": 1024, "ms": 1024, "layers": 16, "specs": 64}
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from google.protobuf.message import Message
 
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
+from outrider.protocol.hidden_states.limits import check_rows
 from outrider.protocol.speculation import MAX_CANDIDATES, MAX_GAMMA
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
@@ -56,16 +56,6 @@ def check_guess(guess: common.Guess) -> None:
             raise InvalidRequest.of(f"guess.parents[{i}]", parent, f"at most {i}: an earlier token")
 
 
-def check_hidden_states(name: str, states: common.HiddenStates) -> None:
-    """Raise InvalidRequest unless the hidden states are whole float16 rows within the limit."""
-    if not 1 <= states.width <= MAX_HIDDEN_WIDTH:
-        raise InvalidRequest.of(f"{name}.width", states.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
-    rows, rest = divmod(len(states.rows), 2 * states.width)
-    if rest:
-        raise InvalidRequest.of(f"{name}.rows", f"{len(states.rows)} bytes", f"whole rows of {2 * states.width} bytes")
-    check_count(f"{name}.rows", rows, "rows", MAX_HIDDEN_POSITIONS)
-
-
 def check_verify_request(request: verify.VerifyRequest) -> None:
     """Raise InvalidRequest for an oversized later message of a verifier stream."""
     check_bytes("message", request, MAX_GUESS_BYTES + MAX_SMALL_BYTES)
@@ -76,5 +66,5 @@ def check_draft_request(request: draft.DraftRequest) -> None:
     committed = request.committed
     check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
     if committed.HasField("hidden_states"):
-        check_hidden_states("committed.hidden_states", committed.hidden_states)
+        check_rows("committed.hidden_states", committed.hidden_states)
     check_bytes("message", request, MAX_SMALL_BYTES + len(committed.hidden_states.rows))

@@ -80,6 +80,8 @@ class VerifySteering:
             draft_wait_us=(self.draft_wait_us, MAX_DRAFT_WAIT_US),
             nodes=(self.nodes, MAX_NODES),
         )
+        if self.states is not None:
+            self.states.check()
 
 
 def _check_settings(**settings: tuple[int | None, int]) -> None:

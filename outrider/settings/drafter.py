@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 
 from outrider.base.config import DrafterKey, WorkerSettings
@@ -25,6 +27,10 @@ class DrafterSettings(WorkerSettings, DrafterKey):
     target: str = Field(
         "default",
         description="Target model, for methods that read parts of it: a directory, a .gguf file or a hub id.",
+    )
+    feature_dtype: Literal["float16", "fp8"] = Field(
+        "float16",
+        description="Number format of hidden states on the wire; fp8 halves their bytes and costs acceptance.",
     )
     draft_candidates: int = Field(
         24, ge=1, le=32, description="Candidate ids per guess in rejection and block mode; fewer: smaller messages."

@@ -157,7 +157,7 @@ class Verify:
 
 
 _OPEN = ("session_id", "epoch", "prompt_length", "hidden_states", "cache_salt")
-_STEER = ("gamma", "draft_wait_us")
+_STEER = ("gamma", "draft_wait_us", "states")
 
 
 def opening(tokens: list[int], **fields: Any) -> verify.OpenVerify:

@@ -317,7 +317,7 @@ async def test_hidden_states_are_asked_for_when_somebody_wants_them_and_not_long
     async with listening(home, Mute("mute", pause_s=0.01)), AsyncExitStack() as stack:
         async for _ in stream(home, prompt, output, max_tokens=500):
             session = next(iter(home.service.sessions.live), None)
-            asked.append(session is not None and session.drafting._hidden_states_on)
+            asked.append(session is not None and bool(session.drafting._states.requested))
             if len(output.token_ids) > 20 and not came:
                 assert not any(asked), "nobody wanted any"
                 came = True

@@ -18,7 +18,7 @@ _KERNELS = "outrider/speculation/triton_"
 _PUBLISHED = ("drafter/published/", "drafter/methods/published", "outrider/models/published_drafters.py")
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
 _AGENTS = "coordinator/api/http/agents/"
-_STATES = "hidden_states/"  # of several layers, in each service's folder of that name
+_STATES = "/hidden_states"  # of several layers: in each room, a folder or file of that name
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_700)
     yield Measure("lines of the agents' API", agents, 1_640)
-    yield Measure("lines of hidden states", states, 700)
+    yield Measure("lines of hidden states", states, 1_100)
     yield Measure("lines of Triton kernels", kernels, 300)
 
 

@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from outrider.protocol.hidden_states.messages import HiddenStates
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.messages import FINAL_STATES, HiddenStates, StateSpec, StateSpecs
+from verifier.hidden_states.kept import KeptStates, StateBlocks
 
 PROMPT_WINDOW = 256  # positions at the end of a prompt whose hidden states the first verdict carries
 
 
 class HiddenStateBuffer:
-    """Hidden states of the prompt, without gaps, until the next verdict carries them."""
+    """The states that a session is to send, and those of its prompt, without gaps, until the next verdict."""
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self._parts: list[torch.Tensor] = []  # of consecutive positions  # [tokens, width] each
+    def __init__(self, enabled: bool, salt: str, tokens: list[int]) -> None:
+        """Begin with the final states or with none, of `tokens`, which the session extends."""
+        self._salt, self._tokens = salt, tokens
+        self.specs: tuple[StateSpec, ...] = (FINAL_STATES,) if enabled else ()
+        self._first = max(0, len(tokens) - PROMPT_WINDOW)  # position to send
+        self._parts: dict[int, list[torch.Tensor]] = {}  # by spec, of consecutive positions  # [tokens, row] each
+        self._blocks: StateBlocks | None = None
+
+    def begin(self, kept: KeptStates, cached: int) -> None:
+        """Take the states of the first `cached` tokens, which will not be computed, from those kept."""
+        self._blocks = blocks = StateBlocks(kept, self._salt, self._tokens)
+        for spec in self.specs:
+            known = blocks.recall(spec, self._first, cached) if cached > self._first else None
+            if known is not None:
+                self._parts[spec.number] = [known]
 
     def enable(self, enabled: bool) -> None:
-        self.enabled = enabled
-        if not enabled:
-            self._parts.clear()
+        """Send the final states, or no longer."""
+        others = tuple(spec for spec in self.specs if spec.number)
+        self._send((FINAL_STATES, *others) if enabled else others)
 
-    def first_needed(self, cache_length: int, num_tokens: int, committed: int) -> int | None:
-        """Return the first of `num_tokens` after the cached ones whose hidden state is needed; None: of none."""
-        first = max(0, committed - PROMPT_WINDOW - cache_length)
-        return first if first < num_tokens else None
+    def request(self, states: StateSpecs) -> None:
+        """Send these states, beside the final ones if they are enabled."""
+        self._send((*(spec for spec in self.specs if not spec.number), *states.specs))
 
-    def add(self, states: torch.Tensor) -> None:
-        """Add the states of a prompt chunk; the next states follow them."""
-        if self.enabled:
-            self._parts.append(states)
+    def refuse(self, check: Callable[[StateSpec], None]) -> list[InvalidRequest]:
+        """Send no longer what `check` raises an error for; return the errors."""
+        errors: list[InvalidRequest] = []
+        kept = []
+        for spec in self.specs:
+            try:
+                check(spec)
+                kept.append(spec)
+            except InvalidRequest as error:
+                errors.append(error)
+        self._send(tuple(kept))
+        return errors
 
-    def take(self, end: int, states: torch.Tensor) -> HiddenStates | None:
-        """Return the buffered states and `states`, which end before position `end`, for a verdict."""
-        if not self.enabled:
-            return None
-        joined = torch.cat([*self._parts, states])
-        self._parts.clear()
-        return HiddenStates(end - len(joined), joined.shape[-1], joined.numpy().tobytes())
+    def add(self, end: int, states: Mapping[int, torch.Tensor], new: Sequence[int] = ()) -> None:
+        """Add states that end before position `end`; `new` tokens are about to be committed."""
+        for spec in self.specs:
+            rows = states.get(spec.number)
+            if rows is None:
+                continue
+            if self._blocks is not None:
+                self._blocks.keep(spec, end - len(rows), rows, new)
+            rows = rows[max(0, self._first - (end - len(rows))) :]
+            self._parts.setdefault(spec.number, []).append(rows)
+
+    def take(
+        self, end: int, states: Mapping[int, torch.Tensor], new: Sequence[int], cut: int = 0
+    ) -> dict[int, HiddenStates]:
+        """Return what ends before position `end` for a verdict of `new` tokens: the buffered states and `states`.
+
+        The last `cut` of these are left out: the output has ended before them.
+        """
+        self.add(end, {number: rows[: len(rows) - cut] for number, rows in states.items()}, new)
+        parts, self._parts = self._parts, {}
+        return {
+            spec.number: _message(spec, end, torch.cat(parts[spec.number]))
+            for spec in self.specs
+            if spec.number in states
+        }
+
+    def _send(self, specs: tuple[StateSpec, ...]) -> None:
+        self.specs = specs
+        if self._blocks is not None:
+            self._blocks.clear(specs)
+        self._parts = {spec.number: self._parts[spec.number] for spec in specs if spec.number in self._parts}
 
 
-def to_wire_format(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copy a step's states as float16 to the CPU, in one wait: the next step overwrites the engine's memory."""
-    return torch.split(torch.cat(list(states)).to(torch.float16).cpu(), [len(each) for each in states])
+def _message(spec: StateSpec, end: int, rows: torch.Tensor) -> HiddenStates:
+    width = rows.shape[-1] - spec.float8  # a row of float8 has a byte more
+    return HiddenStates(end - len(rows), width, rows.numpy().tobytes(), spec.number, spec.float8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,7 +15,8 @@ import torch
 from outrider.base.aio import first_message
 from outrider.hidden_states.projection import MAX_BYTES, Projection
 from outrider.protocol import convert
-from outrider.protocol.errors import Expired, InvalidRequest, NotFound
+from outrider.protocol.errors import Expired, InvalidRequest
+from outrider.protocol.fleet import WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as pb
@@ -31,20 +33,23 @@ class Projections:
 
     def __init__(self, state_shape: tuple[int, int], device: torch.device) -> None:
         """Hold projections of a target; `state_shape` is that of its engine."""
-        self._num_layers, self._width = state_shape
+        self.num_layers, self.width = state_shape
         self._device = device
         self._held: dict[str, Projection] = {}
         self._receiving = asyncio.Lock()  # the memory of one projection at a time
 
+    def describe(self, about: WorkerInfo) -> WorkerInfo:
+        return replace(about, state_layers=self.num_layers, state_width=self.width)
+
     def check(self, spec: StateSpec) -> None:
-        """Raise InvalidRequest for states that the target does not have, and NotFound for an unknown projection."""
+        """Raise InvalidRequest for states that the target does not have, or for an unknown projection."""
         self._check_layers(spec)
-        inputs = max(1, len(spec.layers)) * self._width
+        inputs = max(1, len(spec.layers)) * self.width
         if spec.projection and spec.projection not in self._held:
-            raise NotFound("the verifier does not have this projection", field="states", value=spec.projection)
+            raise InvalidRequest.of("states.projection", spec.projection, "one that the verifier has")
         width = self._held[spec.projection].width if spec.projection else inputs
-        if spec.width not in (0, width):
-            raise InvalidRequest.of("states.width", spec.width, f"{width} or 0")
+        if spec.width and self.width and spec.width != width:
+            raise InvalidRequest.of("states.width", spec.width, f"{width}, or 0")
 
     def find(self, digest: str) -> Projection | None:
         """Return a projection; the engine's thread calls it."""
@@ -68,15 +73,15 @@ class Projections:
         yield False
 
     def _check_layers(self, spec: StateSpec) -> None:
-        if spec.layers and not self._num_layers:
+        if spec.layers and not self.num_layers:
             raise InvalidRequest.of("states.layers", list(spec.layers), "none: this engine captures no layers")
-        if max(spec.layers, default=0) > self._num_layers:
-            raise InvalidRequest.of("states.layers", list(spec.layers), f"1 to {self._num_layers}, the target's layers")
+        if max(spec.layers, default=0) > self.num_layers:
+            raise InvalidRequest.of("states.layers", list(spec.layers), f"1 to {self.num_layers}, the target's layers")
 
     def _projection(self, spec: StateSpec, data: bytes) -> Projection:
         if hashlib.sha256(data).hexdigest() != spec.projection:
             raise InvalidRequest.of("data", "of another digest", spec.projection)
-        projection = Projection(data, max(1, len(spec.layers)), self._width, self._device)
+        projection = Projection(data, max(1, len(spec.layers)), self.width, self._device)
         if projection.width != spec.width:
             raise InvalidRequest.of("head.spec.width", spec.width, f"{projection.width}, as in the data")
         return projection
@@ -92,12 +97,12 @@ class Projections:
 class ProjectionService:
     """The part of the verifier's service that takes projections."""
 
-    _projections: Projections
+    projections: Projections
 
     async def PutProjection(
         self, requests: AsyncIterator[common.ProjectionPart], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ProjectionReply]:
-        async for wanted in self._projections.receive(requests):
+        async for wanted in self.projections.receive(requests):
             yield pb.ProjectionReply(wanted=wanted)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.protocol.hidden_states.messages import HiddenStates
 
 WINDOW = 256  # positions
@@ -12,20 +14,22 @@ class HiddenStateWindow:
 
     def __init__(self) -> None:
         self._first = 0
-        self._width = 0
+        self._newest: HiddenStates | None = None  # how the rows are to be read
         self._rows = bytearray()
 
     def clear(self) -> None:
         self._rows.clear()
 
     def add(self, states: HiddenStates) -> None:
-        row_bytes = 2 * states.width
-        if not row_bytes:
+        if not states.width:
             return
-        if states.width != self._width or states.position != self._first + len(self._rows) // row_bytes:
+        known, row_bytes = self._newest, states.row_bytes
+        same = known is not None and (known.width, known.float8) == (states.width, states.float8)
+        if not same or states.position != self._first + len(self._rows) // row_bytes:
             # A gap: a new stream, or hidden states were switched off for a while.
             self._rows.clear()
-            self._first, self._width = states.position, states.width
+            self._first = states.position
+        self._newest = states
         self._rows += states.rows
         excess = len(self._rows) - WINDOW * row_bytes
         if excess > 0:
@@ -33,4 +37,6 @@ class HiddenStateWindow:
             self._first += excess // row_bytes
 
     def contents(self) -> HiddenStates | None:
-        return HiddenStates(self._first, self._width, bytes(self._rows)) if self._rows else None
+        if self._newest is None or not self._rows:
+            return None
+        return replace(self._newest, position=self._first, rows=bytes(self._rows))

@@ -95,8 +95,10 @@ class Decoder:
         slots: torch.Tensor,
         outputs: torch.Tensor,
         parts: Sequence[SessionGroup],
+        layers: Sequence[int] = (),
+        num_logits: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits and final hidden states of the tokens in `outputs`."""
+        """Return hidden states of `outputs`, final and after `layers`, and logits of the first `num_logits`."""
         spec = self._spec
         x = spec.embed(ids, positions)
         finite = torch.linalg.vector_norm(x, float("inf"), dim=1, keepdim=True) < float("inf")
@@ -105,6 +107,7 @@ class Decoder:
             (cos.index_select(0, positions)[:, None], sin.index_select(0, positions)[:, None])
             for cos, sin in self._rotations
         ]
+        states: list[torch.Tensor] = []
         hidden = {window: [part.hidden(window) for part in parts] for window in self._windows}
         for index, layer in enumerate(self._layers):
             of = layer.spec
@@ -122,12 +125,14 @@ class Decoder:
             if inner is None:
                 inner = self._up(of, layer.mlp_in(x))
             _add(x, of.down, inner, layer.mlp_out)
+            if index + 1 in layers:
+                states.append(x.index_select(0, outputs))
         reached = self._not_finite_context(~finite[:, 0], slots, parts, hidden[self._widest])
         final = self._final(x.index_select(0, outputs)).masked_fill_(
             reached.index_select(0, outputs)[:, None], float("nan")
         )
-        logits = _product(spec.head, final)
-        return _capped(logits, spec.logit_softcap), final
+        logits = _product(spec.head, final[:num_logits])
+        return _capped(logits, spec.logit_softcap), torch.cat([final, *states], dim=1) if states else final
 
     def copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         """Copy keys and values from slots to slots."""

@@ -32,7 +32,7 @@ _MAX_BUCKETS = 96  # a graph of about six hundred kernels takes megabytes
 _COMMON_TOKENS = (1, 2, 4, 8, 16, 32)
 _COMMON_CONTEXTS = (256, 512, 1024)
 
-Results = tuple[torch.Tensor, torch.Tensor]  # logits, final hidden states
+Results = tuple[torch.Tensor, torch.Tensor]  # logits, hidden states
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +47,7 @@ class CudaGraphEngine(PagedEngine):
         capacity = self.capacity_tokens
         positions = min(capacity, info.context_length + _BEYOND) if info.context_length else capacity
         self._scratch = capacity // BLOCK_TOKENS  # a block that padding writes to
+        self.state_shape = (len(spec.layers), spec.hidden)
         self._decoder = Decoder(spec, capacity + BLOCK_TOKENS, positions)
         self.buckets: dict[GraphShape, GraphBucket] = {}  # the last used last
         on_gpu = self.device.type == "cuda"
@@ -67,7 +68,7 @@ class CudaGraphEngine(PagedEngine):
 
     @torch.inference_mode()
     def _run(self, step: ForwardStep) -> Results:
-        shape = GraphShape.of(step.segments)
+        shape = GraphShape.of(step.segments, step.layers)
         if shape.all_tokens <= FEW_TOKENS and self._fits(shape.sessions * shape.context):
             logits, hidden = self._bucket_of(shape).run(step.segments)
             return logits[: len(step.outputs)], hidden[: len(step.outputs)]
@@ -107,7 +108,7 @@ class CudaGraphEngine(PagedEngine):
             first = parts[-1].end
         ids, positions, slots = torch.cat(inputs, dim=1)
         outputs = to_device(torch.tensor(output_indices(step.segments, first_of), dtype=torch.int64), self.device)
-        return self._decoder.run(ids, positions, slots, outputs, parts)
+        return self._decoder.run(ids, positions, slots, outputs, parts, step.layers, step.num_logits)
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return the sessions that attend together: prompts alone, others by length of context, as far as they fit."""
@@ -162,4 +163,5 @@ class GraphBucket:
 
     def _step(self) -> Results:
         ids, positions, slots = self._inputs.tokens
-        return self._decoder.run(ids, positions, slots, self._inputs.outputs, [self._inputs.group(0)])
+        parts = [self._inputs.group(0)]
+        return self._decoder.run(ids, positions, slots, self._inputs.outputs, parts, self._inputs.shape.layers)

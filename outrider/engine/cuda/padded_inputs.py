@@ -22,15 +22,17 @@ class GraphShape:
     sessions: int
     tokens: int  # new tokens of each session
     context: int  # tokens of each session, cached and new
+    layers: tuple[int, ...] = ()  # after which states are captured
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> GraphShape:
+    def of(cls, segments: Sequence[Segment], layers: tuple[int, ...] = ()) -> GraphShape:
         """Return the smallest shape that holds the segments."""
         tokens = _power_of_two(max(segment.count for segment in segments))
         return cls(
             _power_of_two(len(segments)),
             tokens,
             _power_of_two(max(_MIN_CONTEXT, *(segment.base + tokens for segment in segments))),
+            layers,
         )
 
     @property

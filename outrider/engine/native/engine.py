@@ -79,6 +79,7 @@ class NativeEngine(PagedEngine):
             activation=_ACTIVATIONS[spec.activation],
             **{name: getattr(spec, name) for name in _SAME},
         )
+        self.state_shape = (len(spec.layers), spec.hidden)
         self.use_cache(torch.float32)
         self.weight_bytes = self._memory.taken
         # The weights are packed: drop the references to the originals.
@@ -131,6 +132,10 @@ class NativeEngine(PagedEngine):
         logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
+        args.num_states = len(step.layers)
+        if step.layers:
+            states, layers = torch.empty(outputs, len(step.layers) * spec.hidden), array("i", step.layers)
+            args.states, args.layers = states.data_ptr(), layers.buffer_info()[0]
         inputs, args.x = self._inputs(step)
         placed = self._place(step)
         scratch = self._library.outrider_scratch(ctypes.byref(self._model), ctypes.byref(args))
@@ -141,7 +146,7 @@ class NativeEngine(PagedEngine):
         del inputs, placed  # which the kernels read
         if spec.logit_softcap:
             self._library.outrider_cap(args.logits, logits.numel(), spec.logit_softcap)
-        return logits, hidden
+        return logits, torch.cat([hidden, states], dim=1) if step.layers else hidden
 
     def _inputs(self, step: ForwardStep) -> tuple[torch.Tensor, int]:
         """Return the inputs of the first layer, which the kernels write to, and their address."""

@@ -53,6 +53,17 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
         products(layer->down, activated, rows, step->x, hidden, 1, step);
 }
 
+/* The residual after `layer` layers, of the rows with an output. */
+static void capture(const Model *model, const Step *step, int layer) {
+    for (int s = 0; s < step->num_states; s++) {
+        if (step->layers[s] != layer) continue;
+#pragma omp for schedule(static)
+        for (int w = 0; w < step->num_wanted; w++)
+            memcpy(step->states + ((long)w * step->num_states + s) * model->hidden,
+                   step->x + (long)step->wanted[w] * model->hidden, 4 * (size_t)model->hidden);
+    }
+}
+
 /* The version of the arithmetic: equal versions mean equal bits. */
 int outrider_arithmetic(void) { return FUSED ? ARITHMETIC : -ARITHMETIC; }
 int outrider_lanes(void) { return LANES; }
@@ -95,7 +106,10 @@ int outrider_forward(const Model *model, Step *step) {
     list_tasks(model, step, tasks);
 #pragma omp parallel num_threads(step->threads)
     {
-        for (int l = 0; l < model->num_layers; l++) run_layer(model, &model->layers[l], step, tasks, num_tasks);
+        for (int l = 0; l < model->num_layers; l++) {
+            run_layer(model, &model->layers[l], step, tasks, num_tasks);
+            capture(model, step, l + 1);
+        }
 #pragma omp for schedule(static)
         for (int w = 0; w < step->num_wanted; w++) {
             const float *from = step->x + (long)step->wanted[w] * model->hidden;

@@ -62,7 +62,7 @@ typedef struct {
 } Segment;
 
 typedef struct {
-    int32_t rows, num_segments, num_wanted, num_logits, threads, unused;
+    int32_t rows, num_segments, num_wanted, num_logits, threads, num_states;
     const Segment *segments;
     const int32_t *wanted; /* rows with an output, those with logits first */
     const int32_t *positions;      /* [rows] */
@@ -70,6 +70,8 @@ typedef struct {
     float *x;      /* [rows, hidden] in: embeddings */
     float *hidden; /* [wanted, hidden] out */
     float *logits; /* [num_logits, outputs of the head] out */
+    const int32_t *layers; /* [num_states], after which the residual is captured */
+    float *states;         /* [wanted, num_states, hidden] out */
     float *scratch; /* of outrider_scratch() numbers; the rest is laid out in it */
     float *normed, *mixed, *inner, *attended, *scores, *tiles;
     long scores_per_thread;

@@ -69,7 +69,8 @@ class PagedEngine(ABC):
             table = self.blocks.tables[new.session]
             segments.append(Segment.of(start, new, len(table.tokens), table.blocks))
             start += len(new.tokens)
-        return ForwardStep.of(segments, [new.input_embeddings for new in batch if new.input_embeddings is not None])
+        embeddings = [new.input_embeddings for new in batch if new.input_embeddings is not None]
+        return ForwardStep.of(segments, embeddings, [layer for new in batch for layer in new.layers])
 
     def truncate(self, session: str, length: int) -> None:
         self.blocks.truncate(session, length)
@@ -88,7 +89,7 @@ class PagedEngine(ABC):
     @abstractmethod
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of all tokens into their blocks. Return logits of at least the first `num_logits`
-        outputs, and final hidden states of all outputs."""
+        outputs, and hidden states of all outputs: the final ones, and behind them those after `step.layers`."""
 
     @abstractmethod
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:

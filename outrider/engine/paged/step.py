@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +73,10 @@ class ForwardStep:
     counts: list[int]  # number of logits of each segment
     num_logits: int  # how many of `outputs`, from the first, need logits; the others need hidden states only
     input_embeddings: torch.Tensor | None = None  # [tokens, width], in place of embeddings
+    layers: tuple[int, ...] = ()  # after which states of `outputs` are captured, ascending
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], input_embeddings: Sequence[torch.Tensor]) -> ForwardStep:
+    def of(cls, segments: Sequence[Segment], inputs: Sequence[torch.Tensor], layers: Iterable[int]) -> ForwardStep:
         """Join the inputs of all segments."""
         counts = [segment.count - segment.logits_from for segment in segments]
         return cls(
@@ -85,7 +86,8 @@ class ForwardStep:
             outputs=output_indices(segments, {segment.start: segment.start for segment in segments}),
             counts=counts,
             num_logits=sum(counts),
-            input_embeddings=torch.cat(list(input_embeddings)) if input_embeddings else None,
+            input_embeddings=torch.cat(list(inputs)) if inputs else None,
+            layers=tuple(sorted(set(layers))),
         )
 
     def result(self, logits: torch.Tensor, hidden: torch.Tensor) -> StepResult:
@@ -106,7 +108,7 @@ class ForwardStep:
                     only += before
             hidden_states.append(own)
             with_logits += count
-        return StepResult(logits, self.counts, hidden_states)
+        return StepResult(logits, self.counts, hidden_states, self.layers)
 
 
 def output_indices(segments: Sequence[Segment], first_of: Mapping[int, int]) -> list[int]:

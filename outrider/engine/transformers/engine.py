@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from outrider.engine.paged.engine import PagedEngine
 from outrider.engine.paged.step import ForwardStep
 from outrider.engine.transformers.attention import NAME, RaggedStep, Rule, current_step
+from outrider.engine.transformers.hidden_states import StateHooks
 from outrider.engine.transformers.kv_cache import KvStore
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo
@@ -31,14 +31,15 @@ class TransformersEngine(PagedEngine):
         self.store = KvStore(self.capacity_tokens, self.device)
         self._layers: int = model.config.get_text_config().num_hidden_layers
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._hidden = torch.empty(0)
         self.rules: dict[int, Rule] = {}
-        model.get_output_embeddings().register_forward_pre_hook(self._catch_hidden)
+        self._hooks = StateHooks(model)
+        self.state_shape = self._hooks.shape
 
     @torch.inference_mode()
     def _run(self, step: ForwardStep) -> tuple[torch.Tensor, torch.Tensor]:
         ragged = RaggedStep(step, self.store, self.device)
         outputs = torch.tensor(step.outputs, dtype=torch.int64, device=self.device)
+        self._hooks.begin(step.layers, step.num_logits if self._selects_logits else None)
         token = current_step.set(ragged)
         try:
             logits = self._model(
@@ -51,6 +52,7 @@ class TransformersEngine(PagedEngine):
             ).logits[0]
         finally:
             current_step.reset(token)
+            self._hooks.end()
         self.rules = ragged.rules
         if len(ragged.rules) != self._layers:
             raise ModelMismatch(
@@ -59,9 +61,8 @@ class TransformersEngine(PagedEngine):
                 field="target",
                 value=self.info.name,
             )
-        if self._selects_logits:
-            return logits, self._hidden[0]
-        return logits[outputs], self._hidden[0, outputs]
+        hidden = self._hooks.take(step.layers, outputs, selected=self._selects_logits)
+        return logits if self._selects_logits else logits[outputs], hidden
 
     def _inputs(self, step: ForwardStep) -> dict[str, torch.Tensor]:
         if step.input_embeddings is None:
@@ -70,6 +71,3 @@ class TransformersEngine(PagedEngine):
 
     def _copy(self, old: Sequence[int], new: Sequence[int]) -> None:
         self.store.copy(old, new)
-
-    def _catch_hidden(self, _module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._hidden = inputs[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.protocol.checks import check_number
 from outrider.protocol.errors import InvalidRequest
@@ -55,7 +55,22 @@ class StateSpec:
         if self.projection and not DIGEST.fullmatch(self.projection):
             raise InvalidRequest.of(f"{name}.projection", self.projection, "a SHA-256 digest in hex, or empty")
 
+    def numbered(self, number: int) -> StateSpec:
+        return replace(self, number=number)
+
+
+FINAL_STATES = StateSpec()  # after the final norm, float16: those of the field `hidden_states`
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpecs:
+    """Hidden states that a session asks its verifier for."""
+
     specs: tuple[StateSpec, ...] = ()
+
+    def check(self) -> None:
+        numbers = [spec.number for spec in self.specs]
+        if len(numbers) > MAX_STATE_SPECS or len(set(numbers)) < len(numbers) or not all(numbers):
+            raise InvalidRequest.of("states.number", numbers[:10], f"at most {MAX_STATE_SPECS}, each once, from 1 on")
+        for spec in self.specs:
+            spec.check("states")

@@ -55,7 +55,7 @@ class Fleet:
         for session, result in zip(self.sessions, self.target.step(batch).results, strict=True):
             session.committed += result.verified.tokens
             session.cache_length = result.cache_length
-            states = b"" if result.hidden_states is None else result.hidden_states.numpy().tobytes()
+            states = b"".join(rows.numpy().tobytes() for rows in result.hidden_states.values())
             told.append((result.verified.tokens, states))
         return told
 

@@ -75,7 +75,7 @@ def scheduled(matcher: SlowMatcher) -> VerifySession:
 
 
 def item(session: VerifySession, *, verifies: bool) -> ScheduledSession:
-    return ScheduledSession(session, PROMPT[:2], Guess(len(PROMPT), 0, 0, ()), verifies, None)
+    return ScheduledSession(session, PROMPT[:2], Guess(len(PROMPT), 0, 0, ()), verifies)
 
 
 def test_a_matcher_is_left_alone_by_a_prompt_chunk_and_after_each_step() -> None:

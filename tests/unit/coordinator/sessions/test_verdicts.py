@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.persistence.session_record import SessionRecord, SessionRequest
+from coordinator.sessions.hidden_states.asked_states import AskedStates
 from coordinator.sessions.verdicts import SentMessages, VerdictReader
 from outrider.protocol.errors import ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
@@ -33,7 +34,7 @@ def reader(*, tokens: int = 0, features: bool = True, **params: Any) -> VerdictR
     given_params: dict[str, Any] = {"seed": 1, "max_tokens": 20, "stop_token_ids": (STOP,)} | params
     record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(**given_params)))
     record.tokens = [7] * tokens
-    sent = SentMessages(hidden_states=features, messages=1, sources=1, guessed_to=record.position + GUESSED)
+    sent = SentMessages(states=AskedStates(final=features), messages=1, sources=1, guessed_to=record.position + GUESSED)
     return VerdictReader(record, TARGET, sent, time.monotonic())
 
 
@@ -196,7 +197,7 @@ def test_a_session_is_opened_where_it_is_and_with_the_target() -> None:
 def test_only_in_a_mixed_fleet_equal_weights_are_enough(identity: str) -> None:
     record = SessionRecord("s", SessionRequest(PROMPT, SamplingParams(seed=1)), model=identity)
     target = replace(TARGET, weights_digest="weights")
-    at = VerdictReader(record, target, SentMessages(hidden_states=False), time.monotonic())
+    at = VerdictReader(record, target, SentMessages(), time.monotonic())
     model = common.ModelInfo(fingerprint="of another engine", weights_digest="weights", eos_token_ids=[EOS])
     if identity == "weights":
         at.check_opened(opened(model=model))

@@ -109,8 +109,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
-def pair(request: pytest.FixtureRequest, kind: str) -> Pair:
-    """An engine, forty tokens, and the model's own logits for them.  # [40, vocab]"""
+def modelled(request: pytest.FixtureRequest, kind: str) -> tuple[PagedEngine, list[int], Any]:
+    """An engine, forty tokens, and what the model itself says to them."""
     torch.manual_seed(0)
     made, config = request.param
     config._attn_implementation = "eager"
@@ -120,8 +120,15 @@ def pair(request: pytest.FixtureRequest, kind: str) -> Pair:
             weight.add_(torch.randn_like(weight) * 0.05)
     ids = torch.randint(0, VOCAB, (1, 40))
     with torch.no_grad():
-        truth = model(ids).logits[0]
+        truth = model(ids, output_hidden_states=True)
     return engine_of(kind, model), ids[0].tolist(), truth
+
+
+@pytest.fixture
+def pair(modelled: tuple[PagedEngine, list[int], Any]) -> Pair:
+    """An engine, forty tokens, and the model's own logits for them.  # [40, vocab]"""
+    engine, ids, truth = modelled
+    return engine, ids, truth.logits[0]
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -185,6 +192,32 @@ def test_features_are_what_the_head_sees(kind: str) -> None:
     done = engine_of(kind, model).extend([SessionTokens("s", [1, 2, 3], hidden_from=0)])
     with torch.no_grad():
         assert near(model.lm_head(done.hidden_states[0]), done.logits[0])
+
+
+LAYERS_READ = (1, 2)
+
+
+def test_states_of_several_layers_are_those_of_transformers(modelled: tuple[PagedEngine, list[int], Any]) -> None:
+    """In a step with others, along a tree too: what is captured stands behind the final state."""
+    engine, ids, truth = modelled
+    layers, width = LAYERS_READ, 64
+    assert engine.state_shape == (3, width)
+    prefill(engine, "a", ids[:20])
+    batch = [
+        SessionTokens("b", ids[:6], logits_from=6, hidden_from=2, layers=layers[:1]),
+        SessionTokens("a", [ids[20], 5, ids[21]], (-1, 0, 0), logits_from=1, hidden_from=0, layers=layers),
+        SessionTokens("c", ids[:6]),
+    ]
+    done = engine.extend(batch)
+    assert done.layers == layers
+    for part, positions in zip(done.hidden_states, ([2, 3, 4, 5], [20, None, 21], []), strict=True):
+        assert part.shape == (len(positions), (1 + len(layers)) * width)
+        for row, position in zip(part, positions, strict=True):
+            if position is not None:
+                for i, layer in enumerate(layers, 1):
+                    assert near(row[i * width : (i + 1) * width], truth.hidden_states[layer][0, position])
+    plain = engine.extend([SessionTokens("c", ids[6:8], hidden_from=0)])
+    assert plain.hidden_states[0].shape == (2, width)
 
 
 def test_features_of_rows_without_logits(kind: str) -> None:

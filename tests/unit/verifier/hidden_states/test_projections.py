@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.hidden_states.parts import projection_parts
 from outrider.hidden_states.projection import MAX_BYTES, PackedProjection
-from outrider.protocol import convert
-from outrider.protocol.errors import InvalidRequest, NotFound
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.v1 import common_pb2 as common
 from verifier.hidden_states import projections
@@ -30,7 +30,7 @@ def held(shape: tuple[int, int] = (LAYERS, WIDTH)) -> Projections:
 
 async def give(to: Projections, spec: StateSpec, data: bytes, size: int | None = None) -> list[bool]:
     async def parts() -> AsyncIterator[common.ProjectionPart]:
-        for part in convert.projection_parts(spec, data):
+        for part in projection_parts(spec, data):
             if part.WhichOneof("message") == "head" and size is not None:
                 part.head.size = size
             yield part
@@ -40,7 +40,7 @@ async def give(to: Projections, spec: StateSpec, data: bytes, size: int | None =
 
 async def test_it_is_sent_once() -> None:
     to, given = held(), packed()
-    with pytest.raises(NotFound):
+    with pytest.raises(InvalidRequest, match="projection"):
         to.check(given.spec)
     assert await give(to, given.spec, given.data) == [True, False]
     to.check(given.spec)

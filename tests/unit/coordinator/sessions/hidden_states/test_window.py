@@ -42,3 +42,14 @@ def test_what_does_not_follow_begins_anew() -> None:
     assert window.contents() is None
     window.add(rows(100, 1))
     assert window.contents() == rows(100, 1)
+
+
+def test_float8_is_kept_as_it_came() -> None:
+    window = HiddenStateWindow()
+    window.add(rows(0, 1))
+    for position in range(WINDOW + 9):
+        window.add(HiddenStates(position, WIDTH, bytes([position % 256] * (1 + WIDTH)), 2, True))
+    kept = window.contents()
+    assert kept is not None
+    assert (kept.position, kept.count, kept.number, kept.float8) == (9, WINDOW, 2, True)
+    assert kept.rows[: 1 + WIDTH] == bytes([9] * (1 + WIDTH))

@@ -1,0 +1,158 @@
+"""Delivery of projections: from each drafter to each verifier, once and in the background.
+
+Neither side is trusted. A projection passes in small parts and is never held here. The verifier checks it; one that it
+refuses costs its drafter the work for that verifier, and no session anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+
+from coordinator.workers.known_workers import KnownWorkers
+from coordinator.workers.worker_connection import WorkerConnection, worker_error
+from outrider.hidden_states.parts import spec_to_proto
+from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, ProtocolViolation
+from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.hidden_states.messages import StateSpec
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.2
+TIMEOUT_S = 900.0  # of one delivery
+RETRY_S = 5.0  # after a failure that is no refusal
+
+
+class ProjectionDelivery:
+    """The projections that each verifier has, and those that it refuses."""
+
+    def __init__(self, workers: KnownWorkers) -> None:
+        self._workers = workers
+        self._delivered: set[tuple[str, str]] = set()  # verifier, digest
+        self._refused: dict[tuple[str, str], str] = {}  # by verifier and drafter
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by verifier and drafter
+
+    def feeds(self, verifier: WorkerInfo, spec: StateSpec) -> bool:
+        """Return whether a verifier sends what a drafter reads."""
+        if max(spec.layers, default=0) > verifier.state_layers:
+            return False
+        return not spec.projection or (verifier.worker_id, spec.projection) in self._delivered
+
+    def check(self, drafter: WorkerInfo) -> None:
+        """Raise ModelMismatch for a drafter that reads what no verifier sends."""
+        verifiers = [connection.info for connection in self._workers.of(Role.VERIFIER)]
+        obstacles = [self._obstacle(verifier, drafter) for verifier in verifiers]
+        if obstacles and all(obstacles):
+            raise ModelMismatch(f"drafter {drafter.model.name}: {obstacles[0]}", field="state_spec")
+
+    def forget(self, verifier: str, digest: str) -> None:
+        """Record that a verifier does not have a projection, so that it is delivered again."""
+        self._delivered.discard((verifier, digest))
+
+    async def run(self) -> None:
+        """Deliver until cancelled."""
+        try:
+            while True:
+                self._begin_deliveries()
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _obstacle(self, verifier: WorkerInfo, drafter: WorkerInfo) -> str:
+        spec = drafter.state_spec
+        if spec is None:
+            return ""
+        if max(spec.layers, default=0) > verifier.state_layers:
+            sent = (
+                f"those after up to {verifier.state_layers} layers" if verifier.state_layers else "only the final ones"
+            )
+            return f"it reads hidden states after layers {list(spec.layers)}; verifier {verifier.address} sends {sent}"
+        return self._refused.get((verifier.worker_id, drafter.worker_id), "")
+
+    def _begin_deliveries(self) -> None:
+        drafters = [
+            drafter
+            for drafter in self._workers.of(Role.DRAFTER)
+            if drafter.info.state_spec is not None and drafter.info.state_spec.projection
+        ]
+        if not drafters:
+            return
+        verifiers = self._workers.of(Role.VERIFIER)
+        self._forget_others({each.info.worker_id for each in verifiers})
+        for drafter in drafters:
+            for verifier in verifiers:
+                pair = (verifier.info.worker_id, drafter.info.worker_id)
+                spec = drafter.info.state_spec
+                assert spec is not None
+                known = (verifier.info.worker_id, spec.projection) in self._delivered
+                if not known and pair not in self._running and not self._obstacle(verifier.info, drafter.info):
+                    self._running[pair] = asyncio.create_task(self._deliver(verifier, drafter, spec))
+
+    def _forget_others(self, present: set[str]) -> None:
+        self._delivered = {entry for entry in self._delivered if entry[0] in present}
+        self._refused = {pair: why for pair, why in self._refused.items() if pair[0] in present}
+
+    async def _deliver(self, verifier: WorkerConnection, drafter: WorkerConnection, spec: StateSpec) -> None:
+        pair = (verifier.info.worker_id, drafter.info.worker_id)
+        try:
+            await _relay(verifier, drafter, spec)
+            self._delivered.add((verifier.info.worker_id, spec.projection))
+            log.info("projection delivered", drafter=drafter.info.worker_id, verifier=verifier.info.worker_id)
+        except (InvalidRequest, ProtocolViolation) as error:
+            self._refused[pair] = f"verifier {verifier.info.address} refuses its projection: {error.message}"
+            log.warning("projection refused", drafter=pair[1], verifier=pair[0], error=error.message)
+        except OutriderError as error:
+            log.info("projection not delivered", drafter=pair[1], verifier=pair[0], error=error.message)
+            await asyncio.sleep(RETRY_S)
+        finally:
+            del self._running[pair]
+
+
+async def _relay(verifier: WorkerConnection, drafter: WorkerConnection, spec: StateSpec) -> None:
+    """Pass a projection on, unless the verifier has it."""
+    given: Any = drafter.drafter.GetProjection(draft.GetProjectionRequest(), timeout=TIMEOUT_S)
+    taken: Any = verifier.verifier.PutProjection(timeout=TIMEOUT_S)
+    try:
+        head = await _read(drafter, given)
+        if head.WhichOneof("message") != "head":
+            raise ProtocolViolation(f"{drafter.info.address} sent a projection without its head")
+        size = head.head.size
+        declared = common.ProjectionHead(spec=spec_to_proto(spec), size=size)
+        await _write(verifier, taken, common.ProjectionPart(head=declared))
+        if (await _read(verifier, taken)).wanted:
+            while size > 0:
+                part = await _read(drafter, given)
+                if not part.data:
+                    raise ProtocolViolation(f"{drafter.info.address} sent less of its projection than it claimed")
+                size -= len(part.data)
+                await _write(verifier, taken, part)
+            await _read(verifier, taken)
+    finally:
+        given.cancel()
+        taken.cancel()
+
+
+async def _read(worker: WorkerConnection, call: Any) -> Any:
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise worker_error(worker.info.address, error) from error
+    if message is None or message is grpc.aio.EOF:
+        raise ProtocolViolation(f"{worker.info.address} ended a projection early")
+    return message
+
+
+async def _write(worker: WorkerConnection, call: Any, message: common.ProjectionPart) -> None:
+    try:
+        await call.write(message)
+    except grpc.aio.AioRpcError as error:
+        raise worker_error(worker.info.address, error) from error
+    except asyncio.InvalidStateError:
+        await _read(worker, call)  # it has ended the call: the error is there

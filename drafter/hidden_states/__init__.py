@@ -1,0 +1,1 @@
+"""Hidden states that a drafter declares to read."""

@@ -1,0 +1,19 @@
+"""Limit of the hidden states in a message."""
+
+from __future__ import annotations
+
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, MAX_HIDDEN_WIDTH
+from outrider.v1 import common_pb2 as common
+
+
+def check_rows(name: str, states: common.HiddenStates) -> None:
+    """Raise InvalidRequest unless the hidden states are whole rows within the limit."""
+    if not 1 <= states.width <= MAX_HIDDEN_WIDTH:
+        raise InvalidRequest.of(f"{name}.width", states.width, f"in [1, {MAX_HIDDEN_WIDTH}]")
+    row = 1 + states.width if states.float8 else 2 * states.width
+    rows, rest = divmod(len(states.rows), row)
+    if rest:
+        raise InvalidRequest.of(f"{name}.rows", f"{len(states.rows)} bytes", f"whole rows of {row} bytes")
+    if rows > MAX_HIDDEN_POSITIONS:
+        raise InvalidRequest.of(f"{name}.rows", f"{rows} rows", f"at most {MAX_HIDDEN_POSITIONS} rows")

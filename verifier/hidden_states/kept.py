@@ -1,0 +1,95 @@
+"""Hidden states of texts that were computed before, so that a session on a cached prefix has them too.
+
+They are kept as they are sent, in the blocks of the prefix index. A block's content depends on the text up to its end,
+on the cache salt, and on what a drafter reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.protocol.hidden_states.messages import StateSpec
+
+MAX_KEPT_BYTES = 256 << 20
+
+Key = tuple[bytes, StateSpec]
+
+
+class KeptStates:
+    """Rows of full blocks of all sessions, the last used last."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._rows: dict[Key, torch.Tensor] = {}
+
+    def put(self, key: Key, rows: torch.Tensor) -> None:
+        if key in self._rows:
+            return
+        self._rows[key] = rows = rows.clone()  # not a view of more
+        self._num_bytes += rows.nbytes
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._rows.pop(next(iter(self._rows))).nbytes
+
+    def last(self, keys: Iterable[Key]) -> list[torch.Tensor]:
+        """Return the rows of `keys`, which go backwards, up to the first missing one; in the order of the text."""
+        found = list(takewhile(lambda key: key in self._rows, keys))[::-1]
+        for key in found:
+            self._rows[key] = self._rows.pop(key)
+        return [self._rows[key] for key in found]
+
+
+class StateBlocks:
+    """The blocks of one session's text: digests of its full ones, and rows of each spec's newest one."""
+
+    def __init__(self, kept: KeptStates, salt: str, tokens: list[int]) -> None:
+        """Follow `tokens`, which the session extends."""
+        self._kept = kept
+        self._tokens = tokens
+        self._digests = [hashlib.blake2b(salt.encode(), digest_size=16).digest()]  # before each block
+        self._open: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by spec: a position, and rows from there on
+
+    def clear(self, specs: Sequence[StateSpec]) -> None:
+        """Forget the newest blocks of other specs."""
+        self._open = {spec.number: self._open[spec.number] for spec in specs if spec.number in self._open}
+
+    def recall(self, spec: StateSpec, first: int, end: int) -> torch.Tensor | None:
+        """Return the kept rows that end before `end`, of positions from `first` on as far as there are any."""
+        if end % BLOCK_TOKENS:
+            return None
+        self._extend(end, ())
+        blocks = range(end // BLOCK_TOKENS, first // BLOCK_TOKENS, -1)
+        found = self._kept.last((self._digests[block], replace(spec, number=0)) for block in blocks)
+        return torch.cat(found)[-(end - first) :] if found else None
+
+    def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:
+        """Keep rows from position `start` on; `new` tokens follow the session's own."""
+        first, parts = self._open.get(spec.number, (start, []))
+        end = start + len(rows)
+        if first + sum(map(len, parts)) != start:
+            first, parts = start, []  # a gap: rows of another time
+        parts.append(rows)
+        if end // BLOCK_TOKENS > first // BLOCK_TOKENS:
+            self._extend(end, new)
+            joined, aligned = torch.cat(parts), -(-first // BLOCK_TOKENS) * BLOCK_TOKENS
+            for at in range(aligned, end - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+                key = self._digests[at // BLOCK_TOKENS + 1], replace(spec, number=0)
+                self._kept.put(key, joined[at - first : at - first + BLOCK_TOKENS])
+            rest = max(aligned, end // BLOCK_TOKENS * BLOCK_TOKENS)
+            first, parts = rest, [joined[rest - first :]]
+        self._open[spec.number] = first, parts
+
+    def _extend(self, end: int, new: Sequence[int]) -> None:
+        """Compute the digests of the full blocks before `end`."""
+        for at in range((len(self._digests) - 1) * BLOCK_TOKENS, end - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            tokens = self._tokens[at : at + BLOCK_TOKENS]
+            tokens += new[max(0, at - len(self._tokens)) :][: BLOCK_TOKENS - len(tokens)]
+            digest = hashlib.blake2b(self._digests[-1], digest_size=16)
+            digest.update(torch.tensor(tokens, dtype=torch.int32).numpy().tobytes())
+            self._digests.append(digest.digest())
