@@ -134,9 +134,8 @@ class Drafting:
 
     def drop_refused(self, refusal: Refusal) -> None:
         """Detach the drafter whose guess the verifier refused, or whose projection it does not have."""
-        digest = self._states.missing(refusal.error)
-        for each in self._attached.values():
-            if digest and each.spec.projection == digest:
+        if digest := self._states.missing(refusal.error):
+            for each in (each for each in self._attached.values() if each.spec.projection == digest):
                 each.cancel(PeerLost("the verifier does not have its projection"))
         drafter = self._attached.get(refusal.source)
         if drafter is not None:
