@@ -4,8 +4,13 @@
 #include "model.h"
 
 static void turn(float *restrict head, const float *restrict cos, const float *restrict sin, int rotated) {
-    int half = rotated / 2;
-    for (int i = 0; i < half; i++) {
+    int half = rotated / 2, i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vec a = load(head + i), b = load(head + half + i);
+        store(head + i, fused(a, load(cos + i), -(b * load(sin + i))));
+        store(head + half + i, fused(b, load(cos + half + i), a * load(sin + half + i)));
+    }
+    for (; i < half; i++) {
         float a = head[i], b = head[half + i];
         head[i] = fused_one(a, cos[i], -(b * sin[i]));
         head[half + i] = fused_one(b, cos[half + i], a * sin[half + i]);
@@ -24,34 +29,34 @@ INLINE char *value_at(const Model *model, const Layer *layer, int page, int head
     return (char *)layer->values + ((stream * PAGE + offset) * LANES + dim % LANES) * model->cache_bytes;
 }
 
-INLINE void put(const Model *model, char *to, float number) {
-    uint16_t half = to_half(number);
-    if (model->cache_bytes == 2)
-        memcpy(to, &half, 2);
-    else
-        memcpy(to, &number, 4);
+/* `count` numbers to places that lie `step` numbers apart, LANES of them or fewer together. */
+INLINE void put(const Model *model, char *to, const float *numbers, int count, long step, const int together) {
+    for (int d = 0; d < count; d += together, to += step * model->cache_bytes)
+        for (int i = d; i < d + together && i < count; i++) {
+            if (model->cache_bytes == 4)
+                ((float *)to)[i - d] = numbers[i];
+            else
+                ((uint16_t *)to)[i - d] = to_half(numbers[i]);
+        }
 }
 
-/* Norms and rotation of queries and keys, and the copy of keys and values into their pages. */
-static void cache_row(const Model *model, const Layer *layer, const Step *step, const Segment *segment, int i,
-                      float *qkv) {
-    int row = segment->start + i, dim = model->head_dim;
-    float *queries = qkv, *keys = qkv + model->heads * dim, *values = keys + model->kv_heads * dim;
-    int slot = segment->base + i, page = segment->table[slot / PAGE], offset = slot % PAGE;
-    for (int h = 0; h < model->heads + model->kv_heads; h++) {
-        float *head = qkv + h * dim;
-        const Norm *norm = h < model->heads ? &layer->query : &layer->key;
+/* Norms and rotation of the queries of a key head and of its key, and the copy of key and value into their page. */
+static void cache_head(const Model *model, const Layer *layer, const Step *step, const Segment *segment, int row,
+                       int kv_head, float *qkv) {
+    int dim = model->head_dim, group = model->heads / model->kv_heads, slot = segment->base + row - segment->start;
+    int page = segment->table[slot / PAGE], offset = slot % PAGE;
+    float *queries = qkv + kv_head * group * dim, *key = qkv + (model->heads + kv_head) * dim;
+    for (int h = 0; h <= group; h++) {
+        float *head = h < group ? queries + h * dim : key;
+        const Norm *norm = h < group ? &layer->query : &layer->key;
         if (norm->kind) normalise(norm, head, dim, head);
         if (layer->rope >= 0)
             turn(head, step->cos[layer->rope] + (long)step->positions[row] * model->rotated,
                  step->sin[layer->rope] + (long)step->positions[row] * model->rotated, model->rotated);
     }
-    for (int i = 0; i < model->heads * dim; i++) queries[i] *= layer->scale;
-    for (int h = 0; h < model->kv_heads; h++) {
-        char *to = key_at(model, layer, page, h, offset);
-        for (int d = 0; d < dim; d++) put(model, to + (long)d * LANES * model->cache_bytes, keys[h * dim + d]);
-        for (int d = 0; d < dim; d++) put(model, value_at(model, layer, page, h, d, offset), values[h * dim + d]);
-    }
+    for (int i = 0; i < group * dim; i++) queries[i] *= layer->scale;
+    put(model, key_at(model, layer, page, kv_head, offset), key, dim, LANES, 1);
+    put(model, value_at(model, layer, page, kv_head, 0, offset), key + model->kv_heads * dim, dim, PAGE * LANES, LANES);
 }
 
 /* Copies keys and values of all layers from slots to slots. All are read before any is written. */
@@ -235,10 +240,10 @@ int list_tasks(const Model *model, const Step *step, Task *tasks) {
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks) {
     long stride = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
 #pragma omp for schedule(static)
-    for (int row = 0; row < step->rows; row++) {
-        int s = 0;
+    for (int i = 0; i < step->rows * model->kv_heads; i++) {
+        int s = 0, row = i / model->kv_heads;
         while (row >= step->segments[s].start + step->segments[s].count) s++;
-        cache_row(model, layer, step, &step->segments[s], row - step->segments[s].start, step->mixed + row * stride);
+        cache_head(model, layer, step, &step->segments[s], row, i % model->kv_heads, step->mixed + row * stride);
     }
     int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const Task *last = &tasks[num_tasks - 1];

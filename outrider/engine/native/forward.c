@@ -21,14 +21,11 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
     long mixed = (long)(model->heads + 2 * model->kv_heads) * model->head_dim;
     long inner = (long)model->inner * (model->gated ? 2 : 1);
     const float *in = step->x;
-    if (layer->attention_in.kind) {
-        normalise_rows(&layer->attention_in, step->x, rows, hidden, step->normed);
-        in = step->normed;
-    }
+    if (layer->attention_in.kind) in = normalise_rows(&layer->attention_in, step->x, step, hidden);
     products(layer->qkv, in, rows, step->mixed, mixed, 0, step);
     if (model->parallel) { /* the feed-forward part reads the input of attention, or its own norm of it */
-        if (layer->mlp_in.kind) normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed);
-        products(layer->up, step->normed, rows, step->inner, inner, 0, step);
+        if (layer->mlp_in.kind) in = normalise_rows(&layer->mlp_in, step->x, step, hidden);
+        products(layer->up, in, rows, step->inner, inner, 0, step);
     }
     attention(model, layer, step, tasks, num_tasks);
     if (layer->attention_out.kind) {
@@ -37,11 +34,7 @@ static void run_layer(const Model *model, const Layer *layer, const Step *step, 
     } else
         products(layer->out, step->attended, rows, step->x, hidden, 1, step);
     if (!model->parallel) {
-        in = step->x;
-        if (layer->mlp_in.kind) {
-            normalise_rows(&layer->mlp_in, step->x, rows, hidden, step->normed);
-            in = step->normed;
-        }
+        in = layer->mlp_in.kind ? normalise_rows(&layer->mlp_in, step->x, step, hidden) : step->x;
         products(layer->up, in, rows, step->inner, inner, 0, step);
     }
     float *activated = model->gated ? step->mixed : step->inner; /* packed rows: `mixed` is free again */
@@ -83,7 +76,7 @@ static long lay_out(const Model *model, Step *step) {
     struct {
         float **part;
         long size;
-    } parts[] = {{&step->normed, rows * model->hidden},
+    } parts[] = {{&step->normed, (rows <= OWN_ROWS ? step->threads : 1) * rows * model->hidden},
                  {&step->mixed, rows * larger_of(larger_of(mixed, model->inner), model->hidden)},
                  {&step->inner, rows * inner},
                  {&step->attended, rows * larger_of(heads, model->hidden)},

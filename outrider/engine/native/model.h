@@ -97,6 +97,9 @@ Accumulate begin_floats, go_on_floats, begin_halves, go_on_halves;
 
 void normalise(const Norm *norm, const float *x, int width, float *y);
 
+/* So few rows are prepared by each thread for itself: to wait for the others takes longer. */
+#define OWN_ROWS 4
+
 /* The threads of a parallel region share the work of the functions from here on, and wait for each other at their end. */
 
 /* Of a linear map's parts. */
@@ -104,7 +107,7 @@ void products(const Linear parts[3], const float *x, int rows, float *y, long y_
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 long tiles_scratch(int inputs, int rows, int threads);
-void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y);
+const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width);
 void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
 void activate(float *x, int rows, const Model *model, float *y);
 

@@ -23,9 +23,16 @@ void normalise(const Norm *norm, const float *x, int width, float *y) {
         for (i = 0; i < width; i++) y[i] += norm->bias[i];
 }
 
-void normalise_rows(const Norm *norm, const float *x, int rows, int width, float *y) {
+/* Returns rows that the calling thread may read. */
+const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width) {
+    if (step->rows <= OWN_ROWS) {
+        float *own = step->normed + (long)omp_get_thread_num() * step->rows * width;
+        for (int r = 0; r < step->rows; r++) normalise(norm, x + (long)r * width, width, own + (long)r * width);
+        return own;
+    }
 #pragma omp for schedule(static)
-    for (int r = 0; r < rows; r++) normalise(norm, x + (long)r * width, width, y + (long)r * width);
+    for (int r = 0; r < step->rows; r++) normalise(norm, x + (long)r * width, width, step->normed + (long)r * width);
+    return step->normed;
 }
 
 /* x += the norms of y, which it overwrites. */

@@ -288,7 +288,8 @@ static int groups_of(int rows) { return (rows + COLUMNS - 1) / COLUMNS; }
 
 /* Bytes of scratch memory of a product: tiles of x, then every thread's unpacked blocks. */
 long tiles_scratch(int inputs, int rows, int threads) {
-    return groups_of(rows) * ((inputs + BLOCK - 1) / BLOCK) * 2l * TILE + threads * 2l * SLOT;
+    long groups = groups_of(rows) > threads ? groups_of(rows) : threads; /* of few rows, one for each thread */
+    return groups * ((inputs + BLOCK - 1) / BLOCK) * 2l * TILE + threads * 2l * SLOT;
 }
 
 /* The share of a thread: panels that follow each other. */
@@ -329,14 +330,19 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
     int inputs = linear->inputs, kind = linear->kind, panels = (linear->outputs + 31) / 32;
     int blocks = (inputs + BLOCK - 1) / BLOCK, groups = groups_of(rows), columns = (rows + groups - 1) / groups;
     long panel_size = kind == BFLOAT16 ? 2l * TILE * blocks : units_size(kind, blocks, 2);
-    char *scratch = (char *)step->tiles;
-#pragma omp for schedule(static)
-    for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
     int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    char *slots = (char *)step->tiles + thread * 2l * SLOT, *scratch = (char *)step->tiles + threads * 2l * SLOT;
+    if (rows <= OWN_ROWS) {
+        scratch += thread * blocks * 2l * TILE;
+        for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
+    } else {
+#pragma omp for schedule(static)
+        for (int b = 0; b < blocks; b++) prepare(x, inputs, b * BLOCK, rows, columns, scratch);
+    }
     int start = panels * thread / threads, end = panels * (thread + 1) / threads;
     Stream stream = {.at = (const char *)linear->weights + start * panel_size, .size = panel_size / blocks,
                      .panel_size = panel_size, .blocks = blocks, .panels = end - start, .wide = groups > 1 ? 1 : 2,
-                     .tiles = scratch + (long)groups * blocks * 2 * TILE + thread * 2l * SLOT};
+                     .tiles = slots};
     configure(columns);
     switch (kind) {
         MULTIPLY(BFLOAT16)
