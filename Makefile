@@ -105,7 +105,7 @@ prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the 
 $(CLIENTS_STAMP): $(DEV_STAMP) $(CLIENTS_REQUIREMENTS)
 	@echo "installing LangChain and LiteLLM into $(CLIENTS_VENV) (200 MB)"
 	@$(BIN)/python -m venv $(CLIENTS_VENV)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
 		$$($(CLIENTS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dev.pth
 	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(CLIENTS_REQUIREMENTS)
 	@touch $@

@@ -139,20 +139,26 @@ async def test_without_a_choice_no_tool_is_called(api: AsyncOpenAI) -> None:
 
 
 async def test_an_agent_calls_two_tools_and_ends(api: AsyncOpenAI) -> None:
-    """What it is told of calls and their results is sent back as it came."""
-    messages: list[Any] = [*CHAT]
-    called = []
-    for turn in (named("get_weather"), named("add"), "none"):
-        body = ASK | {"messages": messages, "tool_choice": turn, "seed": 1, "max_tokens": 100 if turn != "none" else 10}
-        answer = (await api.chat.completions.create(**body)).choices[0].message
-        messages.append(answer)
-        for call in answer.tool_calls or ():
-            called.append(call.function.name)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
-        if not answer.tool_calls:
-            break
-    assert called == ["get_weather", "add"]
-    assert messages[-1].content
+    """What it is told of calls and their results is sent back as it came. Guesses change nothing."""
+    transcripts = []
+    for gamma in (0, 4):
+        messages: list[Any] = [*CHAT]
+        said: list[Any] = []
+        for turn in (named("get_weather"), named("add"), "none"):
+            body = ASK | {"messages": messages, "tool_choice": turn, "seed": 1}
+            body |= {"max_tokens": 100 if turn != "none" else 10, "extra_body": {"speculation": {"gamma": gamma}}}
+            answer = (await api.chat.completions.create(**body)).choices[0].message
+            messages.append(answer)
+            said.append(answer.content)
+            for call in answer.tool_calls or ():
+                said.append((call.function.name, call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny."})
+            if not answer.tool_calls:
+                break
+        transcripts.append(said)
+    assert transcripts[0] == transcripts[1]
+    assert [part[0] for part in said if isinstance(part, tuple)] == ["get_weather", "add"]
+    assert said[-1]
 
 
 LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(6_000)}}
@@ -189,3 +195,4 @@ async def test_bad_tools_are_refused_by_name(api: AsyncOpenAI, change: dict[str,
         await api.chat.completions.create(**{key: value for key, value in (ASK | change).items() if value is not None})
     assert (caught.value.param or "").startswith(param), caught.value
     assert len(str(caught.value)) < 2_000
+    assert "response_format" in change or "response_format" not in str(caught.value)
