@@ -28,6 +28,7 @@ _FULL = (
     "contract/test_http_nasties.py",
     "contract/test_loadtest.py",
     "contract/test_openapi.py",
+    "contract/test_published_drafters.py",
     "contract/test_readers.py",
     "contract/test_several_drafters.py",
     "contract/test_tensor_parallel.py",

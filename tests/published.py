@@ -340,21 +340,56 @@ def weights_of(checkpoint: Path) -> Weights:
     return {name: weight for part in parts for name, weight in part.items()}
 
 
+_SILENT = {"o_proj.weight", "o_proj.bias", "down_proj.weight", "markov_w2.weight", "proj.weight"}
+_SILENT |= {"fc.weight", "input_proj.weight"}
+
+
 def agreeing(checkpoint: Path, target: Weights) -> Path:
-    """Change a checkpoint so that it guesses by the last token alone, with the target's own embeddings and head."""
-    weights = weights_of(checkpoint)
-    for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
-        elif name.endswith("norm.weight"):
-            weight.fill_(1.0)
-    copied = {name: target.get(f"model.{name.removeprefix('model.')}", target.get(name)) for name in weights}
-    weights |= {name: copied[name] for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
-    for name in ("fc.weight", "model.mtp_layers.0.input_proj.weight"):
-        if name in weights:
-            embedding = slice(HIDDEN) if name == "fc.weight" else slice(HIDDEN, 2 * HIDDEN)
-            weights[name].zero_()[:, embedding] = 5 * torch.eye(HIDDEN)
-    config = json.loads((checkpoint / "config.json").read_text())
+    """Change a checkpoint so that it guesses by the last token alone, with the target's own embeddings and head.
+
+    Where only attention reads that token, each row attends to itself, and half of its embedding passes through.
+    """
+    weights, config = weights_of(checkpoint), json.loads((checkpoint / "config.json").read_text())
+    _silence(weights, target)
+    if "confidence_head.proj.bias" in weights:
+        weights["confidence_head.proj.bias"].fill_(10.0)
+    if "norm.weight" not in weights and "fc.weight" in weights:  # EAGLE-1
+        weights["fc.weight"][:, :HIDDEN] = 5 * torch.eye(HIDDEN)
+    if "model.mtp_layers.0.input_proj.weight" in weights:
+        weights["model.mtp_layers.0.input_proj.weight"][:, HIDDEN:] = torch.eye(HIDDEN)
+    for first in ("midlayer.self_attn", "layers.0.self_attn"):
+        if weights.get(f"{first}.q_proj.weight", torch.empty(0, 0)).shape[1] == 2 * HIDDEN:
+            _pass_embedding(weights, first)
     for file in checkpoint.glob("*.safetensors*"):
         file.unlink()
     return write(checkpoint, config, weights)
+
+
+def _silence(weights: Weights, target: Weights) -> None:
+    """Let no layer add anything, and take embeddings and head from the target."""
+    head = target["lm_head.weight"]
+    if "d2t" in weights:
+        head = head[torch.arange(len(weights["d2t"])) + weights["d2t"]]
+    copied = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": head}
+    for name, weight in weights.items():
+        end = ".".join(name.split(".")[-2:])
+        if end in copied:
+            weight.copy_(copied[end])
+        elif end in _SILENT:
+            weight.zero_()
+        elif end.endswith("norm.weight"):
+            weight.fill_(1.0)
+
+
+def _pass_embedding(weights: Weights, attention: str) -> None:
+    """Let each row attend to itself, by equal queries and keys that rotation alone tells apart."""
+    kv_width = KV_HEADS * HEAD_DIM
+    for side in ("q_proj", "k_proj"):
+        weights[f"{attention}.{side}.weight"].zero_()
+        weights[f"{attention}.{side}.bias"].fill_(30.0)
+    weights[f"{attention}.v_proj.weight"].zero_()[:, :kv_width] = torch.eye(kv_width)
+    weights[f"{attention}.v_proj.bias"].zero_()
+    for kv_head in range(KV_HEADS):  # read by the first of the heads that share it
+        values = slice(kv_head * HEAD_DIM, (kv_head + 1) * HEAD_DIM)
+        read = slice(kv_head * HEADS // KV_HEADS * HEAD_DIM, kv_head * HEADS // KV_HEADS * HEAD_DIM + HEAD_DIM)
+        weights[f"{attention}.o_proj.weight"][values, read] = torch.eye(HEAD_DIM)
