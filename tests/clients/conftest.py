@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.cluster import Cluster
 
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet for prices
 collect_ignore_glob = [] if find_spec("langchain_openai") and find_spec("litellm") else ["test_*.py"]
 
 
