@@ -84,7 +84,7 @@ class EngineTarget:
             except InvalidRequest as error:  # in its grammar: the other sessions are not affected
                 failed[index] = error
         blocks = [batch[index].block for index in sessions]
-        firsts = list(accumulate((len(part) for part in computed.logits), initial=0))
+        firsts = list(accumulate(computed.counts, initial=0))
         found = verify_batch(
             computed.all_logits, blocks, list(sessions.values()), [firsts[index] for index in sessions]
         )
