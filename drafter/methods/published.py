@@ -77,6 +77,7 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
     matrices = read_embeddings_and_head(settings.target, progress) if checkpoint.lacks else None
     progress(f"reading the {checkpoint.format.title}")
     module = checkpoint.load(matrices, pick_dtype(settings.dtype, device)).to(device)
+    module.ids = module.ids.to(device)
     release_threads()
     info, candidates = _info(checkpoint, module), settings.draft_candidates
     rows: EagleDrafter | BlockDrafter

@@ -29,6 +29,7 @@ from outrider.protocol.speculation import Guess
 from outrider.settings.drafter import DrafterSettings
 from outrider.testing.toy_models import make_model
 from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
+from tests.emulated_cuda import emulated_cuda
 from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, weights_of, write
 
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
@@ -286,3 +287,14 @@ def test_a_folder_that_is_not_there(target: str) -> None:
         settings = DrafterSettings(kind="published", model=name, target=target, device="cpu")
         with pytest.raises(StartupError, match="there is no folder"):
             make(settings, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dspark-speculators"])
+def test_everything_lies_on_the_drafters_device(name: str, tmp_path: Path, target: str) -> None:
+    served = Served(name, tmp_path, target)
+    settings = DrafterSettings(kind="published", model=str(tmp_path), target=target, device="cuda:0", dtype="float32")
+    with emulated_cuda():
+        drafter = make(settings, lambda _: None)
+        for more in ({}, {"branches": 2, "budget": 6}, {"params": SamplingParams(**MODES["rejection"])}):
+            request = replace(ask_for(PROMPT, 3, served.sent(0, len(PROMPT) - 1), **more), session=str(more))
+            assert drafter.draft([request])[0].tokens
