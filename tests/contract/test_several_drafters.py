@@ -38,6 +38,7 @@ from tests.contract.conftest import (
     Greedy,
     Home,
     drafter_serving,
+    soon,
     verifier_serving,
 )
 
@@ -113,7 +114,7 @@ async def test_losing_one_of_two_changes_nothing_in_the_text(home: Home, models:
     plain = await home.answer(gamma=0, temperature=0.0, max_tokens=length)
     request = ask(HOME_PROMPT, temperature=0.0, max_tokens=length, ignore_eos=True, gamma=4)
     async with both(home, models) as link, client(home.coordinator) as stub:
-        assert link.connections
+        assert await soon(lambda: bool(link.connections), 10)
 
         def cut(output: Output) -> None:
             if len(output.token_ids) > 100 and link.connections:
