@@ -17,7 +17,7 @@ from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import InvalidRequest, ProtocolViolation
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import FINAL_STATES, HiddenStates
-from outrider.protocol.speculation import TreeShape
+from outrider.protocol.speculation import MAX_GAMMA, TreeShape
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as draft
 
@@ -157,6 +157,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
         """Send committed tokens, later if its plan is plain; return the bytes of hidden states sent with them."""
         self.limits.renew(time.monotonic())
+        if self._unsent and len(self._unsent) + len(tokens) > MAX_GAMMA + 1:
+            self._send_committed()
         self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
         states = hidden_states if self.joined and self.wants_hidden_states else None
         if states is not None or self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:

@@ -60,7 +60,8 @@ class PublishedDrafter:
         return request if len(readable) == len(request.hidden_states) else replace(request, hidden_states=readable)
 
     def _is_readable(self, states: HiddenStates) -> bool:
-        readable = states.width == self._width and bool(states.number) == self._projected and states.count > 0
+        own = (states.number > 0) == (self._projected or states.float8)  # final states have number 0 as float16
+        readable = own and states.width == self._width and states.count > 0
         if not readable and not self._told:
             log.warning("hidden states not usable, not drafting from them", width=states.width, needed=self._width)
             self._told = True

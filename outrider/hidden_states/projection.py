@@ -49,11 +49,12 @@ class Projection:
         """Read the bytes of a projection from `num_states` states. Raise InvalidRequest if anything does not fit."""
         weights = _read(data)
         self.width = _check(weights, num_states, state_width)
-        self.num_bytes = len(data)
         kept = torch.float32 if device.type == "cpu" else weights[_FC].dtype
         self._weights = {name: weight.to(device, kept) for name, weight in weights.items()}
+        self.num_bytes = sum(weight.nbytes for weight in self._weights.values())
         self._eps = float(weights[_EPS])
-        self._num_states = num_states
+        self.num_states = num_states
+        self.used_at = float("-inf")  # monotonic time of the last step with it
 
     @torch.inference_mode()
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ class Projection:
         if _BEFORE in weights:
             states = self._norm(states, _BEFORE)
         elif _each(0) in weights:
-            parts = states.chunk(self._num_states, dim=-1)
+            parts = states.chunk(self.num_states, dim=-1)
             states = torch.cat([self._norm(part, _each(i)) for i, part in enumerate(parts)], dim=-1)
         projected = functional.linear(states, weights[_FC], weights.get(_BIAS))
         return self._norm(projected, _AFTER) if _AFTER in weights else projected

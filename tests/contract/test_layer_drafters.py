@@ -175,22 +175,13 @@ async def test_a_refused_projection_costs_its_drafter_the_work_and_sessions_noth
     bad = packed(plain_target, inputs=3) if fault == "shape" else packed(plain_target, scale=torch.nan)
     reader = Reader(bad, [])
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
-        check = running.service.sessions.delivery.check
-        refused: list[str] = []
-
-        def is_refused() -> bool:
-            for connection in running.service.sessions.worker_pool.connections():
-                try:
-                    check(connection.info)
-                except Exception as error:
-                    refused.append(str(error))
-            return bool(refused)
-
-        assert await until(is_refused, 20)
+        delivery = running.service.sessions.delivery
+        assert await until(lambda: bool(delivery._refused), 20)  # it stays when the drafter is gone
+        ((_, why),) = delivery._refused.items()
         assert await until(lambda: not running.drafters(), 20), "its registration ends with the next report"
         output = await running.generate()
-    assert "refuses its projection" in refused[0]
-    assert ("fc.weight is of shape" if fault == "shape" else "finite") in refused[0]
+    assert "refuses its projection" in why
+    assert ("fc.weight is of shape" if fault == "shape" else "finite") in why
     assert len(output.token_ids) == TOKENS
     assert output.stats.accepted_tokens == 0
     assert not reader.states

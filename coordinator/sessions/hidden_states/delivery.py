@@ -7,6 +7,7 @@ refuses costs its drafter the work for that verifier, and no session anything.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ import structlog
 from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
 from outrider.hidden_states.parts import spec_to_proto
-from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, ProtocolViolation
+from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, PeerLost, ProtocolViolation
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.v1 import common_pb2 as common
@@ -26,6 +27,7 @@ log = structlog.get_logger(__name__)
 POLL_S = 0.2
 TIMEOUT_S = 900.0  # of one delivery
 RETRY_S = 5.0  # after a failure that is no refusal
+MAX_REFUSED = 1024  # refusals that are remembered
 
 
 class ProjectionDelivery:
@@ -33,7 +35,7 @@ class ProjectionDelivery:
 
     def __init__(self, workers: KnownWorkers) -> None:
         self._workers = workers
-        self._delivered: set[tuple[str, str]] = set()  # verifier, digest
+        self._delivered: set[tuple[str, StateSpec]] = set()
         self._refused: dict[tuple[str, str], str] = {}  # by verifier and drafter
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by verifier and drafter
 
@@ -41,7 +43,7 @@ class ProjectionDelivery:
         """Return whether a verifier sends what a drafter reads."""
         if max(spec.layers, default=0) > verifier.state_layers:
             return False
-        return not spec.projection or (verifier.worker_id, spec.projection) in self._delivered
+        return not spec.projection or _delivery(verifier, spec) in self._delivered
 
     def check(self, drafter: WorkerInfo) -> None:
         """Raise ModelMismatch for a drafter that reads what no verifier sends."""
@@ -52,7 +54,7 @@ class ProjectionDelivery:
 
     def forget(self, verifier: str, digest: str) -> None:
         """Record that a verifier does not have a projection, so that it is delivered again."""
-        self._delivered.discard((verifier, digest))
+        self._delivered = {entry for entry in self._delivered if (entry[0], entry[1].projection) != (verifier, digest)}
 
     async def run(self) -> None:
         """Deliver until cancelled."""
@@ -78,32 +80,33 @@ class ProjectionDelivery:
 
     def _begin_deliveries(self) -> None:
         drafters = [
-            drafter
+            (drafter, spec)
             for drafter in self._workers.of(Role.DRAFTER)
-            if drafter.info.state_spec is not None and drafter.info.state_spec.projection
+            if (spec := drafter.info.state_spec) is not None and spec.projection
         ]
         if not drafters:
             return
         verifiers = self._workers.of(Role.VERIFIER)
-        self._forget_others({each.info.worker_id for each in verifiers})
-        for drafter in drafters:
+        self._forget_others(verifiers, [spec for _, spec in drafters])
+        for drafter, spec in drafters:
             for verifier in verifiers:
                 pair = (verifier.info.worker_id, drafter.info.worker_id)
-                spec = drafter.info.state_spec
-                assert spec is not None
-                known = (verifier.info.worker_id, spec.projection) in self._delivered
+                known = _delivery(verifier.info, spec) in self._delivered
                 if not known and pair not in self._running and not self._obstacle(verifier.info, drafter.info):
                     self._running[pair] = asyncio.create_task(self._deliver(verifier, drafter, spec))
 
-    def _forget_others(self, present: set[str]) -> None:
-        self._delivered = {entry for entry in self._delivered if entry[0] in present}
-        self._refused = {pair: why for pair, why in self._refused.items() if pair[0] in present}
+    def _forget_others(self, verifiers: list[WorkerConnection], specs: list[StateSpec]) -> None:
+        """Forget what was delivered for others; refusals stay, as a refused drafter would come back at once."""
+        self._delivered &= {_delivery(each.info, spec) for each in verifiers for spec in specs}
+        present = {each.info.worker_id for each in verifiers}
+        refused = [(pair, why) for pair, why in self._refused.items() if pair[0] in present]
+        self._refused = dict(refused[-MAX_REFUSED:])
 
     async def _deliver(self, verifier: WorkerConnection, drafter: WorkerConnection, spec: StateSpec) -> None:
         pair = (verifier.info.worker_id, drafter.info.worker_id)
         try:
             await _relay(verifier, drafter, spec)
-            self._delivered.add((verifier.info.worker_id, spec.projection))
+            self._delivered.add(_delivery(verifier.info, spec))
             log.info("projection delivered", drafter=drafter.info.worker_id, verifier=verifier.info.worker_id)
         except (InvalidRequest, ProtocolViolation) as error:
             self._refused[pair] = f"verifier {verifier.info.address} refuses its projection: {error.message}"
@@ -113,6 +116,11 @@ class ProjectionDelivery:
             await asyncio.sleep(RETRY_S)
         finally:
             del self._running[pair]
+
+
+def _delivery(verifier: WorkerInfo, spec: StateSpec) -> tuple[str, StateSpec]:
+    """Return what is delivered: two drafters may declare other layers with one digest."""
+    return verifier.worker_id, replace(spec, float8=False, number=0)
 
 
 async def _relay(verifier: WorkerConnection, drafter: WorkerConnection, spec: StateSpec) -> None:
@@ -145,7 +153,7 @@ async def _read(worker: WorkerConnection, call: Any) -> Any:
     except grpc.aio.AioRpcError as error:
         raise worker_error(worker.info.address, error) from error
     if message is None or message is grpc.aio.EOF:
-        raise ProtocolViolation(f"{worker.info.address} ended a projection early")
+        raise PeerLost(f"{worker.info.address} ended a projection early")
     return message
 
 

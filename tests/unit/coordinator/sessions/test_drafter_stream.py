@@ -12,6 +12,7 @@ from coordinator.sessions.drafter_stream import DrafterStream, DraftLimits
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.observability.tracing import Span
+from outrider.protocol import message_limits
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.sampling_params import SamplingParams
@@ -109,7 +110,7 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
     assert limits.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
 
 
-async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> None:
+def stream_to_a_drafter() -> DrafterStream:
     model = ModelInfo("m", "f", vocab_size=100)
     connection = WorkerConnection(
         WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", model), lambda: FleetKeys().access(Role.DRAFTER)
@@ -117,6 +118,25 @@ async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> N
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(temperature=0.0, seed=1, max_tokens=500)))
     stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
     stream._outbox.get_nowait()  # the opening
+    return stream
+
+
+async def test_late_commits_do_not_exceed_a_message() -> None:
+    stream = stream_to_a_drafter()
+    for position in range(2, 2 + 63):
+        stream.commit(position, (7,), None)
+    stream.commit(65, (8, 9, 10), None)
+    stream.steer(SpeculationPlan(3))
+    requests = [stream._outbox.get_nowait() for _ in range(2)]
+    for request in requests:
+        message_limits.check_draft_request(request)
+    committed = [(request.committed.position, list(request.committed.tokens)) for request in requests]
+    assert committed == [(2, [7] * 63), (65, [8, 9, 10])]
+    await stream.connection.close()
+
+
+async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> None:
+    stream = stream_to_a_drafter()
     stream.commit(2, (7,), None)
     stream.commit(3, (8, 9), None)
     assert stream._outbox.empty()
@@ -133,4 +153,4 @@ async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> N
         stream.commit(position, (4,), None)
     committed = stream._outbox.get_nowait().committed
     assert (committed.position, len(committed.tokens)) == (6, drafter_stream._MAX_UNSENT_TOKENS)
-    await connection.close()
+    await stream.connection.close()

@@ -161,6 +161,20 @@ def test_sessions_of_one_step_do_not_change_one_another(name: str, tmp_path: Pat
     assert drafter.draft(requests) == alone
 
 
+@pytest.mark.parametrize("name", ["eagle", "mimo-mtp", "eagle3"])
+def test_states_in_float8_are_read(name: str, tmp_path: Path, target: str) -> None:
+    """A session numbers all states but the final ones as float16."""
+    served = Served(name, tmp_path, target)
+    rows = encode(served.states[: len(PROMPT) - 1], float8=True).numpy().tobytes()
+    (draft,) = served.drafter.draft([ask_for(PROMPT, 2, HiddenStates(0, HIDDEN, rows, 2, float8=True))])
+    assert len(draft.tokens) == 2
+    foreign = int(name in FINAL)
+    (draft,) = served.drafter.draft(
+        [replace(ask_for(PROMPT, 2, replace(served.sent(0, 7), number=foreign)), session="t")]
+    )
+    assert not draft.tokens, "others are not"
+
+
 SAMPLED = {"temperature": 1.0, "seed": 1}
 MODES = {
     "greedy": {"temperature": 0.0, "seed": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from outrider.hidden_states.parts import projection_parts
-from outrider.hidden_states.projection import MAX_BYTES, PackedProjection
-from outrider.protocol.errors import InvalidRequest
+from outrider.hidden_states.projection import MAX_BYTES, PackedProjection, Projection
+from outrider.protocol.errors import Expired, InvalidRequest, Overloaded
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.v1 import common_pb2 as common
 from verifier.hidden_states import projections
@@ -72,6 +73,18 @@ async def test_what_does_not_fit_is_refused(change: dict[str, object], field: st
     assert await give(to, given.spec, given.data) == [True, False], "a refusal must not keep others waiting"
 
 
+@pytest.mark.parametrize("layers", [(1,), (), (1, 2, 3, 4)])
+async def test_a_held_projection_takes_as_many_states_as_its_data_say(layers: tuple[int, ...]) -> None:
+    to, given = held(), packed()
+    await give(to, given.spec, given.data)
+    other = replace(given.spec, layers=layers)
+    with pytest.raises(InvalidRequest, match=r"states\.layers .* 3 layers"):
+        to.check(other)
+    with pytest.raises(InvalidRequest, match=r"states\.layers .* 3 layers"):
+        await give(to, other, given.data)
+    to.check(replace(given.spec, layers=(1, 2, 3)))
+
+
 @pytest.mark.parametrize("size", [0, MAX_BYTES + 1, 10 << 30])
 async def test_a_claim_is_refused_before_anything_is_sent(size: int) -> None:
     given = packed()
@@ -96,9 +109,58 @@ async def test_few_are_held_and_the_last_used_stay(monkeypatch: pytest.MonkeyPat
     assert [to.find(each.spec.projection) is not None for each in (a, b, c)] == [True, False, True]
 
 
+async def test_what_a_step_has_used_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "MAX_HELD", 2)
+    to, (a, b, c, d) = held(), (packed(seed) for seed in range(4))
+    for each in (a, b):
+        await give(to, each.spec, each.data)
+    assert to.find(a.spec.projection)
+    await give(to, c.spec, c.data)
+    assert sorted(to._held) == sorted(each.spec.projection for each in (a, c)), "the one that no step has used went"
+    assert to.find(c.spec.projection)
+    with pytest.raises(Overloaded, match="projections in use is 2"):
+        await give(to, d.spec, d.data)
+    monkeypatch.setattr(projections, "_IN_USE_S", -1.0)
+    await give(to, d.spec, d.data)
+    assert sorted(to._held) == sorted(each.spec.projection for each in (c, d)), "used longest ago"
+
+
+async def test_a_transfer_that_trickles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "_PART_TIMEOUT_S", 0.1)
+    given = packed()
+
+    async def trickle() -> AsyncIterator[common.ProjectionPart]:
+        head, data = projection_parts(given.spec, given.data)
+        yield head
+        for byte in data.data:
+            await asyncio.sleep(0.01)
+            yield common.ProjectionPart(data=bytes([byte]))
+
+    async with asyncio.timeout(2.0):
+        with pytest.raises(Expired, match="too slowly"):
+            _ = [wanted async for wanted in held().receive(trickle())]
+
+
+async def test_a_wide_result_is_refused_before_anything_is_sent() -> None:
+    given = packed()
+    with pytest.raises(InvalidRequest, match="at most 16384"):
+        await give(held(), replace(given.spec, width=16_385), given.data)
+    with pytest.raises(InvalidRequest, match="at most 18000"):
+        held((LAYERS, 9_000)).check(StateSpec((1, 2, 3)))
+    held((LAYERS, 9_000)).check(StateSpec((1, 2)))
+
+
+def test_memory_is_counted_as_it_is_taken() -> None:
+    weight = torch.ones(OUT, WIDTH, dtype=torch.bfloat16)
+    given = PackedProjection({"fc.weight": weight}, 1e-5, (1,))
+    assert Projection(given.data, 1, WIDTH, torch.device("cpu")).num_bytes == 4 * (OUT * WIDTH + 1)
+
+
 def test_an_engine_without_layers_refuses_in_words() -> None:
     with pytest.raises(InvalidRequest, match="captures no layers"):
         held((0, 0)).check(packed().spec)
+    with pytest.raises(InvalidRequest, match="captures no layers"):
+        held((0, 1)).check(StateSpec((), "0" * 64))
     held((LAYERS, WIDTH)).check(StateSpec((1, LAYERS)))
     with pytest.raises(InvalidRequest, match="width"):
         held().check(StateSpec((1, LAYERS), width=WIDTH))
