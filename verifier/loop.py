@@ -29,7 +29,7 @@ from verifier.admission import Admission
 from verifier.batching import Batching, ScheduledSession
 from verifier.hidden_states.kept import KeptStates
 from verifier.limits import SchedulerLimits
-from verifier.session import VerifyOpening, VerifySession
+from verifier.session import Rejection, VerifyOpening, VerifySession
 from verifier.step_times import StepTimes
 from verifier.target import SessionResult, TargetFailed, VerifyStep, VerifyTarget
 
@@ -166,6 +166,9 @@ class VerificationLoop:
             if result.error is not None:
                 self.close(session, result.error)
                 continue
+            if len(result.hidden_states) < len(item.states):
+                for error in session.hidden_states.refuse_missing(item.states, result.hidden_states):
+                    session.outbox.put_nowait(Rejection(error, 0))
             session.cache_length = result.cache_length
             if result.num_cached_tokens is not None:
                 session.num_cached_tokens = result.num_cached_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.hidden_states.messages import FINAL_STATES, HiddenStates, StateSpec, StateSpecs
 from verifier.hidden_states.kept import KeptStates, StateBlocks
 
+_MAX_VERDICT_BYTES = 24 << 20  # of all states: a message has 32 MiB
 PROMPT_WINDOW = 256  # positions at the end of a prompt whose hidden states the first verdict carries
 
 
@@ -21,7 +22,8 @@ class HiddenStateBuffer:
         self._salt, self._tokens = salt, tokens
         self.specs: tuple[StateSpec, ...] = (FINAL_STATES,) if enabled else ()
         self._first = max(0, len(tokens) - PROMPT_WINDOW)  # position to send
-        self._parts: dict[int, list[torch.Tensor]] = {}  # by spec, of consecutive positions  # [tokens, row] each
+        # By spec: the position after them, and rows of consecutive positions.  # [tokens, row] each
+        self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self._blocks: StateBlocks | None = None
 
     def begin(self, kept: KeptStates, cached: int) -> None:
@@ -30,7 +32,7 @@ class HiddenStateBuffer:
         for spec in self.specs:
             known = blocks.recall(spec, self._first, cached) if cached > self._first else None
             if known is not None:
-                self._parts[spec.number] = [known]
+                self._parts[spec.number] = cached, [known]
 
     def enable(self, enabled: bool) -> None:
         """Send the final states, or no longer."""
@@ -54,6 +56,12 @@ class HiddenStateBuffer:
         self._send(tuple(kept))
         return errors
 
+    def refuse_missing(self, asked: Iterable[StateSpec], sent: Container[int]) -> list[InvalidRequest]:
+        """Send no longer what a step was `asked` for but has not `sent`: its projection is gone. Return the errors."""
+        missing = [spec for spec in asked if spec.projection and spec.number not in sent and spec in self.specs]
+        self._send(tuple(spec for spec in self.specs if spec not in missing))
+        return [InvalidRequest.of("states.projection", each.projection, "one that is held") for each in missing]
+
     def add(self, end: int, states: Mapping[int, torch.Tensor], new: Sequence[int] = ()) -> None:
         """Add states that end before position `end`; `new` tokens are about to be committed."""
         for spec in self.specs:
@@ -62,8 +70,12 @@ class HiddenStateBuffer:
                 continue
             if self._blocks is not None:
                 self._blocks.keep(spec, end - len(rows), rows, new)
-            rows = rows[max(0, self._first - (end - len(rows))) :]
-            self._parts.setdefault(spec.number, []).append(rows)
+            if (early := self._first - (end - len(rows))) > 0:
+                rows = rows[early:].clone()  # not a view of the whole prompt
+            if len(rows):
+                known_end, parts = self._parts.get(spec.number, (0, []))
+                follows = known_end == end - len(rows)  # otherwise there is a gap
+                self._parts[spec.number] = end, [*parts, rows] if follows else [rows]
 
     def take(
         self, end: int, states: Mapping[int, torch.Tensor], new: Sequence[int], cut: int = 0
@@ -75,9 +87,9 @@ class HiddenStateBuffer:
         self.add(end, {number: rows[: len(rows) - cut] for number, rows in states.items()}, new)
         parts, self._parts = self._parts, {}
         return {
-            spec.number: _message(spec, end, torch.cat(parts[spec.number]))
+            spec.number: _message(spec, end, torch.cat(parts[spec.number][1]), _MAX_VERDICT_BYTES // len(self.specs))
             for spec in self.specs
-            if spec.number in states
+            if spec.number in states and spec.number in parts
         }
 
     def _send(self, specs: tuple[StateSpec, ...]) -> None:
@@ -87,6 +99,8 @@ class HiddenStateBuffer:
         self._parts = {spec.number: self._parts[spec.number] for spec in specs if spec.number in self._parts}
 
 
-def _message(spec: StateSpec, end: int, rows: torch.Tensor) -> HiddenStates:
+def _message(spec: StateSpec, end: int, rows: torch.Tensor, max_bytes: int) -> HiddenStates:
+    """Return the last rows, as many as the bytes allow."""
+    rows = rows[-max(1, max_bytes // rows[0].nbytes) :]
     width = rows.shape[-1] - spec.float8  # a row of float8 has a byte more
     return HiddenStates(end - len(rows), width, rows.numpy().tobytes(), spec.number, spec.float8)

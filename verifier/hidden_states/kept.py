@@ -82,7 +82,7 @@ class StateBlocks:
                 key = self._digests[at // BLOCK_TOKENS + 1], replace(spec, number=0)
                 self._kept.put(key, joined[at - first : at - first + BLOCK_TOKENS])
             rest = max(aligned, end // BLOCK_TOKENS * BLOCK_TOKENS)
-            first, parts = rest, [joined[rest - first :]]
+            first, parts = rest, [joined[rest - first :].clone()]  # not a view of more
         self._open[spec.number] = first, parts
 
     def _extend(self, end: int, new: Sequence[int]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import structlog
 import torch
 
 from outrider.engine import StepResult
 from outrider.hidden_states.projection import Projection
 from outrider.hidden_states.rows import encode
 from outrider.protocol.hidden_states.messages import FINAL_STATES, StateSpec
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ def wire_states(
     """Return each session's rows on the CPU: the next step overwrites the engine's memory.
 
     Sessions that read the same are computed together, with all their rows: a device then need not be told which are
-    kept. Those whose projection is gone get nothing.
+    kept. Those whose projection is gone get nothing, nor do those whose states cannot be computed.
     """
     sent: list[SentRows] = [{} for _ in kept]
     sharing: dict[StateSpec, list[tuple[int, int]]] = {}  # sessions and their numbers for what they share
@@ -42,10 +45,16 @@ def wire_states(
         if spec.projection and projection is None:
             continue
         parts = [computed.hidden_states[index] for index, _ in sessions]
-        states = _columns(torch.cat(parts), spec, computed.layers)
-        if projection is not None:
-            states = projection(states)
-        wire = states.to(torch.float16).cpu() if spec == FINAL_STATES else encode(states, float8=spec.float8)
+        try:
+            states = _columns(torch.cat(parts), spec, computed.layers)
+            if projection is not None:
+                states = projection(states)
+            wire = states.to(torch.float16).cpu() if spec == FINAL_STATES else encode(states, float8=spec.float8)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # later steps would fail as well
+        except Exception:  # the other sessions of the step must not end
+            log.exception("hidden states not computed", layers=spec.layers, projection=spec.projection)
+            continue
         for (index, number), part in zip(sessions, torch.split(wire, list(map(len, parts))), strict=True):
             sent[index][number] = part[list(kept[index].rows)]
     return sent

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from outrider.engine import SessionTokens, StepResult
 from outrider.engine.mock import MockEngine
+from outrider.hidden_states.projection import PackedProjection, Projection
 from outrider.observability.metrics import VerifierMetrics
 from outrider.protocol.errors import PeerLost, Unavailable
+from outrider.protocol.hidden_states.messages import StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
+from outrider.protocol.speculation import Verdict, VerifySteering
 from verifier.engine_target import EngineTarget
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
-from verifier.session import Ended, VerifyOpening, VerifySession
+from verifier.session import Ended, Rejection, VerifyOpening, VerifySession
 from verifier.target import TargetFailed
 
 LIMITS = SchedulerLimits(
@@ -60,6 +64,42 @@ async def test_an_error_of_the_device_ends_the_loop_and_moves_its_sessions(error
     with pytest.raises(Unavailable):
         opened(loop, "two")
     loop.stop()
+
+
+class LayersEngine(MockEngine):
+    """An engine whose sessions have states after one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_shape = (1, 1)
+
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
+        computed = super().extend(batch)
+        states = [part.expand(-1, 2) for part in computed.hidden_states]
+        return StepResult(computed.all_logits, computed.counts, states, (1,))
+
+
+async def test_a_session_learns_that_its_projection_is_gone() -> None:
+    target = EngineTarget(LayersEngine())
+    given = PackedProjection({"fc.weight": torch.ones(1, 1)}, 1e-5, (1,))
+    gone = replace(given.spec, projection="0" * 64, number=2)
+    target.projections._held[given.spec.projection] = Projection(given.data, 1, 1, target.device)
+    loop = VerificationLoop(target, LIMITS, VerifierMetrics("layers"))
+    asked = VerifySteering(states=StateSpecs((given.spec.numbered(1), gone)))
+    params = SamplingParams(seed=1, temperature=0.0, max_tokens=2)
+    session = loop.open(VerifyOpening("one", 1, (1, 2, 3), 3, params, steering=asked, hidden_states=True))
+    running = asyncio.create_task(loop.run())
+    replies = [await asyncio.wait_for(session.outbox.get(), 5) for _ in range(4)]
+    running.cancel()
+    loop.stop()
+    refused, *verdicts, end = replies
+    assert isinstance(refused, Rejection)
+    assert (refused.error.field, refused.error.value) == ("states.projection", "0" * 64)
+    assert isinstance(end, Ended)
+    for verdict in verdicts:
+        assert isinstance(verdict, Verdict)
+        assert verdict.hidden_states is not None
+        assert [states.number for states in verdict.layer_states] == [1]
 
 
 async def test_another_error_ends_only_the_sessions_of_its_step() -> None:

@@ -1,0 +1,45 @@
+"""The states of a step: what cannot be computed costs nobody else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine import StepResult
+from outrider.hidden_states.projection import PackedProjection, Projection
+from outrider.protocol.hidden_states.messages import FINAL_STATES, StateSpec
+from verifier.hidden_states.step_states import KeptRows, wire_states
+
+WIDTH = 4
+
+
+def projection_of(num_states: int) -> Projection:
+    packed = PackedProjection({"fc.weight": torch.ones(2, num_states * WIDTH)}, 1e-5, [1] * num_states)
+    return Projection(packed.data, num_states, WIDTH, torch.device("cpu"))
+
+
+def step() -> StepResult:
+    """Two sessions of three tokens; a row has the final state and those after the layers 1 and 2."""
+    return StepResult(torch.empty(0), [0, 0], [torch.ones(3, 3 * WIDTH) for _ in range(2)], (1, 2))
+
+
+def test_a_projection_of_other_states_costs_only_those_who_ask_for_it() -> None:
+    wrong, right = StateSpec((1,), "a" * 64, number=1), StateSpec((1, 2), "a" * 64, number=2)
+    kept = [KeptRows((FINAL_STATES, wrong), [0, 1]), KeptRows((right,), [0, 2])]
+    held = projection_of(2)
+    sent = wire_states(step(), kept, lambda _: held)
+    assert [sorted(each) for each in sent] == [[0], [2]]
+    assert sent[1][2].tolist() == [[2 * WIDTH] * 2] * 2
+
+
+def test_a_failure_of_the_device_is_not_hidden() -> None:
+    def failing(_: str) -> Projection:
+        class Failing(Projection):
+            def __call__(self, states: torch.Tensor) -> torch.Tensor:
+                raise torch.OutOfMemoryError
+
+        packed = PackedProjection({"fc.weight": torch.ones(2, WIDTH)}, 1e-5, [1])
+        return Failing(packed.data, 1, WIDTH, torch.device("cpu"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        wire_states(step(), [KeptRows((), []), KeptRows((StateSpec((1,), "a" * 64, number=1),), [0])], failing)
