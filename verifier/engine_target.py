@@ -98,8 +98,7 @@ class EngineTarget:
             self._session_result(item, sent[index], verified.get(index), failed.get(index))
             for index, item in enumerate(batch)
         ]
-        finished = time.perf_counter()
-        return VerifyStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+        return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def _compute_mask(self, item: ScheduledSession) -> Future[Masks] | None:
         """Start the computation of the tokens that the grammar allows at each row."""

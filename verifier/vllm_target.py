@@ -65,8 +65,7 @@ class VllmTarget:
             raise TargetFailed(f"vLLM failed: {type(error).__name__}: {error}") from error
         forward = time.perf_counter()
         results = [self._result(item, masks) for item in batch]
-        finished = time.perf_counter()
-        return VerifyStep(results, int((forward - started) * 1e6), int((finished - started) * 1e6))
+        return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def free(self, session: VerifySession) -> None:
         if session.key in self._known:

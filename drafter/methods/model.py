@@ -72,7 +72,9 @@ class ModelDrafter:
         self.vocabulary: Vocabulary | None = vocabulary
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Guess]:
-        runnable = [request for request in requests if len(request.tokens) < self.info.context_length]
+        rows = self.info.vocab_size  # the target's vocabulary may have more
+        runnable = [it for it in requests if len(it.tokens) < self.info.context_length]
+        runnable = [it for it in runnable if it.vocab_size <= rows or max((*it.tokens, *it.open_guess.tokens)) < rows]
         results: dict[str, Guess] = {}
         while runnable:
             batch = [self._input(request) for request in runnable]
@@ -169,9 +171,7 @@ class ModelDrafter:
 
     def _draft_token(self, request: DraftRequest, logits: torch.Tensor) -> Guess:
         choice = next_token(request, logits, request.tokens, self._candidates, self._columns)
-        if choice is None:
-            return request.chain(done=True)
-        return request.chain([choice[0]], choice[1])
+        return request.chain(done=True) if choice is None else request.chain([choice[0]], choice[1])
 
 
 def _common_length(cached: Sequence[int], tokens: Sequence[int]) -> int:

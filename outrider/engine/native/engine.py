@@ -154,8 +154,9 @@ class NativeEngine(PagedEngine):
         if step.input_embeddings is None and table is not None:  # without torch, whose first use in a step takes long
             x, to = self._buffer("x", len(step.ids), table.inputs)
             numbers = (table.inputs, (ctypes.c_int64 * len(step.ids))(*step.ids), len(step.ids))
-            rows = ctypes.c_void_p(table.stored.data_ptr())
-            self._library.outrider_dequantise(table.kind, rows, *numbers, ctypes.c_void_p(to), self._threads)
+            rows = (ctypes.c_void_p(table.stored.data_ptr()), len(table.stored))
+            if self._library.outrider_dequantise(table.kind, *rows, *numbers, ctypes.c_void_p(to), self._threads):
+                raise IndexError("a token without an embedding")
             return x, to
         given = step.input_embeddings
         x = self._spec.embed(torch.tensor(step.ids), torch.tensor(step.positions)) if given is None else given
@@ -264,7 +265,9 @@ def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> tor
     ids = torch.arange(len(rows)) if ids is None else ids
     made = torch.empty(len(ids), quantized.inputs)
     stored, wanted, to = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (rows, ids, made))
-    kernels.outrider_dequantise(quantized.kind, stored, quantized.inputs, wanted, len(ids), to, torch.get_num_threads())
+    numbers = (len(rows), quantized.inputs, wanted, len(ids), to)
+    if kernels.outrider_dequantise(quantized.kind, stored, *numbers, torch.get_num_threads()):
+        raise IndexError("an id without a row")
     if quantized.kind not in _compared:  # the start-up check takes these rows as its reference
         few = quantized.dequantize(ids[:_COMPARED_ROWS])
         if not torch.allclose(few, made[:_COMPARED_ROWS], rtol=0.0, atol=0.0, equal_nan=True):

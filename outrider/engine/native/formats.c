@@ -95,7 +95,10 @@ static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     else if (type == GGML_F16)
         for (int k = 0; k < inputs; k++) to[k] = float16(row + 2 * k);
     else if (type == GGML_BF16)
-        for (int k = 0; k < inputs; k++) ((uint32_t *)to)[k] = (uint32_t)((const uint16_t *)row)[k] << 16;
+        for (int k = 0; k < inputs; k++) {
+            uint32_t bits = (uint32_t)((const uint16_t *)row)[k] << 16;
+            memcpy(to + k, &bits, 4);
+        }
     else
         for (int block = 0; block < inputs / BLOCK; block++) {
             Decoded from = decode(type, row, block);
@@ -148,7 +151,9 @@ static void pack_numbers(float *row, const Linear *linear, int output) {
             else if (linear->kind == FLOAT32)
                 ((float *)linear->weights)[at] = row[k];
             else { /* rounded to even */
-                uint32_t bits = ((uint32_t *)row)[k], rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+                uint32_t bits, rounded;
+                memcpy(&bits, row + k, 4);
+                rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
                 ((uint16_t *)linear->weights)[at] = (uint16_t)(row[k] == row[k] ? rounded : 0x7fc0);
             }
     }
@@ -203,8 +208,12 @@ void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int firs
     }
 }
 
-/* Rows as floats, one for each id. */
-void outrider_dequantise(int type, const uint8_t *rows, int inputs, const int64_t *ids, int count, float *to, int threads) {
+/* Rows as floats, one for each id. Returns 0, or -1 for an id without a row. */
+int outrider_dequantise(int type, const uint8_t *rows, int outputs, int inputs, const int64_t *ids, int count, float *to,
+                        int threads) {
+    for (int r = 0; r < count; r++)
+        if (ids[r] < 0 || ids[r] >= outputs) return -1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (count > UNIT)
     for (int r = 0; r < count; r++) to_floats(type, rows + ids[r] * row_bytes(type, inputs), inputs, to + (long)r * inputs);
+    return 0;
 }

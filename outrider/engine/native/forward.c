@@ -73,10 +73,12 @@ static long lay_out(const Model *model, Step *step) {
         longest = larger_of(longest, step->segments[s].base + step->segments[s].count + PAGE);
     /* of attention: queries, sums, peaks and totals, and scores of whole pages */
     step->scores_per_thread = (MAX_ROWS * (longest + 2l * model->head_dim + PANEL + 2) + 63) / 64 * 64;
+    /* A chain lays it out again for one row, which every thread prepares for itself. */
+    long prepared = larger_of(rows, step->threads * (rows <= OWN_ROWS ? rows : 1));
     struct {
         float **part;
         long size;
-    } parts[] = {{&step->normed, (rows <= OWN_ROWS ? step->threads : 1) * rows * model->hidden},
+    } parts[] = {{&step->normed, prepared * model->hidden},
                  {&step->mixed, rows * larger_of(larger_of(mixed, model->inner), model->hidden)},
                  {&step->inner, rows * inner},
                  {&step->attended, rows * larger_of(heads, model->hidden)},

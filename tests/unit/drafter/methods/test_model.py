@@ -85,6 +85,22 @@ def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> Guess:
     return builder.guess(done=added[0] is None)
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_token_that_the_model_does_not_know_gets_no_guess(loaded: LoadedModel, branches: int) -> None:
+    """The target's vocabulary may have more rows, and the other sessions of a step go on."""
+    drafter, larger = drafter_of(loaded), VOCAB + 8
+    known, unknown = session_of(PROMPT, 2, branches).next_request(), session_of(PROMPT, 2, branches).next_request()
+    assert known is not None
+    assert unknown is not None
+    known = replace(known, vocab_size=larger)
+    unknown = replace(unknown, session="t", tokens=[*PROMPT, VOCAB], committed=len(PROMPT) + 1, vocab_size=larger)
+    guess, none = drafter.draft([known, unknown])
+    drafter.forget(known.session)
+    assert guess.tokens
+    assert none.done
+    assert not none.tokens
+
+
 @pytest.mark.parametrize("params", MODES, ids=str)
 def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedModel, plain, params: dict) -> None:
     # Of one token, so that penalties bear on the tree's own tokens.

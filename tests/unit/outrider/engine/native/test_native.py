@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
 from outrider.engine.model_spec import build_spec
 from outrider.engine.native import NativeEngine, NoCompiler, build
+from outrider.engine.native import engine as native_engine
 from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
@@ -255,6 +257,17 @@ def test_a_step_larger_than_any_before_finds_room() -> None:
     small = runs.extend([SessionTokens("a", TOKENS[:2])]).logits[0].clone()
     large = runs.extend([SessionTokens("b", TOKENS), SessionTokens("c", TOKENS[:2])]).logits
     assert torch.equal(large[1], small)
+
+
+def test_the_scratch_of_a_chain_has_room_for_its_single_rows() -> None:
+    """A chain lays its scratch memory out again for one row at a time, which every thread prepares for itself."""
+    runs = engine(llama(), threads=64)
+
+    def size(rows: int) -> int:
+        step = native_engine._C.Step(rows=rows, threads=64)
+        return int(runs._library.outrider_scratch(ctypes.byref(runs._model), ctypes.byref(step)))
+
+    assert min(size(rows) for rows in range(1, 17)) == size(1)
 
 
 def test_no_compiler_means_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

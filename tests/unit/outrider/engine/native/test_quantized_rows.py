@@ -119,6 +119,20 @@ def test_an_embedding_dequantises_the_rows_that_it_is_asked_for(kind: str) -> No
     assert torch.equal(embeddings(ids), before)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_without_a_row_is_refused(token: int) -> None:
+    """The table ends there: nothing is read beside it."""
+    made = model("Q4_0")
+    rows = made.get_input_embeddings().weight.quantized
+    with pytest.raises(IndexError):
+        dequantize(rows, torch.tensor([3, token]))
+    with torch.inference_mode():
+        runs = engine(made)
+        detach_rows(made, dequantize)
+        with pytest.raises(IndexError):
+            runs.extend([SessionTokens("s", [3, token])])
+
+
 needs_tiles = pytest.mark.skipif(not build.library().outrider_tiles(), reason="this processor has no AMX tiles")
 
 
