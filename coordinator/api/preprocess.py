@@ -114,8 +114,7 @@ def resolve(
             f"at most {budget}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
         )
     drawn_seed = params.seed is None
-    seed = secrets.randbits(64) if params.seed is None else params.seed
-    params = replace(params, seed=seed, verification=params.mode)
+    params = replace(params, seed=secrets.randbits(64) if drawn_seed else params.seed, verification=params.mode)
     check_salt("cache_salt", request.cache_salt)
     if params.grammar is not None:
         target.grammars.compile(params)  # report an invalid grammar now, not in the middle of a stream

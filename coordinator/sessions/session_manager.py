@@ -188,8 +188,7 @@ class SessionManager:
 
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
         """Return the session to follow: the running one, or one continued from its record."""
-        live = self._live(session_id)
-        if live is not None:
+        if (live := self._live(session_id)) is not None:
             check_position(position, live.record)
             return live
         target = self.target
@@ -235,8 +234,7 @@ class SessionManager:
 
     async def cancel(self, session_id: str) -> bool:
         """Cancel the session; return False if it had ended already."""
-        session = self._live(session_id)
-        if session is not None:
+        if (session := self._live(session_id)) is not None:
             session.cancel()
             return True
         return await self.ended.cancel(session_id)

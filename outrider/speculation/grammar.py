@@ -37,7 +37,8 @@ Masks = npt.NDArray[np.bool_]
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
 )
-_MAX_COMPILED = 16  # grammars in the cache
+ONE_TEXT = "%llguidance {}\nstart: <["  # start of a grammar that allows one sequence of token ids
+_MAX_COMPILED = 16  # grammars in each cache
 _MASK_TIME_DECAY = 0.97
 _STACK_BYTES = 512 * 1024 * 1024
 _stack = threading.Lock()
@@ -188,7 +189,7 @@ class GrammarCompiler:
         self._read_tokenizer = tokenizer
         self._ends = tuple(ends)
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._known = (OrderedDict[Grammar, LLMatcher](), OrderedDict[Grammar, LLMatcher]())  # those of one text apart
         self._lock = threading.Lock()  # one compilation at a time: many large grammars use one core
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         # With RUST_BACKTRACE the library records the stack with each error, which takes minutes for a deep one.
@@ -212,13 +213,14 @@ class GrammarCompiler:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, params, output)
 
     def _start(self, grammar: Grammar) -> LLMatcher:
+        known = self._known[grammar.lark.startswith(ONE_TEXT)]
         with self._lock:
-            matcher = self._known.pop(grammar, None)
+            matcher = known.pop(grammar, None)
             if matcher is None or not _has_limits_left(matcher):
                 matcher = _on_deep_stack(lambda: self._build(grammar))
-            self._known[grammar] = matcher
-            if len(self._known) > _MAX_COMPILED:
-                self._known.popitem(last=False)
+            known[grammar] = matcher
+            if len(known) > _MAX_COMPILED:
+                known.popitem(last=False)
             return matcher.deep_copy()
 
     def _build(self, grammar: Grammar) -> LLMatcher:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 from openai.types.completion_choice import Logprobs
 from transformers import LlamaForCausalLM
 
@@ -80,3 +80,14 @@ async def test_a_prompt_of_one_token(api: AsyncOpenAI) -> None:
     assert told is not None
     assert told.token_logprobs is not None
     assert [value is None for value in told.token_logprobs[:2]] == [True, False]
+
+
+async def test_a_prompt_of_many_end_tokens_is_refused(
+    api: AsyncOpenAI, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a session, and none is started."""
+    end, started = house.service.sessions.target.info.eos_token_ids[0], list[Any]()
+    monkeypatch.setattr(prompt_logprobs, "start_answer", lambda *given: started.append(given))
+    with pytest.raises(BadRequestError, match="36 parts at end tokens, must be at most 34 for log probabilities"):
+        await api.completions.create(prompt=[[65, *[end] * 35], [65, 66]], **ASK)
+    assert not started

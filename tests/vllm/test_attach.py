@@ -367,6 +367,12 @@ async def test_verdicts_without_guesses_go_together_as_the_coordinator_allows() 
     assert message.reply.verdict.position == 9
     assert end is None
     assert stream.tokens == [1, 2, 3, 4, 4, 4, 4, 4, 9, 4]
+    stream.send(0, Verdict(10, (5, 6, 7, 8), 3, TokenKind.RECOVERED, proposed=4, nodes=4))
+    sizes = [len(message.replies.replies) for message in (stream.outbox.get_nowait(),) if message is not None]
+    assert sizes == [3], "no message has more than the coordinator takes"
+    last = stream.outbox.get_nowait()
+    assert last is not None
+    assert last.reply.verdict.position == 13
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,9 @@ async def requests_of(
     default = CHAT_TOKENS if isinstance(body, ChatOptions) else None
     requests: list[SessionRequest] = []
     for request in inputs:
-        prepared = await prepare(request, target, settings, default_tokens=default)
-        prepared = replace(prepared, drawn_seed=body.seed is None)
+        prepared = replace(
+            await prepare(request, target, settings, default_tokens=default), drawn_seed=body.seed is None
+        )
         seed = prepared.params.seed
         assert seed is not None
         requests += [

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers import PreTrainedModel
 
 from outrider.base.config import home
@@ -16,7 +15,7 @@ from outrider.engine.native.build import identity
 
 _SMALLEST = 20_000_000  # parameters; a smaller model is checked at every start, which takes less than a second
 _OUTRIDER = Path(__file__).parents[2]
-_SOURCES = sorted([*_OUTRIDER.glob("engine/**/*.py"), *_OUTRIDER.glob("models/*.py")])
+_SOURCES = [path.read_bytes() for path in sorted([*_OUTRIDER.glob("engine/**/*.py"), *_OUTRIDER.glob("models/*.py")])]
 
 
 def record_of(model: PreTrainedModel, *settings: Any) -> Path | None:
@@ -28,8 +27,9 @@ def record_of(model: PreTrainedModel, *settings: Any) -> Path | None:
     if model.device.type != "cpu" or sum(weight.numel() for weight in weights) < _SMALLEST:
         return None
     try:
-        code = [identity(), torch.__version__, transformers.__version__, *(path.read_bytes() for path in _SOURCES)]
-    except NoCompiler:
+        code = [identity(), *map(version, ("torch", "transformers", "gguf")), *_SOURCES]
+        folder = home() / "checked"
+    except (NoCompiler, OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     kinds = [getattr(getattr(weight, "quantized", None), "kind", weight.dtype) for weight in weights]
-    return home() / "checked" / hashlib.sha256(repr((code, kinds, settings)).encode()).hexdigest()[:32]
+    return folder / hashlib.sha256(repr((code, kinds, settings)).encode()).hexdigest()[:32]

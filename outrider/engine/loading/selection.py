@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def make_engine(
     with startup_errors(info.name, info.architecture):
         context = fix_rotations(model, info.context_length)
         record = record_of(model, info, options)
-        passed = bool(record and record.exists())
+        passed = record is not None and os.access(record, os.F_OK)
         if not passed:
             check_supported(model, context)
         kv_tokens = options.kv_tokens or (KV_TOKENS if rank_group else _fitting_tokens(model, info))

@@ -37,13 +37,13 @@ class NoCompiler(Exception):
 @cache
 def library() -> ctypes.CDLL:
     """Return the kernels for this machine. Raises NoCompiler."""
-    built = _built_ahead() or _built_here()
-    return load(built)
+    return load(_built_ahead() or _built_here())
 
 
 def identity() -> str:
-    """Return the compiled kernels' name, which has a digest of their source, and the processor. Raises NoCompiler."""
-    return f"{Path(library()._name).name} {_processor()}"  # noqa: SLF001 - ctypes has no other place for it
+    """Return a digest of the compiled kernels, whether they use tiles, and the processor. Raises NoCompiler."""
+    built = Path(library()._name).read_bytes()  # noqa: SLF001 - ctypes has no other place for the path
+    return f"{hashlib.sha256(built).hexdigest()} {library().outrider_tiles()} {_processor()}"
 
 
 def load(built: Path) -> ctypes.CDLL:
@@ -76,8 +76,7 @@ def compile_for(march: str, into: Path) -> Path:
     target = into / f"kernels-{march}-{_digest(march)}.so"
     if target.exists():
         return target
-    compiler = shutil.which("cc")
-    if compiler is None:
+    if (compiler := shutil.which("cc")) is None:
         raise NoCompiler("there is no C compiler (cc) on this machine")
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into) as scratch:
@@ -129,8 +128,7 @@ def _processor() -> str:
 def main() -> None:
     """Compile for every level of this processor family, into the package or a directory."""
     into = Path(sys.argv[1]) if len(sys.argv) > 1 else _AHEAD
-    levels = list(_LEVELS) if platform.machine() == "x86_64" else ["native"]
-    for level in levels:
+    for level in _LEVELS if platform.machine() == "x86_64" else ("native",):
         compile_for(level, into)
 
 

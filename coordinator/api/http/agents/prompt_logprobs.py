@@ -12,15 +12,18 @@ from dataclasses import replace
 
 from coordinator.api.http.answer import progress, start_answer
 from coordinator.api.http.bodies import CompletionBody
+from coordinator.api.preprocess import admission
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
-from outrider.protocol.errors import PeerLost
+from outrider.protocol.errors import InvalidRequest, PeerLost
 from outrider.protocol.sampling_params import Grammar, SamplingParams
 from outrider.protocol.speculation import TokenKind
+from outrider.speculation.grammar import ONE_TEXT
 
 _MOST = 4_000  # tokens that one grammar writes
+_MORE_RUNS = 32  # sessions of a request's prompts beyond the first one of each
 
 
 async def echoed_prompts(
@@ -30,6 +33,10 @@ async def echoed_prompts(
     if not body.echo or body.logprobs is None:
         return {}
     distinct = {request.prompt: request for request in requests}
+    runs = sum(len([*_runs(prompt, target.info.eos_token_ids)]) for prompt in distinct)
+    if runs > (most := len(distinct) + _MORE_RUNS):
+        with admission(sessions.metrics):
+            raise InvalidRequest.of("prompt", f"{runs} parts at end tokens", f"at most {most} for log probabilities")
     return {
         prompt: await _written(sessions, request, target, key and f"{key}/prompt/{number}")
         for number, (prompt, request) in enumerate(distinct.items())
@@ -41,8 +48,7 @@ async def _written(sessions: SessionManager, request: SessionRequest, target: Ta
     prompt = request.prompt
     tokens = [Token(prompt[0], TokenKind.PLAIN, target.decode(prompt[:1]), None)]
     for start, end in _runs(prompt, target.info.eos_token_ids):
-        params = _forced(prompt[start:end], target)
-        params = replace(params, max_tokens=end - start, logprobs=request.params.logprobs)
+        params = replace(_forced(prompt[start:end], target), max_tokens=end - start, logprobs=request.params.logprobs)
         part = replace(request, prompt=prompt[:start], params=params)
         async with (
             start_answer(sessions, [part], target, key and f"{key}/{start}") as running,
@@ -69,5 +75,5 @@ def _forced(tokens: Sequence[int], target: Target) -> SamplingParams:
     if tokens[0] in target.info.eos_token_ids:
         nothing = Grammar(lark='%llguidance {}\nstart: ""')
         return SamplingParams(temperature=0, seed=0, logit_bias={tokens[0]: 100}, grammar=nothing)
-    written = Grammar(lark="%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in tokens))
+    written = Grammar(lark=ONE_TEXT + "]> <[".join(map(str, tokens)) + "]>")
     return SamplingParams(temperature=0, seed=0, ignore_eos=True, grammar=written)

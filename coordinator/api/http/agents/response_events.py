@@ -59,6 +59,7 @@ class ResponseReplies:
 
     def __init__(self, body: ResponsesBody, target: Target, model: str, manner: Manner) -> None:
         self._body = body
+        self._given = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
         self._model = model
         self._reader = AnswerReader(body.chat, target, manner)
         self._created = int(time.time())
@@ -107,8 +108,7 @@ class ResponseReplies:
         yield {"type": f"response.{status}", "response": {**response, **metrics([session])}}
 
     def _response(self, session: Session, status: Any, output: list[Any]) -> ModelResponse:
-        body = self._body
-        plain = body.model_dump(include={"text", "tool_choice", "tools"}, exclude_none=True, by_alias=True)
+        body, given = self._body, self._given
         return {
             "id": f"resp_{session.record.session_id}",
             "object": "response",
@@ -126,9 +126,9 @@ class ResponseReplies:
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}} | plain.get("text", {}),
-            "tool_choice": plain.get("tool_choice", "auto"),
-            "tools": plain.get("tools", []),
+            "text": {"format": {"type": "text"}} | given.get("text", {}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }

@@ -55,13 +55,9 @@ class TokensApi:
             target = self._target(body)
             tokens = await asyncio.to_thread(self._encode, body, target)
         texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        reply: Tokenized = {
-            "count": len(tokens),
-            "max_model_len": target.info.context_length,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
-        return JSONResponse(reply)
+        return JSONResponse(
+            Tokenized(count=len(tokens), max_model_len=target.info.context_length, tokens=tokens, token_strs=texts)
+        )
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)

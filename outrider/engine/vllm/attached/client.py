@@ -61,12 +61,12 @@ class _RequestStream:
             self.outbox.put_nowait(None)
 
     def flush(self) -> None:
-        unsent, self.unsent = self.unsent, []
-        messages = [pb.AttachRequest(reply=reply) for reply in unsent]
-        if len(messages) > 1 < self.together:
-            messages = [pb.AttachRequest(replies=pb.VerifyReplies(replies=unsent))]
-        if self.outbox is not None:
-            for message in messages:
+        while self.unsent:
+            part, self.unsent = self.unsent[: self.together], self.unsent[self.together :]
+            message = pb.AttachRequest(reply=part[0])
+            if len(part) > 1:
+                message = pb.AttachRequest(replies=pb.VerifyReplies(replies=part))
+            if self.outbox is not None:
                 self.outbox.put_nowait(message)
 
 

@@ -25,7 +25,7 @@ from outrider.protocol import convert
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import GRAMMAR_FORMS, MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from outrider.speculation import sampling
-from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
+from outrider.speculation.grammar import ONE_TEXT, GrammarCompiler, GrammarMatcher
 from outrider.testing.toy_models import byte_tokenizer
 
 BYTES = byte_tokenizer()
@@ -438,3 +438,17 @@ def test_only_what_is_allowed_can_be_drawn() -> None:
     probs = sampling.candidates(kept, SamplingParams(top_p=0.9)).dense(3)
     assert probs[0, 2] == 0.0
     assert probs[0].sum().item() == pytest.approx(1.0)
+
+
+def test_grammars_of_one_text_leave_those_of_users_compiled() -> None:
+    """A request for the log probabilities of prompts has one for each of them, which is used once."""
+    compiler = GrammarCompiler(partial(tokenizer_json, BYTES), [END])
+    users = Grammar(regex="ab?c")
+    compiler.compile(SamplingParams(grammar=users))
+    kept = compiler._known[0][users]
+    for token in range(20):
+        guide = compiler.compile(asked(lark=f"{ONE_TEXT}{token}]> <[98]>"))
+        assert followers(guide) == {token}
+    compiler.compile(SamplingParams(grammar=users))
+    assert compiler._known[0][users] is kept
+    assert len(compiler._known[1]) == 16

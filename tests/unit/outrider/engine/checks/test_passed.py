@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from outrider.engine.checks import passed
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
 from outrider.engine.loading.options import EngineOptions
+from outrider.engine.native import build
 from outrider.testing.toy_models import make_model
 
 SKIPPED = "start-up check skipped: passed before with these kernels on this processor"
@@ -44,7 +46,7 @@ def test_a_passed_check_is_skipped_and_said_so(checks: list[str], tmp_path: Path
     assert len(checks) == 3
 
 
-@pytest.mark.parametrize("changed", ["kernels", "torch", "code", "weights", "option", "format"])
+@pytest.mark.parametrize("changed", ["kernels", "tiles", "torch", "gguf", "code", "weights", "option", "format"])
 def test_a_check_is_repeated_where_anything_differs(
     changed: str, checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,11 +54,17 @@ def test_a_check_is_repeated_where_anything_differs(
     start(folder)
     options: dict[str, Any] = {}
     if changed == "kernels":
-        monkeypatch.setattr(passed, "identity", lambda: "kernels of another processor")
-    elif changed == "torch":
-        monkeypatch.setattr(passed, "torch", SimpleNamespace(__version__="another"))
+        replaced = tmp_path / Path(build.library()._name).name  # other kernels by the same name
+        replaced.write_bytes(b"others")
+        others = SimpleNamespace(_name=str(replaced), outrider_tiles=build.library().outrider_tiles)
+        monkeypatch.setattr(build, "library", lambda: others)
+    elif changed == "tiles":
+        others = SimpleNamespace(_name=build.library()._name, outrider_tiles=lambda: 2)
+        monkeypatch.setattr(build, "library", lambda: others)
+    elif changed in ("torch", "gguf"):
+        monkeypatch.setattr(passed, "version", lambda name: "another" if name == changed else version(name))
     elif changed == "code":
-        monkeypatch.setattr(passed, "_SOURCES", [Path(__file__)])
+        monkeypatch.setattr(passed, "_SOURCES", [b"other"])
     elif changed == "weights":
         make_model(folder, seed=2)
     elif changed == "option":
@@ -87,3 +95,23 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(checks: list[str], tmp_p
     (tmp_path / "home").write_text("a file")
     assert any(line.startswith("the next start repeats the start-up check") for line in start(folder))
     assert SKIPPED not in start(folder)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), OSError("not readable")])
+def test_a_machine_without_a_home_checks_at_every_start(
+    error: Exception, checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Path:
+        raise error
+
+    monkeypatch.setattr(passed, "home", missing)
+    assert SKIPPED not in start(make_model(tmp_path / "model", seed=1))
+    assert "check_logits" in checks
+
+
+def test_a_folder_that_cannot_be_read_is_no_obstacle(
+    checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "model", seed=1)
+    monkeypatch.setattr(passed, "home", lambda: tmp_path / ("x" * 300))  # ENAMETOOLONG: root may read any folder
+    assert any(line.startswith("the next start repeats the start-up check") for line in start(folder))
