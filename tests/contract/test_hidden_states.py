@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -119,6 +120,23 @@ async def test_states_that_do_not_exist_are_refused_and_the_session_goes_on(
     assert fields == ["states.layers", "states.projection", "states.number"]
     assert stream.tokens == greedy(PROMPT, 4)
     assert not any(verdict.layer_states for verdict in verdicts)
+
+
+async def test_a_held_projection_of_other_layers_is_refused_and_the_steps_go_on(
+    verifier: str, greedy: Greedy, packed: PackedProjection
+) -> None:
+    """A second drafter knows the digest of a public checkpoint, and declares other layers with it."""
+    other = replace(packed.spec, layers=(1,))
+    await put(verifier, packed.spec, packed.data)
+    with pytest.raises(grpc.aio.AioRpcError, match="2 layers") as caught:
+        await put_parts(verifier, islice(projection_parts(other, packed.data), 1))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with verifying(verifier) as stream:
+        await stream.open(PROMPT, max_tokens=4, cache_salt="other", states=asked(other, packed.spec))
+        assert (await stream.refused()).field == "states.layers"
+        verdicts = await stream.rest()
+    assert stream.tokens == greedy(PROMPT, 4)
+    assert [[states.number for states in verdict.layer_states] for verdict in verdicts] == [[2]] * len(verdicts)
 
 
 async def test_a_claim_of_ten_gigabytes_is_refused(verifier: str, packed: PackedProjection) -> None:
