@@ -112,10 +112,12 @@ async def test_states_that_do_not_exist_are_refused_and_the_session_goes_on(
 ) -> None:
     unknown = replace(packed.spec, projection="0" * 64)
     async with verifying(verifier) as stream:
-        await stream.open(PROMPT, max_tokens=4, cache_salt="no", states=asked(StateSpec((3,)), unknown))
+        waiting = {"gamma": 1, "draft_wait_us": LONG_WAIT_US}  # so that the session does not end before it is steered
+        await stream.open(PROMPT, max_tokens=4, cache_salt="no", states=asked(StateSpec((3,)), unknown), **waiting)
         fields = [(await stream.refused()).field for _ in range(2)]
         await stream.steer(states=asked(*[StateSpec((1,))] * 5))
         fields.append((await stream.refused()).field)
+        await stream.steer(draft_wait_us=0)
         verdicts = await stream.rest()
     assert fields == ["states.layers", "states.projection", "states.number"]
     assert stream.tokens == greedy(PROMPT, 4)
