@@ -94,15 +94,12 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | more
 
 
-def can_be_forked(command: Sequence[str]) -> bool:
-    """Return whether this is a service that need not load all of its libraries itself, as vLLM has to be."""
-    return command[0] in ("coordinator", "verifier", "drafter") and "vllm" not in command
-
-
-def loads_torch(command: Sequence[str]) -> bool:
-    """Return whether a service with these flags loads torch."""
+def runs_a_model(command: Sequence[str]) -> bool:
+    """Return whether a service with these flags loads torch, and can be forked from a process that has it."""
     kind = command[command.index("--kind") + 1] if "--kind" in command else "model"
-    return command[0] == "verifier" or (command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE)
+    if command[0] == "verifier":
+        return "vllm" not in command  # vLLM has to be loaded by the process that runs it
+    return command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE
 
 
 class Process:
@@ -142,8 +139,8 @@ class Process:
         if self.tree != ROOT:
             release = environment(PYTHONPATH=str(self.tree))
             return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=self.tree, env=release)
-        if (python, module) == (sys.executable, "-m") and can_be_forked(flags):
-            return Forked(flags[0], flags[1:], log, ROOT, environment(), torch=loads_torch(flags))
+        if (python, module) == (sys.executable, "-m") and runs_a_model(flags):
+            return Forked(flags[0], flags[1:], log, ROOT, environment())
         return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
 
     def wait_ready(self, seconds: float = START_S) -> Self:

@@ -138,7 +138,7 @@ class WorkerSettings(Settings):
     kv_dtype: str = Field(
         "auto",
         pattern="^(auto|float32|bfloat16)$",
-        description="Keys and values of engine native: float32 or bfloat16; auto: bfloat16 with --dtype bfloat16.",
+        description="Keys and values of engine native: float32 or bfloat16; auto: bfloat16 unless weights are float32.",
     )
     engine: str = Field(
         "auto",

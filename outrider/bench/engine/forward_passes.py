@@ -65,7 +65,7 @@ def measure(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> PassTimes
     taken |= _alternate({**steps, _EAGER: eager.step}, extent.rounds)
     stored, cached = eager.dtype.itemsize * eager.weights(), eager.dtype.itemsize
     if isinstance(engine, NativeEngine):
-        stored, cached = engine.weight_bytes, torch.float32.itemsize
+        stored, cached = engine.weight_bytes, engine.cache_dtype.itemsize
     return PassTimes(
         name=engine.info.name,
         engine=type(engine).__name__,

@@ -160,8 +160,8 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
         else:
             _check_spec(model, spec, engine, weights)
             _keep(candidate)
-        if options.kv_dtype == "bfloat16" or (options.kv_dtype == "auto" and options.dtype == "bfloat16"):
-            engine.use_cache(torch.bfloat16)
+        auto = torch.bfloat16 if engine.reduced and options.dtype != "float32" else torch.float32
+        engine.use_cache(DTYPES.get(options.kv_dtype, auto))
     detach_rows(model, dequantize)
     _drop_weights(model, spec)
     return engine

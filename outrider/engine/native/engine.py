@@ -42,7 +42,7 @@ class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
     With `tiles`, products of GGUF blocks and of weights that are bfloat16 run in AMX tiles where there are any.
-    A result of `extend` is valid until the next one.
+    A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class NativeEngine(PagedEngine):
     ) -> None:
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
-        self._may_tile, self._tiled = tiles and bool(self._library.outrider_tiles()), False
+        self._may_tile, self._tiled, self.reduced = tiles and bool(self._library.outrider_tiles()), False, True
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
         self._vocab = spec.head.weight.shape[0]
@@ -87,13 +87,13 @@ class NativeEngine(PagedEngine):
 
     @property
     def arithmetic(self) -> str:
-        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled, cache=self._keys.dtype)
+        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled, cache=self.cache_dtype)
 
     def use_cache(self, dtype: torch.dtype) -> None:
         """Replace the cache, which no session may use, by an empty one of float32 or bfloat16."""
         assert not self.blocks.pool.num_used
         self.blocks.pool.evict_all()
-        model, lanes = self._model, self._lanes
+        self.cache_dtype, model, lanes = dtype, self._model, self._lanes
         # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
         memory = _MappedMemory()
         blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
@@ -231,8 +231,8 @@ class NativeEngine(PagedEngine):
         if weights == "float32" and self._may_tile and kind in NUMBERS.values():
             made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
         made.tiles = self._may_tile and (made.kind > 0 or kind not in NUMBERS.values())
-        self._tiled |= made.tiles
         size = self._library.outrider_packed_size(kind, ctypes.byref(made))
+        self._tiled, self.reduced = self._tiled or bool(made.tiles), self.reduced and made.kind > 0
         made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
         first = 0
         for source in sources:

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 from outrider.engine import SessionTokens
 from outrider.engine.loading import loader
 from outrider.engine.loading.options import EngineOptions
-from outrider.engine.native import NativeEngine
+from outrider.engine.native import NativeEngine, build
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
 from tests.architectures import save, tiny_model
+from tests.gguf_files import Shape, write_gguf
 
 TOKENS = list(range(3, 60))
 
@@ -63,3 +64,31 @@ def test_bits_and_names_are_those_of_a_float32_copy(
     wanted, same, copied = run(folder, dtype=dtype)
     assert torch.equal(found, wanted)
     assert (info, size) == (same, copied)
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "cache"),
+    [
+        ("float32", {}, "float32"),
+        ("float32", {"kv_dtype": "bfloat16"}, "bfloat16"),
+        ("float32", {"quantization": "int8"}, "bfloat16"),
+        ("float32", {"dtype": "bfloat16"}, "bfloat16"),
+        ("bfloat16", {}, "bfloat16" if build.library().outrider_tiles() else "float32"),
+        ("bfloat16", {"dtype": "float32"}, "float32"),
+        ("bfloat16", {"kv_dtype": "float32"}, "float32"),
+        ("bfloat16", {"dtype": "float32", "quantization": "int8"}, "float32"),
+        ("blocks", {}, "bfloat16"),
+        ("blocks", {"dtype": "float32"}, "float32"),
+    ],
+)
+def test_keys_and_values_have_the_precision_of_the_weights(
+    stored: str, options: dict[str, str], cache: str, tmp_path: Path
+) -> None:
+    """Where the processor has no tiles, bfloat16 weights of a file are held in float32."""
+    if stored == "blocks":
+        folder = write_gguf(tmp_path / "random.gguf", Shape(), lambda _: "Q4_1")
+    else:
+        folder = in_bfloat16(tmp_path, "toy") if stored == "bfloat16" else make_model(tmp_path, seed=1)
+    loaded = loader.load_model(str(folder), EngineOptions(device="cpu", kv_tokens=512, threads=1, **options))  # type: ignore[arg-type]
+    assert isinstance(loaded.engine, NativeEngine)
+    assert str(loaded.engine.cache_dtype) == f"torch.{cache}"
