@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from coordinator.control.estimator import PairEstimate
 from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.hidden_states.window import HiddenStateWindow
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.streams import WorkerStream
 from coordinator.workers.worker_connection import WorkerConnection
@@ -124,6 +125,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())
         self._unsent: tuple[int, ...] = ()  # committed tokens
+        self._unsent_states = HiddenStateWindow()
         self._position = 0  # after them
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
@@ -155,19 +157,24 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             yield guess
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None) -> int:
-        """Send committed tokens, later if its plan is plain; return the bytes of hidden states sent with them."""
+        """Send committed tokens, later if its plan is plain; return the bytes of their hidden states."""
         self.limits.renew(time.monotonic())
         if self._unsent and len(self._unsent) + len(tokens) > MAX_GAMMA + 1:
             self._send_committed()
         self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
         states = hidden_states if self.joined and self.wants_hidden_states else None
-        if states is not None or self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
-            self._send_committed(states)
+        if states is not None:
+            self._unsent_states.add(states)
+        of_prompt = states is not None and states.count > len(tokens)
+        if of_prompt or self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
+            self._send_committed()
         return 0 if states is None else len(states.rows)
 
-    def _send_committed(self, hidden_states: HiddenStates | None = None) -> None:
+    def _send_committed(self) -> None:
         position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
-        states = None if hidden_states is None else convert.hidden_states_to_proto(hidden_states)
+        unsent = self._unsent_states.contents()
+        self._unsent_states.clear()
+        states = None if unsent is None else convert.hidden_states_to_proto(unsent)
         self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 
     def steer(self, plan: SpeculationPlan) -> None:

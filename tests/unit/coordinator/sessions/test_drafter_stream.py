@@ -15,6 +15,7 @@ from outrider.observability.tracing import Span
 from outrider.protocol import message_limits
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import MAX_GAMMA
 from outrider.v1 import common_pb2 as common
@@ -153,4 +154,36 @@ async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> N
         stream.commit(position, (4,), None)
     committed = stream._outbox.get_nowait().committed
     assert (committed.position, len(committed.tokens)) == (6, drafter_stream._MAX_UNSENT_TOKENS)
+    await stream.connection.close()
+
+
+async def test_hidden_states_wait_for_work_too() -> None:
+    """A message with every token would wake the drafter beside each plain step. Those of a prompt go at once."""
+    stream = stream_to_a_drafter()
+    stream.joined = stream.wants_hidden_states = True
+
+    def commit(position: int, rows: int = 1) -> None:
+        states = HiddenStates(position - rows, 1, b"".join(bytes([at, 0]) for at in range(position - rows, position)))
+        assert stream.commit(position, (7,), states) == 2 * rows
+
+    def sent() -> tuple[int, int, int, bytes]:
+        committed = stream._outbox.get_nowait().committed
+        return committed.position, len(committed.tokens), committed.hidden_states.position, committed.hidden_states.rows
+
+    commit(2, rows=2)
+    assert sent() == (2, 1, 0, b"\0\0\1\0")
+    for position in (3, 4, 5):
+        commit(position)
+    assert stream._outbox.empty()
+    stream.steer(SpeculationPlan(3))
+    assert sent() == (3, 3, 2, b"\2\0\3\0\4\0")
+    assert stream._outbox.get_nowait().steer.gamma == 3
+    commit(6)
+    assert sent() == (6, 1, 5, b"\5\0"), "with work at once, and none twice"
+    stream.steer(PLAIN)
+    stream._outbox.get_nowait()
+    for position in range(7, 7 + drafter_stream._MAX_UNSENT_TOKENS):
+        assert stream._outbox.empty()
+        commit(position)
+    assert sent()[:3] == (7, drafter_stream._MAX_UNSENT_TOKENS, 6)
     await stream.connection.close()
