@@ -114,9 +114,13 @@ class PairEstimate:
         self._positions = max(1, positions)
         self.start_from(PairHistory())
 
-    def start_from(self, history: PairHistory) -> None:
-        self._known_acceptance = history.acceptance
+    def expect(self, acceptance: list[float]) -> None:
+        """Expect this acceptance by position, whatever was seen before."""
+        self._known_acceptance = acceptance
         self._accepted = [DecayedMean(FORGETTING, 0.0, trials=0.0) for _ in range(self._positions)]
+
+    def start_from(self, history: PairHistory) -> None:
+        self.expect(history.acceptance)
         self.tree_gain = DecayedMean(FORGETTING, history.tree_gain, PRIOR_GAIN_TRIALS)
         self.ahead_gain = DecayedMean(FORGETTING, history.ahead_gain, PRIOR_GAIN_TRIALS)
         self.proposal_rate = DecayedMean(SMOOTHING, history.offer_rate)

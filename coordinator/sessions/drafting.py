@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from coordinator.control.drafter_selection import DrafterSelection
-from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
@@ -24,6 +24,8 @@ from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.hidden_states.session_states import SessionStates
 from coordinator.sessions.stats import RequestStats
+from coordinator.sessions.text_kinds.histories import TextHistories
+from coordinator.sessions.text_kinds.recognition import TextRecogniser
 from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import DrafterChooser
 from coordinator.workers.worker_connection import WorkerConnection
@@ -88,6 +90,8 @@ class Drafting:
         self._verifier: GuessReceiver | None = None
         self._attached: dict[int, DrafterStream] = {}  # by source
         self._best: BestDrafter | None = None  # at the last choice of a plan
+        self._text = TextRecogniser(record.request)
+        self._histories: dict[int, TextHistories] = {}  # by source
         self._sources = 0
         self._passed_at = -1
 
@@ -130,6 +134,8 @@ class Drafting:
         for drafter in self._attached.values():
             states = self._states.of(verdict, drafter.spec) if carries_states else None
             self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, states)
+        if len(self._record.tokens) >= self._text.due:
+            self._read_text()
         self._steer()
 
     def drop_refused(self, refusal: Refusal) -> None:
@@ -160,7 +166,9 @@ class Drafting:
                 self._steer()
 
     async def _run_one_drafter(self, verifier: GuessReceiver, connection: WorkerConnection) -> None:
-        history = await self._context.pairs.recall(self._target.fingerprint, connection.info.model.fingerprint)
+        model = connection.info.model.fingerprint
+        histories = TextHistories(self._context.pairs, self._target.fingerprint, model, self._text)
+        await histories.recall()
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
@@ -169,10 +177,10 @@ class Drafting:
             connection, self._record, self._target, span, source, pair, self.control.plan
         ) as drafter:
             drafter.shares_cores = share_cores(verifier.connection.info, connection.info)
-            self._attached[source] = drafter
+            self._attached[source], self._histories[source] = drafter, histories
             try:
                 opened = await drafter.opened()
-                self._join(drafter, opened.opened.hidden_states, history)
+                self._join(drafter, opened.opened.hidden_states)
                 async for guess in drafter.guesses():
                     self._relay(verifier, drafter, guess)
                 if not connection.info.draining:
@@ -180,9 +188,10 @@ class Drafting:
             finally:
                 self._leave(drafter)
 
-    def _join(self, drafter: DrafterStream, wants_hidden_states: bool, history: PairHistory | None) -> None:
+    def _join(self, drafter: DrafterStream, wants_hidden_states: bool) -> None:
         drafter.connection.record_success()
-        self._start_estimates(drafter, history)
+        alone = not any(other.joined for other in self._attached.values())
+        self._histories[drafter.source].start(drafter.pair, self._estimator.pair, alone=alone)
         drafter.joined = True
         drafter.wants_hidden_states = wants_hidden_states
         self._stats.record_drafter(drafter.source, drafter.connection.info.kind)
@@ -192,18 +201,6 @@ class Drafting:
         if wants_hidden_states and known is not None:
             self._stats.hidden_bytes += drafter.commit(self._record.position, (), known)
         self._steer()
-
-    def _start_estimates(self, drafter: DrafterStream, history: PairHistory | None) -> None:
-        """Start the drafter's estimates from its history, and the session's too if no better drafter is attached."""
-        pair, session = drafter.pair, self._estimator.pair
-        if history is not None:
-            pair.start_from(history)
-        alone = not any(other.joined for other in self._attached.values())
-        expected = pair.accepted_tokens * pair.proposal_rate.value
-        if not alone and expected > session.accepted_tokens * session.proposal_rate.value:
-            session.start_from(history or PairHistory())
-        elif alone and history is not None:
-            session.start_from(history)
 
     def _relay(self, verifier: GuessReceiver, drafter: DrafterStream, guess: common.Guess) -> None:
         """Send a guess to the verifier. An empty one says that the drafter has nothing to propose."""
@@ -223,20 +220,15 @@ class Drafting:
         """Detach a drafter and store its pair history."""
         del self._attached[drafter.source]
         self._selection.remove(drafter.source)
-        if not drafter.pair.checked:
-            return
-        own, session = drafter.pair.history(), self._estimator.pair.history()
-        if self._sources == 1:  # a single drafter: the session's acceptance is its own, without tokens from branches
-            own = replace(own, acceptance=session.acceptance)
-        history = replace(
-            own,
-            tree_gain=session.tree_gain,
-            ahead_gain=session.ahead_gain,
-            tree_rows=session.tree_rows,
-            paces=session.paces,
-        )
-        target, model = self._target.fingerprint, drafter.connection.info.model.fingerprint
-        self._context.pairs.remember(target, model, history)
+        histories = self._histories.pop(drafter.source)
+        if drafter.pair.checked:
+            histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1)
+
+    def _read_text(self) -> None:
+        """Expect what texts of its kind have shown once the kind of the text is known, or another."""
+        left = self._text.kind
+        if self._text.read(self._record.tokens) and (best := self._attached.get(self._selection.best or 0)) is not None:
+            self._histories[best.source].turn(left, best.pair, self._estimator.pair, alone=self._sources == 1)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""

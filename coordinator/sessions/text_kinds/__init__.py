@@ -1,0 +1,1 @@
+"""Kinds of text: how a session's is recognised, and the pair histories of each kind."""

@@ -1,0 +1,83 @@
+"""Pair histories by kind of text: what a session starts from, and what it leaves to later ones.
+
+The history of a pair alone is a mixture of all texts: after an edit it
+promises what no chat can hold. It serves kinds that were not seen yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from coordinator.control.estimator import PairEstimate, PairHistory
+from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.sessions.text_kinds.recognition import TextRecogniser
+
+MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
+
+
+class TextHistories:
+    """Histories of one target and one drafter by kind, as one session needs them."""
+
+    def __init__(self, pairs: PairHistoryStore, target: str, drafter: str, text: TextRecogniser) -> None:
+        self._pairs = pairs
+        self._target = target
+        self._drafter = drafter
+        self._text = text
+        self._recalled: dict[str, PairHistory | None] = {}
+
+    async def recall(self) -> None:
+        """Recall what this session may need."""
+        kinds = ["", *self._text.kinds]
+        found = await asyncio.gather(*(self._pairs.recall(self._target, self._key(kind)) for kind in kinds))
+        self._recalled = dict(zip(kinds, found, strict=True))
+
+    def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
+        """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""
+        history = self._recalled[self._text.kind] or self._recalled[self._text.start] or self._of_all_texts()
+        if history is not None:
+            own.start_from(history)
+        expected = own.accepted_tokens * own.proposal_rate.value
+        if not alone and expected > session.accepted_tokens * session.proposal_rate.value:
+            session.start_from(history or PairHistory())
+        elif alone and history is not None:
+            session.start_from(history)
+
+    def turn(self, left: str, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
+        """Keep what the session has shown of the kind that it `left`, and expect what is known of its new kind."""
+        if left != self._text.start and session.checked:
+            self._remember(left, _shown(own, session, alone=alone))
+        if (known := self._recalled[self._text.kind]) is not None:
+            session.expect(known.acceptance)
+
+    def remember(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
+        """Keep what the session has shown: for texts of its kind, for those that begin like it, and for all."""
+        for kind in {"", self._text.start, self._text.kind}:
+            self._remember(kind, _shown(own, session, alone=alone))
+
+    def _of_all_texts(self) -> PairHistory | None:
+        """Return the history of the pair; it does not tell a warm text what cold ones have accepted."""
+        history = self._recalled[""]
+        if history is None or self._text.cold:
+            return history
+        return replace(history, acceptance=[min(each, MAX_UNSEEN) for each in history.acceptance])
+
+    def _remember(self, kind: str, history: PairHistory) -> None:
+        self._pairs.remember(self._target, self._key(kind), history)
+
+    def _key(self, kind: str) -> str:
+        return f"{self._drafter} {kind}".rstrip()
+
+
+def _shown(own: PairEstimate, session: PairEstimate, *, alone: bool) -> PairHistory:
+    """Return what a drafter and its session have shown; `alone`: no other drafter was in the session."""
+    of_drafter, of_session = own.history(), session.history()
+    if alone:  # the session's acceptance is the drafter's, without tokens from branches
+        of_drafter = replace(of_drafter, acceptance=of_session.acceptance)
+    return replace(
+        of_drafter,
+        tree_gain=of_session.tree_gain,
+        ahead_gain=of_session.ahead_gain,
+        tree_rows=of_session.tree_rows,
+        paces=of_session.paces,
+    )

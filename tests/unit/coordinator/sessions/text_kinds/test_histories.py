@@ -1,0 +1,134 @@
+"""What a session starts from: the history of its kind of text, and that of the pair where there is none."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+from coordinator.control.estimator import PairEstimate, PairHistory
+from coordinator.persistence.pair_history import PairHistoryStore
+from coordinator.persistence.session_record import SessionRequest
+from coordinator.persistence.store import Store
+from coordinator.sessions.text_kinds.histories import MAX_UNSEEN, TextHistories
+from coordinator.sessions.text_kinds.recognition import TextRecogniser
+from outrider.protocol.sampling_params import SamplingParams
+
+SHORT, LONG = tuple(range(20)), tuple(range(500, 800))
+_WORDS = random.Random(0)
+OWN = [_WORDS.randrange(10_000, 90_000) for _ in range(64)]  # an answer that repeats nothing
+
+
+class Remembering:
+    """A Redis that has what was written."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[str, PairHistory] = {}
+
+    async def pair(self, target: str, drafter: str) -> PairHistory | None:
+        return self.pairs.get(drafter)
+
+    async def put_pair(self, target: str, drafter: str, history: PairHistory) -> None:
+        self.pairs[drafter] = history
+
+
+class Answering:
+    """One session after the other of the same pair."""
+
+    def __init__(self) -> None:
+        self.store = Remembering()
+        self.pairs = PairHistoryStore(cast(Store, self.store))
+
+    async def begin(self, prompt: tuple[int, ...], temperature: float = 0.0) -> None:
+        request = SessionRequest(prompt, SamplingParams(temperature=temperature))
+        self.text = TextRecogniser(request)
+        self.histories = TextHistories(self.pairs, "target", "drafter", self.text)
+        self.own, self.session = PairEstimate(4), PairEstimate(4)
+        await self.histories.recall()
+        self.histories.start(self.own, self.session, alone=True)
+
+    def read(self, answer: list[int]) -> None:
+        left = self.text.kind
+        if self.text.read(answer):
+            self.histories.turn(left, self.own, self.session, alone=True)
+
+    def check(self, accepted: int, verdicts: int = 100) -> None:
+        for _ in range(verdicts):
+            for pair in (self.own, self.session):
+                pair.observe_verdict(4, accepted, due=True)
+
+    async def answer(self, prompt: tuple[int, ...], answer: list[int], accepted: int, temperature: float = 0.0) -> None:
+        await self.begin(prompt, temperature)
+        self.read(answer)
+        self.check(accepted)
+        self.histories.remember(self.own, self.session, alone=True)
+
+    @property
+    def expected(self) -> float:
+        """The acceptance of a first guess with which the session starts, or goes on."""
+        return self.session.acceptance[0]
+
+
+async def test_a_chat_after_edits_does_not_start_from_what_they_showed_and_the_other_way_round() -> None:
+    pair = Answering()
+    await pair.answer(SHORT, OWN, accepted=0)
+    for _ in range(10):
+        await pair.answer(LONG, list(LONG[:64]), accepted=4)
+    await pair.begin(SHORT)
+    assert pair.expected < 0.1
+    await pair.begin(LONG)
+    assert pair.expected > 0.9
+    pair.read(OWN)
+    assert pair.expected < 0.1, "it does not copy: it is expected to go on as a chat"
+    await pair.begin(SHORT)
+    pair.read(OWN[:20] * 3)
+    assert pair.expected > 0.9, "it repeats itself"
+
+
+async def test_a_kind_without_a_history_starts_from_the_pair() -> None:
+    pair = Answering()
+    await pair.begin(LONG)
+    assert pair.session.history() == PairHistory(acceptance=list(pair.session.acceptance)), "nothing is known yet"
+    await pair.answer(SHORT, OWN, accepted=0)
+    await pair.begin(LONG)
+    assert pair.expected < 0.1
+    pair.read(list(LONG[:64]))
+    assert pair.expected < 0.1, "nor is anything known of copies"
+
+
+async def test_a_warm_text_does_not_start_from_what_cold_ones_accepted() -> None:
+    pair = Answering()
+    await pair.answer(LONG, list(LONG[:64]), accepted=4)
+    pair.own.draft_ms.add(3.0)
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(LONG, temperature=1.0)
+    assert pair.expected <= MAX_UNSEEN
+    assert pair.own.draft_ms.value > 0.1, "drafting takes as long"
+    await pair.answer(LONG, list(LONG[:64]), accepted=4, temperature=1.0)
+    await pair.begin(LONG, temperature=1.0)
+    assert pair.expected > 0.9, "now warm ones have shown it"
+
+
+async def test_what_is_left_behind_is_a_handful_of_records_a_pair() -> None:
+    pair = Answering()
+    for temperature in (0.0, 0.2, 0.9, 1.5):
+        for prompt in (SHORT, LONG):
+            for answer in (OWN, OWN[:20] * 3, [*OWN, *OWN, *OWN]):
+                await pair.answer(prompt, answer, accepted=1, temperature=temperature)
+    await pair.pairs._write()
+    kinds = {"", *(f" {warmth} {text}" for warmth in ("cold", "warm") for text in ("short", "long", "copy", "fresh"))}
+    assert set(pair.store.pairs) == {f"drafter{kind}" for kind in kinds}
+
+
+async def test_a_text_that_turns_leaves_what_each_part_showed() -> None:
+    pair = Answering()
+    await pair.begin(LONG)
+    pair.read(OWN)
+    pair.check(accepted=0)
+    pair.read([*OWN, *LONG[:64]])
+    pair.check(accepted=4, verdicts=400)
+    pair.histories.remember(pair.own, pair.session, alone=True)
+    await pair.begin(SHORT)
+    pair.read(OWN)
+    assert pair.expected < 0.1
+    pair.read([*OWN, *OWN])
+    assert pair.expected > 0.9
