@@ -231,10 +231,8 @@ def predict(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _world(fields: dict[str, Any]) -> World:
-    if "cost" not in fields:
-        return World(**fields)
-    tokens, ms = fields["cost"]
-    return World(**{**fields, "cost": CostCurve(tuple(tokens), tuple(ms))})
+    cost = {"cost": CostCurve(*map(tuple, fields["cost"]))} if "cost" in fields else {}
+    return World(**(fields | cost))
 
 
 def main() -> None:

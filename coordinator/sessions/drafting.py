@@ -134,8 +134,9 @@ class Drafting:
         for drafter in self._attached.values():
             states = self._states.of(verdict, drafter.spec) if carries_states else None
             self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, states)
-        if len(self._record.tokens) >= self._text.due:
-            self._read_text()
+        best, tokens = self._attached.get(self._selection.best or 0), self._record.tokens
+        if best is not None and len(tokens) >= self._text.due:
+            self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
         self._steer()
 
     def drop_refused(self, refusal: Refusal) -> None:
@@ -223,12 +224,6 @@ class Drafting:
         histories = self._histories.pop(drafter.source)
         if drafter.pair.checked:
             histories.remember(drafter.pair, self._estimator.pair, alone=self._sources == 1)
-
-    def _read_text(self) -> None:
-        """Expect what texts of its kind have shown once the kind of the text is known, or another."""
-        left = self._text.kind
-        if self._text.read(self._record.tokens) and (best := self._attached.get(self._selection.best or 0)) is not None:
-            self._histories[best.source].turn(left, best.pair, self._estimator.pair, alone=self._sources == 1)
 
     def _steer(self) -> None:
         """Choose a plan and send what changed to verifier and drafters."""

@@ -7,6 +7,7 @@ promises what no chat can hold. It serves kinds that were not seen yet.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.control.estimator import PairEstimate, PairHistory
@@ -43,8 +44,11 @@ class TextHistories:
         elif alone and history is not None:
             session.start_from(history)
 
-    def turn(self, left: str, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
-        """Keep what the session has shown of the kind that it `left`, and expect what is known of its new kind."""
+    def read(self, tokens: Sequence[int], own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
+        """Read the answer so far. If its kind has changed, keep what it has shown and expect what the new one has."""
+        left = self._text.kind
+        if not self._text.read(tokens):
+            return
         if left != self._text.start and session.checked:
             self._remember(left, _shown(own, session, alone=alone))
         if (known := self._recalled[self._text.kind]) is not None:

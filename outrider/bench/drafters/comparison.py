@@ -240,10 +240,8 @@ def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
+    different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
 
 
 def _median(values: Iterable[float]) -> float | None:

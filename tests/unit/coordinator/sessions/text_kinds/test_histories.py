@@ -47,9 +47,7 @@ class Answering:
         self.histories.start(self.own, self.session, alone=True)
 
     def read(self, answer: list[int]) -> None:
-        left = self.text.kind
-        if self.text.read(answer):
-            self.histories.turn(left, self.own, self.session, alone=True)
+        self.histories.read(answer, self.own, self.session, alone=True)
 
     def check(self, accepted: int, verdicts: int = 100) -> None:
         for _ in range(verdicts):
