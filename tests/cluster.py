@@ -484,6 +484,7 @@ def ask(
     ahead: bool | None = None,
     drafter: str = "",
     key: str = "",
+    model: str = "",
     chat: Sequence[tuple[str, str]] = (),
     **params: Any,
 ) -> pb.GenerateRequest:
@@ -491,6 +492,7 @@ def ask(
     request = pb.GenerateRequest(
         params=common.SamplingParams(**params),
         idempotency_key=key,
+        model=model,
         speculation=pb.Speculation(
             gamma=gamma, patience_us=patience_us, branches=branches, ahead=ahead, drafter=drafter
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self._target = target
         self._settings = settings
         self._tokenizer_files = tokenizer_files
-        self._metrics = VerifierMetrics(target.info.name)
+        info = replace(target.info, name=settings.served_model_name or target.info.name)
+        self._metrics = VerifierMetrics(info.name)
         self._loop = VerificationLoop(
             target,
             SchedulerLimits(
@@ -71,7 +73,7 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         )
         self._grammars = GrammarCompiler(self._tokenizer, target.info.eos_token_ids)
         self.projections = target.projections
-        about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", target.info, "target"))
+        about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
         super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 
 from coordinator.admission.quotas import within_share
 from coordinator.workers.worker_pool import WorkerPool
-from outrider.protocol.fleet import Role
 
 _POLL_S = 0.5  # verifiers join and leave without notification
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity of all verifiers together; 0 seats: unknown."""
+    """Capacity of a target's verifiers together; 0 seats: unknown."""
 
     seats: int
     tokens: int  # 0: no limit
@@ -120,12 +119,8 @@ class Seats:
         return sum(usage.seats for usage in tenants), sum(usage.tokens for usage in tenants)
 
 
-def capacity_of(worker_pool: WorkerPool) -> Capacity:
-    """Return the capacity that the verifiers report."""
-    verifiers = [
-        connection.info
-        for connection in worker_pool.connections()
-        if connection.info.role is Role.VERIFIER and not connection.info.draining
-    ]
+def capacity_of(worker_pool: WorkerPool, target: str) -> Capacity:
+    """Return the capacity that a target's verifiers report."""
+    verifiers = [each.info for each in worker_pool.verifiers(target) if not each.info.draining]
     tokens = [info.load.kv_tokens_total for info in verifiers]
     return Capacity(sum(info.capacity for info in verifiers), sum(tokens) if all(tokens) else 0)

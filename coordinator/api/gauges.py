@@ -32,8 +32,8 @@ def connect_gauges(sessions: SessionManager) -> None:
 
 
 def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: bool) -> GaugeValues:
-    """Return the number of sessions by model, with 0 for the present target if there are none."""
-    counts = Counter({worker_pool.target.info.name: 0} if worker_pool.target is not None else {})
+    """Return the number of sessions by model, with 0 for a target that has none."""
+    counts = Counter({target.info.name: 0 for target in worker_pool.targets})
     counts.update(
         session.target.info.name for session in sessions if not session.ended and session.stats.waiting is waiting
     )

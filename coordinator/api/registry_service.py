@@ -43,9 +43,9 @@ class RegistryService(rpc.RegistryServicer):
         """Register a worker while its stream lasts; only the first message sets identity, role, address and model."""
         info = _worker(await first_message(requests, self._settings.open_timeout_s, "worker"))
         self._fleet.check(info.role, dict(context.invocation_metadata() or ()).get(HEADER))
-        if self._worker_pool.target is not None and self._worker_pool.compatibility.vocabulary_differs(info):
+        if (other := self._worker_pool.compatibility.other_vocabulary(info)) is not None:
             yield pb.RegisterReply(send_vocabulary=True)
-            await _compare_vocabulary(self._worker_pool.target.vocabulary, requests)
+            await _compare_vocabulary(other, requests)
         self._refuse_when_stopping()
         self._delivery.check(info)
         connection = await self._registrations.admit(info)

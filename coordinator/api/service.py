@@ -110,7 +110,7 @@ class CoordinatorService(rpc.OutriderServicer):
         await _set_request_id(context)
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
-                target = self.sessions.target
+                target = self.sessions.targets.named(request.model)
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
@@ -137,7 +137,7 @@ class CoordinatorService(rpc.OutriderServicer):
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return convert.model_to_proto(self.sessions.target.info)
+        return convert.model_to_proto(self.sessions.targets.named(request.model).info)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -57,14 +57,15 @@ class AttachmentService(rpc.AttachmentServicer):
     def _open(self, request: pb.AttachRequest) -> AttachedSession:
         if request.WhichOneof("message") != "open":
             raise InvalidRequest.of("message", request.WhichOneof("message") or "empty", "open")
-        target = self._sessions.worker_pool.target
+        targets = [target.info for target in self._sessions.targets]
         theirs = request.open.model.vocabulary_digest
-        if target is not None and target.info.vocabulary_digest != theirs:
+        if targets and theirs not in (known := [target.vocabulary_digest for target in targets]):
+            names = ", ".join(target.name for target in targets)
             raise ModelMismatch(
-                f"the engine's vocabulary is not that of {target.info.name}, which this coordinator's drafters serve",
+                f"the engine's vocabulary is not that of {names}, which this coordinator's drafters serve",
                 field="open.model.vocabulary_digest",
                 value=theirs,
-                limit=target.info.vocabulary_digest,
+                limit=", ".join(known),
             )
         given = request.open.cache_salt
         salt = given if self._settings.share_prefixes else tenant().salt(given)

@@ -60,7 +60,7 @@ class AttachedSession:
         self._reader = VerdictReader(self._record, model, self._sent, time.monotonic())
         self._stats = RequestStats(metrics.of(METRICS_NAME))
         gamma_max = min(context.gamma_max, opening.max_guesses)
-        possible = replace(context, gamma_max=gamma_max, accepts=lambda drafter: _can_guess(drafter, model))
+        possible = replace(context, gamma_max=gamma_max, accepts=lambda drafter: not drafter.hidden_states)
         self._drafting = Drafting(self._record, model, possible, self._stats)
 
     async def follow(self, requests: AsyncIterator[pb.AttachRequest]) -> None:
@@ -125,15 +125,6 @@ class AttachedSession:
         self._record.finish_reason = verdict.finish_reason
         self._stats.record_verdict(verdict, self._drafting.control.plan)
         self._drafting.commit(verdict)
-
-
-def _can_guess(drafter: WorkerInfo, model: ModelInfo) -> bool:
-    """Return whether a drafter has the engine's vocabulary and needs none of its hidden states."""
-    return (
-        not drafter.hidden_states
-        and drafter.model.vocabulary_digest in ("", model.vocabulary_digest)
-        and drafter.model.target_digest in ("", model.weights_digest)
-    )
 
 
 def _model(opening: pb.OpenAttached, tenant_id: str) -> ModelInfo:

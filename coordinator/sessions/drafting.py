@@ -7,7 +7,7 @@ guesses; another one is attached as soon as one is available.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.text_kinds.histories import TextHistories
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 from coordinator.sessions.verdicts import Refusal
-from coordinator.workers.choosers import DrafterChooser
+from coordinator.workers.choosers import Accepts, DrafterChooser
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import background
@@ -48,7 +48,7 @@ class DraftingContext:
     pairs: PairHistoryStore
     gamma_max: int
     drafters: int  # per session at most
-    accepts: Callable[[WorkerInfo], bool] | None = None  # which drafters; None: any that is registered
+    accepts: Accepts | None = None  # None: any that the verifier's hidden states suffice for
     delivery: ProjectionDelivery | None = None  # None: hidden states of layers cannot be asked for
 
 
@@ -75,8 +75,8 @@ class Drafting:
         options = record.request.speculation
         self._record = record
         self._states = SessionStates(context.delivery)
-        fits = context.accepts or self._states.accepts
-        self._chooser = DrafterChooser(context.worker_pool, options.drafter, fits)
+        accepts = context.accepts or self._states.accepts
+        self._chooser = DrafterChooser(context.worker_pool, target, options.drafter, accepts)
         self._target = target
         self._context = context
         self._stats = stats

@@ -9,6 +9,7 @@ prompt and committed tokens are sent to another one.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -50,7 +51,7 @@ class SessionContext:
     metrics: CoordinatorMetrics
     tracing: Tracing
     worker_wait_s: float
-    seats: Seats
+    seats: Callable[[str], Seats]  # by target
     quotas: Quotas
 
 
@@ -122,10 +123,11 @@ class Session:
         num_tokens = len(request.prompt) + request.params.max_tokens + _EXTRA_TOKENS
         try:
             self._context.write_behind.mark_changed(self._entry)
+            seats = self._context.seats(self.target.identity)
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    async with self._context.seats.taken(self.record.tenant, num_tokens, resumed=before > 0):
+                    async with seats.taken(self.record.tenant, num_tokens, resumed=before > 0):
                         await self._run_on_one_verifier()
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1

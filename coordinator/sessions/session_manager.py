@@ -10,6 +10,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import structlog
 
@@ -30,6 +31,7 @@ from coordinator.sessions.session import Session, SessionContext
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.registrations import Registrations
 from coordinator.workers.target import Target
+from coordinator.workers.targets.known_targets import ModelNames
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.base.aio import cancel_all, critical_task
 from outrider.observability.metrics import CoordinatorMetrics
@@ -70,7 +72,9 @@ class SessionManager:
             # Create its counters before the first request: benchmarks read them before they start.
             on_target=lambda target: self.metrics.of(target.name),
             mixed=settings.mixed_verifiers,
+            names=ModelNames.read(settings.served_model_name, settings.default_model, settings.alias),
         )
+        self.targets = self.worker_pool.targets
         self.registrations = Registrations(self.worker_pool, self.store, settings.heartbeat_ms)
         self.delivery = ProjectionDelivery(self.worker_pool.workers)
         self.drafting = DraftingContext(
@@ -85,7 +89,7 @@ class SessionManager:
             self.metrics,
             self._tracing,
             settings.worker_wait_s,
-            Seats(lambda: capacity_of(self.worker_pool), several=several),
+            cache(lambda target: Seats(partial(capacity_of, self.worker_pool, target), several=several)),
             self._quotas,
         )
         self._sessions: dict[str, Session] = {}
@@ -133,13 +137,6 @@ class SessionManager:
         """Return whether a request could be answered."""
         return self.worker_pool.ready and not self._draining
 
-    @property
-    def target(self) -> Target:
-        target = self.worker_pool.target
-        if target is None:
-            raise Unavailable("no verifier has reported yet; is one starting?", retry_after_ms=2000)
-        return target
-
     # Requests.
 
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
@@ -181,9 +178,13 @@ class SessionManager:
         """Return the session that an idempotency key stands for; start it again only if it is stored nowhere."""
         for _ in range(_FIND_ATTEMPTS):
             try:
-                return await self.take_over(record.session_id, 0, ())
+                known = await self.take_over(record.session_id, 0, ())
             except NotFound:
                 await asyncio.sleep(_FIND_WAIT_S)  # its coordinator may not have written it yet
+                continue
+            if known.target.identity != target.identity:
+                raise Conflict("this idempotency_key was used for another model", field="idempotency_key")
+            return known
         return self._run(Session(record, target, self._context))
 
     async def take_over(self, session_id: str, position: int, tail: tuple[int, ...]) -> Session:
@@ -191,9 +192,9 @@ class SessionManager:
         if (live := self._live(session_id)) is not None:
             check_position(position, live.record)
             return live
-        target = self.target
+        self.targets.check_any()
         record, stored_as_finished = await self.ended.load(session_id)
-        if record.model != target.identity:
+        if (target := self.targets.of(record.model)) is None:
             raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
         self.store.check(record, target.info)
         if not record.finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
 from outrider.protocol.errors import (
@@ -16,8 +17,10 @@ from outrider.protocol.errors import (
     ProtocolViolation,
     Unavailable,
 )
-from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 from outrider.protocol.hidden_states.messages import FINAL_STATES, StateSpec
+
+Accepts = Callable[[WorkerInfo], bool]  # whether a session may use a drafter
 
 DRAFTER_WAIT_S = 3600.0
 POLL_FURTHER_S = 1.0  # for a second drafter; a new one that joins the pool is noticed at once
@@ -71,8 +74,9 @@ class VerifierChooser:
 class DrafterChooser:
     """Choice of drafters for one session: its kind, one per model, and none that sent invalid guesses."""
 
-    def __init__(self, worker_pool: WorkerPool, kind: str, accepts: Callable[[WorkerInfo], bool] | None = None) -> None:
+    def __init__(self, worker_pool: WorkerPool, target: ModelInfo, kind: str, accepts: Accepts) -> None:
         self._worker_pool = worker_pool
+        self._target = target
         self._kind = kind
         self._accepts = accepts
         self._models: set[str] = set()  # fingerprints of drafters that are attached or being attached
@@ -94,6 +98,10 @@ class DrafterChooser:
             yield
         finally:
             self._models.discard(model)
+
+    def suits(self, drafter: WorkerInfo) -> bool:
+        """Return whether a drafter is of the session's kind and for its target."""
+        return self._kind in ("", drafter.kind) and fits(drafter.model, self._target) and self._accepts(drafter)
 
     def exclude(self, worker_id: str) -> None:
         self._excluded.add(worker_id)
@@ -117,8 +125,7 @@ class DrafterChooser:
     def _fits(self, connection: WorkerConnection) -> bool:
         """Return whether a drafter may be attached: never two of one model, and a further one only below capacity."""
         return (
-            self._kind in ("", connection.info.kind)
-            and (self._accepts is None or self._accepts(connection.info))
+            self.suits(connection.info)
             and connection.info.worker_id not in self._excluded
             and connection.info.model.fingerprint not in self._models
             and (not self._models or connection.occupancy() < 1.0)

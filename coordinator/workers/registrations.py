@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from contextlib import nullcontext
 
 import structlog
 
@@ -14,7 +15,7 @@ from coordinator.workers.known_workers import record_report, same_place, same_wo
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import WorkerPool
 from outrider.protocol.errors import Conflict, InvalidRequest, OutriderError, Overloaded
-from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.fleet import Role, WorkerInfo
 
 log = structlog.get_logger(__name__)
 
@@ -32,12 +33,13 @@ class Registrations:
         self._store = store
         self._heartbeat_s = heartbeat_ms / 1000
         self._lost_after_s = LOST_AFTER_HEARTBEATS * self._heartbeat_s
+        self._verifier_joins = asyncio.Lock()
         self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
 
     async def admit(self, info: WorkerInfo) -> WorkerConnection:
         """Add a worker that reports to this coordinator; raise ModelMismatch if it does not fit.
 
-        The caller compares the vocabulary of a drafter first: see `Compatibility.vocabulary_differs`.
+        The caller compares the vocabulary of a drafter first: see `Compatibility.other_vocabulary`.
         """
         connection = await self._add(info)
         await self.update(info, connection)
@@ -115,10 +117,12 @@ class Registrations:
                 await self._workers.drop(worker_id)
 
     async def _add(self, info: WorkerInfo) -> WorkerConnection:
-        self._refuse_impostor(info)
-        await self.worker_pool.check(info)
-        self._refuse_impostor(info)  # the check awaited, so another worker may have joined
-        connection = await self._workers.put(info)
+        # One verifier after another, since a new target is forgotten if another comes before its verifier is known.
+        async with self._verifier_joins if info.role is Role.VERIFIER else nullcontext():
+            self._refuse_impostor(info)
+            await self.worker_pool.check(info)
+            self._refuse_impostor(info)  # the check awaited, so another worker may have joined
+            connection = await self._workers.put(info)
         connection.seen_at = time.monotonic()
         return connection
 

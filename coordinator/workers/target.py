@@ -51,6 +51,7 @@ class Target:
     vocabulary: Vocabulary
     grammars: GrammarCompiler
     identity: str = ""  # what its verifiers have in common; their sessions continue on each other
+    served_name: str = ""  # for clients over HTTP
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special))

@@ -14,7 +14,8 @@ from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
 from coordinator.workers.liveness import watch
 from coordinator.workers.shunned import ShunnedWorkers
-from coordinator.workers.target import Target
+from coordinator.workers.targets.fit import check_drafter
+from coordinator.workers.targets.known_targets import KnownTargets, ModelNames
 from coordinator.workers.worker_connection import WorkerConnection
 from outrider.protocol.errors import ModelMismatch
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -34,23 +35,26 @@ class WorkerPool:
         on_target: Callable[[ModelInfo], object] = lambda _: None,
         *,
         mixed: bool = False,
+        names: ModelNames | None = None,
     ) -> None:
         """Start empty; `on_target` is called with each new target, before its first session.
 
-        `mixed` accepts verifiers of the same weights whose texts may differ.
+        `mixed` accepts verifiers of the same weights whose texts may differ. `names` are further ones of targets.
         """
         self.workers = KnownWorkers(fleet)
         self.shunned = ShunnedWorkers()
         self._verdict_timeout_s = verdict_timeout_s
-        self.compatibility = Compatibility(fleet, lambda: bool(self.workers.of(Role.VERIFIER)), on_target, mixed=mixed)
-
-    @property
-    def target(self) -> Target | None:
-        return self.compatibility.target
+        self.targets = KnownTargets(names)
+        self.compatibility = Compatibility(fleet, self.targets, self.verifiers, on_target, mixed=mixed)
 
     @property
     def ready(self) -> bool:
-        return self.target is not None and any(map(self.usable, self.workers.of(Role.VERIFIER)))
+        return any(map(self.usable, self.workers.of(Role.VERIFIER)))
+
+    def verifiers(self, identity: str) -> list[WorkerConnection]:
+        """Return the verifiers of a target."""
+        same = self.compatibility.identity
+        return [each for each in self.workers.of(Role.VERIFIER) if same(each.info.model) == identity]
 
     def connections(self) -> list[WorkerConnection]:
         return list(self.workers)
@@ -76,7 +80,7 @@ class WorkerPool:
             return
         for connection in self.workers.of(Role.DRAFTER):
             try:
-                self.compatibility.check_drafter(connection.info)
+                check_drafter(connection.info.model, self.targets)
             except ModelMismatch as error:
                 worker_id = connection.info.worker_id
                 log.warning("drafter removed: does not fit the target", worker=worker_id, error=error.message)
@@ -114,5 +118,6 @@ class WorkerPool:
         await watch(self.workers.in_use, self._has_spare, self._verdict_timeout_s)
 
     def _has_spare(self, silent: WorkerConnection) -> bool:
-        others = [each for each in self.workers.of(silent.info.role) if each is not silent]
-        return any(self.usable(each) and not each.is_silent for each in others)
+        role, model = silent.info.role, silent.info.model
+        alike = self.verifiers(self.compatibility.identity(model)) if role is Role.VERIFIER else self.workers.of(role)
+        return any(each is not silent and self.usable(each) and not each.is_silent for each in alike)

@@ -31,6 +31,7 @@ TlsKey = Annotated[str, option("--tls-key", "PEM file: private key of --tls-cert
 TlsName = Annotated[
     str, option("--tls-name", "Name in the coordinator's certificate. Default: the host in --endpoint.")
 ]
+Model = Annotated[str, option("--model", "Target, by name or alias, where a fleet has several.")]
 MaxTokens = Annotated[int, option("--max-tokens", "Maximum number of tokens to generate.")]
 Temperature = Annotated[float, option("--temperature", "0 is greedy: the most likely token.")]
 TopK = Annotated[int, option("--top-k", "Draw from this many most likely tokens; 0: all.")]

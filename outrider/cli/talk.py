@@ -29,6 +29,7 @@ def generate(
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
+    model: options.Model = "",
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
@@ -63,7 +64,7 @@ def generate(
     messages = [*([("system", system)] if system else []), ("user", text)]
     request: dict[str, Any] = {"chat": messages} if chat else {"prompt": text}
     request |= {"params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
-    request |= {"branches": branches, "ahead": ahead}
+    request |= {"branches": branches, "ahead": ahead, "model": model}
     with options.connect(context.params) as client:
         if as_json_:
             typer.echo(json.dumps(as_json(client.complete(**request)), ensure_ascii=False, indent=2))
@@ -79,6 +80,7 @@ def chat(
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
     tls_name: options.TlsName = "",
+    model: options.Model = "",
     system: Annotated[str, option("--system", "System message.")] = "",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.7,
@@ -97,7 +99,7 @@ def chat(
     history = list(opening)
     console = Console()
     with options.connect(context.params) as client:
-        console.print(Text.assemble((printable(client.model().name), "bold"), "  /reset  /exit"))
+        console.print(Text.assemble((printable(client.model(model).name), "bold"), "  /reset  /exit"))
         while (line := _read_line(console)) is not None:
             if line == "/reset":
                 history = list(opening)
@@ -106,6 +108,7 @@ def chat(
                 continue
             history.append(("user", line))
             request = {"chat": history, "params": params, "gamma": 0 if plain else gamma, "drafter": drafter}
+            request["model"] = model
             history.append(("assistant", _stream(client, request, colour=show_guesses)))
 
 

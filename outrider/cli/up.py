@@ -32,6 +32,7 @@ from outrider.launch.options import (
 )
 from outrider.launch.services import KINDS, ignored_variable_hints, merged, read_assignments, read_file, suggestion
 from outrider.launch.stack import LaunchPlan, Stack, stack, watch
+from outrider.launch.targets import REPEATED, Drafters, Targets, planned
 from outrider.models.drafter_choice import AUTO, choose_drafter
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
 from outrider.protocol.errors import OutriderError, StartupError
@@ -52,16 +53,17 @@ def _defaults_from(context: typer.Context, config: str) -> str:
                 near = suggestion(name, [*known.values(), *KINDS])
                 message = f"{config}: {name.replace('_', '-')} is not a flag of `up`{near}"
                 raise StartupError(message, field="config", value=name)
-        context.default_map = given
+        wrapped = {name: [given[name]] for name in REPEATED & given.keys() if isinstance(given[name], str)}
+        context.default_map = given | wrapped
     return config
 
 
 def up(
     context: typer.Context,
-    target: Target = DEFAULT,
-    drafter: DrafterChoice = AUTO,
-    verifiers: Annotated[int, option("--verifiers", "Number of verifiers.", min=1)] = 1,
-    drafters: Annotated[int, option("--drafters", "Number of drafters.", min=0)] = 1,
+    target: Targets = None,
+    drafter: Drafters = None,
+    verifiers: Annotated[int, option("--verifiers", "Number of verifiers of each target.", min=1)] = 1,
+    drafters: Annotated[int, option("--drafters", "Number of drafters of each kind and target.", min=0)] = 1,
     coordinators: Annotated[int, option("--coordinators", "Number of coordinators.", min=1)] = 1,
     host: Annotated[str, option("--host", "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     insecure: Annotated[bool, option("--insecure", "Allow a --host other than loopback without API keys.")] = False,
@@ -136,8 +138,8 @@ def up(
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
     check_engine(engine, compile)
-    given = options.fields_from(context.params, LaunchPlan) | {
-        "drafters": (_drafter_for(engine, drafter, target),) * drafters,
+    given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
+    given |= {
         "overrides": merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
         "keep": True,
     }
@@ -155,6 +157,8 @@ def up(
             console.print(f"[bold green]ready[/bold green]  gRPC at [bold]{endpoints}[/bold]  logs in {running.folder}")
             if http_port >= 0:
                 console.print(f"playground at [bold]{running.web}[/bold], OpenAI API at {running.web}/v1")
+            if plan.others:
+                console.print(f"models: {', '.join(each.name for each in plan.targets)}")
             example = (
                 f'outrider generate --endpoint {endpoints}{_tls_flags(running.plan)} --chat "Why is the sky blue?"'
             )
@@ -168,15 +172,6 @@ def up(
             watch(running, console.print)
     except KeyboardInterrupt:
         console.print("stopped")
-
-
-def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
-    """Return a drafter's kind and model. The mock engine has its own drafter."""
-    if engine != "mock":
-        return choose_drafter(drafter, target)
-    if drafter not in (AUTO, "mock"):
-        raise StartupError.of("drafter", drafter, "mock", " with --engine mock")
-    return "mock", ""
 
 
 def demo(

@@ -82,9 +82,10 @@ class AsyncClient:
             reply: pb.CancelReply = await self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S)
         return reply.cancelled
 
-    async def model(self) -> ModelInfo:
+    async def model(self, name: str = "") -> ModelInfo:
+        request = common.GetModelInfoRequest(model=name)
         with outrider_errors():
-            info: common.ModelInfo = await self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S)
+            info: common.ModelInfo = await self._stub().GetModelInfo(request, timeout=SHORT_S)
         return convert.model_from_proto(info)
 
     async def server(self) -> ServerInfo:

@@ -18,6 +18,7 @@ from outrider.v1 import coordinator_pb2 as pb
 class Options(TypedDict, total=False):
     """Options of one request. `chat` or `tokens` replace its prompt."""
 
+    model: str  # name or alias of a target; without it the default
     chat: Sequence[tuple[str, str]]  # (role, content), through the target's template
     tokens: Sequence[int]
     params: SamplingParams | None
@@ -108,6 +109,7 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
             ahead=options.get("ahead"),
         ),
         cache_salt=options.get("cache_salt", ""),
+        model=options.get("model", ""),
     )
     if prompt is not None:
         request.prompt = prompt

@@ -79,9 +79,10 @@ class Client:
         with outrider_errors():
             return self._stub().Cancel(pb.CancelRequest(session_id=session_id), timeout=SHORT_S).cancelled
 
-    def model(self) -> ModelInfo:
+    def model(self, name: str = "") -> ModelInfo:
+        request = common.GetModelInfoRequest(model=name)
         with outrider_errors():
-            return convert.model_from_proto(self._stub().GetModelInfo(common.GetModelInfoRequest(), timeout=SHORT_S))
+            return convert.model_from_proto(self._stub().GetModelInfo(request, timeout=SHORT_S))
 
     def server(self) -> ServerInfo:
         with outrider_errors():

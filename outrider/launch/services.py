@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 
 from outrider.base.config import PREFIX, VARIABLES, Settings, flags, require_keys_or_insecure
+from outrider.launch.targets import REPEATED
 from outrider.protocol.errors import StartupError
 from outrider.security.credentials import Credentials
 from outrider.settings.coordinator import CoordinatorSettings
@@ -101,7 +102,9 @@ def read_file(path: Path) -> tuple[dict[str, Any], Overrides]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _refused("--config", str(path), f"cannot be read: {reason}") from error
     flags_of_up = {
-        key.replace("-", "_"): _plain(value) for key, value in content.items() if not isinstance(value, dict)
+        key.replace("-", "_"): value if key in REPEATED else _plain(value)
+        for key, value in content.items()
+        if not isinstance(value, dict)
     }
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     return flags_of_up, {

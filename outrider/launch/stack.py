@@ -21,6 +21,7 @@ from outrider.client.sync import Client
 from outrider.launch.authority import make_certificate
 from outrider.launch.services import KINDS, Overrides, ServiceSpec, check_services, make_services
 from outrider.launch.state import StateFolder, state_folder
+from outrider.launch.targets import TargetPlan, worker_settings
 from outrider.protocol.errors import PeerLost, StartupError, Unavailable
 from outrider.protocol.fleet import WorkerInfo
 from outrider.runtime.embedded_redis import embedded_redis
@@ -41,7 +42,9 @@ class LaunchPlan:
     """Services to start, and their settings."""
 
     target: str = "default"
+    name: str = ""  # of the target for clients; empty: its own
     drafters: tuple[tuple[str, str], ...] = (("ngram", ""),)  # kind and model
+    others: tuple[TargetPlan, ...] = ()  # further targets
     verifiers: int = 1
     coordinators: int = 1
     host: str = "127.0.0.1"
@@ -71,6 +74,10 @@ class LaunchPlan:
     tls_name: str = ""  # read from the certificate
     keep: bool = False  # sessions for the next run
     state_dir: str = ""  # where, if so; empty: the folder of this port
+
+    @property
+    def targets(self) -> tuple[TargetPlan, ...]:
+        return TargetPlan(self.target, self.name, self.drafters), *self.others
 
 
 @dataclass(slots=True)
@@ -134,7 +141,7 @@ class Stack:
 
     def wait_registered(self, tick: Callable[[Stack], None]) -> None:
         """Wait until every worker is registered."""
-        self.wait_workers(self.endpoints[0], self.plan.verifiers + len(self.plan.drafters), tick)
+        self.wait_workers(self.endpoints[0], len(workers(self.plan, self.endpoints)), tick)
 
     def wait_workers(self, address: str, wanted: int, tick: Callable[[Stack], None]) -> Sequence[WorkerInfo]:
         """Wait until this number of workers is registered with a coordinator, and return them."""
@@ -250,6 +257,7 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
     """Return the coordinators to start, with consecutive ports."""
     own = _common(plan, "coordinator") | {"host": plan.host, "insecure": plan.insecure, "redis_url": redis}
     own |= {"api_keys": plan.api_keys, "open_metrics": plan.open_metrics}
+    own |= {"default_model": plan.name if plan.others else ""}
     ports = [
         {
             "port": plan.port + i if plan.port else 0,
@@ -262,14 +270,14 @@ def coordinators(plan: LaunchPlan, redis: str) -> list[ServiceSpec]:
 
 def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     """Return the workers to start, for coordinators at `endpoints`."""
-    own = {"coordinators": ",".join(endpoints), "target": plan.target, "dtype": plan.dtype, "threads": plan.threads}
+    own = {"coordinators": ",".join(endpoints), "dtype": plan.dtype, "threads": plan.threads}
     verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
     verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization, "compile": plan.compile}
     drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
-    drafters = [drafter | {"kind": kind, "model": model} for kind, model in plan.drafters]
+    verifiers, drafters = worker_settings(plan.targets, plan.verifiers)
     return [
-        *make_services("verifier", [verifier] * plan.verifiers, plan.overrides),
-        *make_services("drafter", drafters, plan.overrides),
+        *make_services("verifier", [verifier | each for each in verifiers], plan.overrides),
+        *make_services("drafter", [drafter | each for each in drafters], plan.overrides),
     ]
 
 

@@ -12,6 +12,7 @@ class VerifierSettings(WorkerSettings):
     """Serve a target model: verify guesses and commit tokens."""
 
     target: str = Field(DEFAULT, description="Target model: a directory, a .gguf file, a hub id, or 'default'.")
+    served_model_name: str = Field("", description="Name of the target in the fleet; empty: its own.")
     engine: str = Field(
         "auto",
         pattern="^(auto|native|cuda|transformers|vllm|mock|instant)$",

@@ -419,9 +419,15 @@ global___Error = Error
 class GetModelInfoRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    MODEL_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """name or alias of a target; empty: the default"""
     def __init__(
         self,
+        *,
+        model: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model"]) -> None: ...
 
 global___GetModelInfoRequest = GetModelInfoRequest
 

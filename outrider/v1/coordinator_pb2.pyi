@@ -100,12 +100,15 @@ class GenerateRequest(google.protobuf.message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     SPECULATION_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """used unchanged"""
     idempotency_key: builtins.str
     """a repeated key does not generate twice; one namespace per API key"""
     cache_salt: builtins.str
     """cached prefixes are shared only among requests with the same salt"""
+    model: builtins.str
+    """name or alias of a target; empty: the default"""
     @property
     def chat(self) -> global___Chat:
         """formatted by the target's chat template"""
@@ -128,9 +131,10 @@ class GenerateRequest(google.protobuf.message.Message):
         idempotency_key: builtins.str = ...,
         speculation: global___Speculation | None = ...,
         cache_salt: builtins.str = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "model", b"model", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "chat", "tokens"] | None: ...
 
 global___GenerateRequest = GenerateRequest

@@ -51,7 +51,7 @@ class Agent:
 
     def script(self, *texts: str) -> dict[str, Any]:
         """Options with which the answer begins with these tokens; each must be new to the prompt."""
-        known = self.home.service.sessions.target.tokenizer.get_vocab()
+        known = self.home.service.sessions.targets.named("").tokenizer.get_vocab()
         bias = {str(known[text]): 100 - 90 * number // len(texts) for number, text in enumerate(texts)}
         return {"logit_bias": bias, "extra_body": {"repetition_penalty": 10, "speculation": {"gamma": 3}}}
 

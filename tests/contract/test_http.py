@@ -41,7 +41,7 @@ async def web(house: House) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture(scope="module")
 def model(house: House) -> str:
-    return house.service.sessions.target.info.name
+    return house.service.sessions.targets.named("").info.name
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ async def test_a_completion_is_what_grpc_says(api: AsyncOpenAI, house: House, mo
     assert found.usage is not None
     assert found.usage.completion_tokens == len(output.token_ids)
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
-    assert found.system_fingerprint == house.service.sessions.target.info.fingerprint
+    assert found.system_fingerprint == house.service.sessions.targets.named("").info.fingerprint
     assert found.object == "text_completion"
 
 
@@ -107,7 +107,7 @@ async def test_a_seed_decides_and_every_choice_has_its_own(api: AsyncOpenAI, mod
 
 
 async def test_several_prompts_and_token_ids(api: AsyncOpenAI, house: House, model: str) -> None:
-    ids = list(house.service.sessions.target.encode("A second prompt"))
+    ids = list(house.service.sessions.targets.named("").encode("A second prompt"))
     both = await api.completions.create(model=model, prompt=[PROMPT, "A second prompt"], max_tokens=8, temperature=0)
     alone = await api.completions.create(model=model, prompt=ids, max_tokens=8, temperature=0, echo=True)
     assert [choice.index for choice in both.choices] == [0, 1]
@@ -158,7 +158,7 @@ async def test_streamed_log_probabilities_are_the_same(api: AsyncOpenAI, model: 
 
 
 async def test_biases_and_penalties_reach_the_target(api: AsyncOpenAI, house: House, model: str) -> None:
-    (token,) = house.service.sessions.target.encode("x", special=False)
+    (token,) = house.service.sessions.targets.named("").encode("x", special=False)
     found = await api.completions.create(
         model=model, prompt=PROMPT, max_tokens=10, logit_bias={str(token): 100}, extra_body={"top_k": 1}
     )

@@ -32,7 +32,7 @@ async def test_they_are_the_targets(
     api: AsyncOpenAI, house: House, plain_target: LlamaForCausalLM, gamma: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of end tokens too, and across the sessions that write a long prompt."""
-    target = house.service.sessions.target
+    target = house.service.sessions.targets.named("")
     end = target.info.eos_token_ids[0]
     words = list(target.encode(TEXT))
     monkeypatch.setattr(prompt_logprobs, "_MOST", 11)
@@ -86,7 +86,7 @@ async def test_a_prompt_of_many_end_tokens_is_refused(
     api: AsyncOpenAI, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes a session, and none is started."""
-    end, started = house.service.sessions.target.info.eos_token_ids[0], list[Any]()
+    end, started = house.service.sessions.targets.named("").info.eos_token_ids[0], list[Any]()
     monkeypatch.setattr(prompt_logprobs, "start_answer", lambda *given: started.append(given))
     with pytest.raises(BadRequestError, match="36 parts at end tokens, must be at most 34 for log probabilities"):
         await api.completions.create(prompt=[[65, *[end] * 35], [65, 66]], **ASK)

@@ -62,7 +62,7 @@ async def test_an_output_that_had_ended_is_not_run_on(house: House, by: str, mon
     monkeypatch.setattr(
         "coordinator.sessions.session_manager.draw_nonce", lambda: "the same"
     )  # two texts are to begin alike
-    eos = house.service.sessions.target.info.eos_token_ids[0]
+    eos = house.service.sessions.targets.named("").info.eos_token_ids[0]
     async with client(house.coordinator) as stub:
         plain = ask(PROMPT, seed=4, max_tokens=60, verification=common.VERIFICATION_REJECTION, gamma=0, ignore_eos=True)
         output = await generate(stub, request_that_ends(by, await generate(stub, plain), eos))

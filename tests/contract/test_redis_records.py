@@ -150,7 +150,7 @@ GARBAGE: list[tuple[str, dict[str, Any]]] = [
 
 async def test_an_unreadable_session_is_an_error_of_its_own(house: House) -> None:
     """Resume and Cancel say so; everybody else goes on."""
-    fingerprint = house.service.sessions.target.info.fingerprint
+    fingerprint = house.service.sessions.targets.named("").info.fingerprint
     request = SessionRequest((1, 2), SamplingParams(seed=1, temperature=0.0)).to_json()
     good = {"request": request, "epoch": "1", "model": fingerprint, "owner": "c"}
     with redis.Redis.from_url(house.redis.url) as there:

@@ -33,7 +33,7 @@ async def tokenized(web: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 async def test_a_text_becomes_tokens_and_the_tokens_become_the_text(web: httpx.AsyncClient, house: House) -> None:
-    target = house.service.sessions.target
+    target = house.service.sessions.targets.named("")
     found = await tokenized(web, prompt=TEXT, model=target.info.name, return_token_strs=True)
     assert found["tokens"] == list(target.encode(TEXT))
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -48,7 +48,7 @@ async def test_a_chat_becomes_the_prompt_that_its_answer_follows(web: httpx.Asyn
     answer = await web.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1})
     found = await tokenized(web, messages=CHAT)
     assert answer.json()["usage"]["prompt_tokens"] == found["count"]
-    decode = house.service.sessions.target.decode
+    decode = house.service.sessions.targets.named("").decode
     assert decode(found["tokens"]) == "<user>Count.\n<assistant>One, two\n<assistant>"
     closed = await tokenized(web, messages=CHAT, add_generation_prompt=False)
     assert decode(closed["tokens"]) == "<user>Count.\n<assistant>One, two\n"

@@ -86,7 +86,7 @@ async def test_what_lies_between_two_pages_is_what_requests_were_told(house: Hou
     assert [each["acceptance_histogram"] for each in plain] == [[0]] * 4
     # The whole run: as our own metrics have it.
     ours = house.service.sessions.metrics.registry
-    after, target = await scraped(web), {"model_name": house.service.sessions.target.info.name}
+    after, target = await scraped(web), {"model_name": house.service.sessions.targets.named("").info.name}
     for name, count in (
         ("drafts", after.drafts),
         ("draft_tokens", after.draft_tokens),
@@ -105,7 +105,7 @@ async def test_a_benchmark_that_is_given_no_model_finds_it_and_its_tokenizer(
 ) -> None:
     card = (await web.get("/v1/models")).json()["data"][0]
     assert (await web.post("/v1/completions", json={"model": card["id"], "prompt": PROMPT})).status_code == 200
-    assert card["root"] == house.service.sessions.target.info.name
+    assert card["root"] == house.service.sessions.targets.named("").info.name
 
 
 @pytest.mark.parametrize("open_metrics", [False, True])

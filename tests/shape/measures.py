@@ -17,6 +17,7 @@ _VLLM = ("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py
 _KERNELS = "outrider/speculation/triton_"
 _PUBLISHED = ("drafter/published/", "drafter/methods/published", "outrider/models/published_drafters.py")
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
+_TARGETS = ("coordinator/workers/targets/", "outrider/launch/targets.py")  # several in one fleet
 _AGENTS = "coordinator/api/http/agents/"
 _KINDS = "coordinator/sessions/text_kinds/"
 _STATES = "/hidden_states"  # of several layers: in each room, a folder or file of that name
@@ -78,9 +79,11 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
     published = sum(source.lines for source in product if source.path.startswith(_PUBLISHED))
     agents = sum(source.lines for source in product if source.path.startswith(_AGENTS))
+    targets = sum(source.lines for source in product if source.path.startswith(_TARGETS))
     states = sum(source.lines for source in product if _STATES in source.path)
     kinds = sum(source.lines for source in product if source.path.startswith(_KINDS))
     lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states - kinds
+    lines -= targets
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -92,6 +95,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_700)
     yield Measure("lines of the agents' API", agents, 1_640)
+    yield Measure("lines of several targets", targets, 300)
     yield Measure("lines of hidden states", states, 1_100)
     yield Measure("lines of Triton kernels", kernels, 300)
     yield Measure("lines of kinds of text", kinds, 170)

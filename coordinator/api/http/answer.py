@@ -17,7 +17,7 @@ from coordinator.sessions.output import Token, follow
 from coordinator.sessions.session import Session
 from coordinator.sessions.session_manager import SessionManager
 from coordinator.workers.target import Target
-from outrider.protocol.errors import InvalidRequest, NotFound
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.fieldwise import from_plain
 from outrider.protocol.sampling_params import MAX_SEED, Grammar, SamplingParams
 from outrider.settings.coordinator import CoordinatorSettings
@@ -58,7 +58,6 @@ async def requests_of(
     settings: CoordinatorSettings,
 ) -> list[SessionRequest]:
     """Return a request per choice, in the order of the inputs, after the same checks as over gRPC."""
-    check_model(body.model, target, settings)
     count = body.choices * len(inputs)
     if count > settings.max_request_sessions:
         raise InvalidRequest.of("n", f"{count} answers in all", f"at most {settings.max_request_sessions} a request")
@@ -75,16 +74,6 @@ async def requests_of(
             for number in range(body.choices)
         ]
     return requests
-
-
-def served_name(target: Target, settings: CoordinatorSettings) -> str:
-    return settings.served_model_name or target.info.name
-
-
-def check_model(model: str | None, target: Target, settings: CoordinatorSettings) -> None:
-    name = served_name(target, settings)
-    if model not in (None, "", name):
-        raise NotFound(f"there is no model {model!r} here", field="model", value=model, limit=name)
 
 
 def inputs_of(body: CompletionBody) -> list[ClientRequest]:

@@ -26,7 +26,7 @@ from coordinator.api.http.agents.replies import named_as_sent, plan_chat
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_events import FIELDS, ResponseReplies, plan_response
 from coordinator.api.http.agents.tokenize import TokensApi
-from coordinator.api.http.answer import requests_of, served_name, start_answer
+from coordinator.api.http.answer import requests_of, start_answer
 from coordinator.api.http.bodies import CompletionBody, read_body
 from coordinator.api.http.failures import on_http_error, on_outrider_error, respond
 from coordinator.api.http.hosts import RequestChecks, hosts_of
@@ -38,7 +38,8 @@ from coordinator.api.http.streams import EventStream
 from coordinator.api.preprocess import ClientRequest, admission
 from coordinator.persistence.idempotency import MAX_KEY_CHARACTERS
 from coordinator.sessions.session_manager import SessionManager
-from outrider.protocol.errors import InvalidRequest, NotFound, OutriderError, Unavailable, shorten
+from coordinator.workers.target import Target
+from outrider.protocol.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.security.api_keys import ApiKeys
 from outrider.settings.coordinator import CoordinatorSettings
 
@@ -56,6 +57,7 @@ class Api:
     ) -> None:
         self._budget = budget
         self._sessions = sessions
+        self._targets = sessions.targets
         self._settings = settings
         self._keys = keys
         self._document = document()
@@ -110,7 +112,7 @@ class Api:
 
     async def _generate(self, request: Request, body: ChatBody | CompletionBody, plan: Plan) -> Response:
         with admission(self._sessions.metrics):
-            target = self._sessions.target
+            target = self._targets.named(body.model)
             inputs, replies = plan(body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
@@ -123,25 +125,13 @@ class Api:
     # Information.
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(ModelList(object="list", data=[self._model()]))
+        self._targets.check_any()
+        data = [_model(name, target) for name, target in self._targets.listed().items()]
+        return JSONResponse(ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
-        model, wanted = self._model(), request.path_params["model"]
-        if wanted != model["id"]:
-            raise NotFound(f"there is no model {shorten(repr(wanted))} here", field="model", value=wanted)
-        return JSONResponse(model)
-
-    def _model(self) -> Model:
-        target = self._sessions.target
-        return {
-            "id": served_name(target, self._settings),
-            "object": "model",
-            "created": int(_STARTED),
-            "owned_by": "outrider",
-            "root": target.info.name,
-            "max_model_len": target.info.context_length,
-            "fingerprint": target.info.fingerprint,
-        }
+        name = request.path_params["model"]
+        return JSONResponse(_model(name, self._targets.named(name)))
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
@@ -171,6 +161,18 @@ class Api:
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
+
+
+def _model(name: str, target: Target) -> Model:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(_STARTED),
+        "owned_by": "outrider",
+        "root": target.info.name,
+        "max_model_len": target.info.context_length,
+        "fingerprint": target.info.fingerprint,
+    }
 
 
 _STARTED = time.time()

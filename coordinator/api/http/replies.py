@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
 from coordinator.api.http import responses
-from coordinator.api.http.answer import inputs_of, progress, served_name
+from coordinator.api.http.answer import inputs_of, progress
 from coordinator.api.http.bodies import ChatOptions, CompletionBody
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
@@ -84,7 +84,7 @@ def plan_completion(
     body: CompletionBody, target: Target, settings: CoordinatorSettings
 ) -> tuple[list[ClientRequest], Replies[CompletionBody]]:
     """Return the inputs of completions, and the formatter of their replies."""
-    return inputs_of(body), CompletionReplies(body, target, served_name(target, settings))
+    return inputs_of(body), CompletionReplies(body, target, target.served_name)
 
 
 class CompletionReplies(Replies[CompletionBody]):

@@ -14,7 +14,7 @@ from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner, manner_
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 from coordinator.api.http.agents.prompts import chat_of
 from coordinator.api.http.agents.tool_grammar import grammar_of
-from coordinator.api.http.answer import input_of, served_name
+from coordinator.api.http.answer import input_of
 from coordinator.api.preprocess import ClientRequest
 from coordinator.sessions.output import Token
 from coordinator.sessions.session import Session
@@ -29,10 +29,9 @@ _ID_CHARACTERS = 9  # of a call's id: chat templates of Mistral accept no other 
 def plan_chat(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[list[ClientRequest], ChatReplies]:
     """Return the input of a chat, and the formatter of its replies."""
     request, manner = chat_input(body, target, settings)
-    name = served_name(target, settings)
     if body.calls_required is None and not manner.thinks:
-        return [request], ChatReplies(body, target, name)
-    return [request], PartedReplies(body, target, name, manner)
+        return [request], ChatReplies(body, target, target.served_name)
+    return [request], PartedReplies(body, target, target.served_name, manner)
 
 
 def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) -> tuple[ClientRequest, Manner]:

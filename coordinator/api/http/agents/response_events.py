@@ -13,7 +13,7 @@ from coordinator.api.http.agents.parser import Part, PartKind
 from coordinator.api.http.agents.replies import AnswerReader, call_id, chat_input
 from coordinator.api.http.agents.response_bodies import ResponsesBody
 from coordinator.api.http.agents.response_types import ModelResponse
-from coordinator.api.http.answer import progress, served_name
+from coordinator.api.http.answer import progress
 from coordinator.api.http.failures import body_of
 from coordinator.api.http.replies import Answering, metrics, reason_of, usage
 from coordinator.api.preprocess import ClientRequest
@@ -51,7 +51,7 @@ def plan_response(
 ) -> tuple[list[ClientRequest], ResponseReplies]:
     """Return the input of a response, and the formatter of its replies."""
     request, manner = chat_input(chat, target, settings)
-    return [request], ResponseReplies(body, target, served_name(target, settings), manner)
+    return [request], ResponseReplies(body, target, target.served_name, manner)
 
 
 class ResponseReplies:

@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompts import chat_of
-from coordinator.api.http.answer import check_model
 from coordinator.api.http.bodies import read_body
 from coordinator.api.preprocess import ClientRequest, admission, check_size, prompt_tokens
 from coordinator.sessions.session_manager import SessionManager
@@ -52,7 +51,7 @@ class TokensApi:
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
-            target = self._target(body)
+            target = self._sessions.targets.named(body.model)
             tokens = await asyncio.to_thread(self._encode, body, target)
         texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return JSONResponse(
@@ -62,16 +61,11 @@ class TokensApi:
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
         with admission(self._sessions.metrics):
-            target = self._target(body)
+            target = self._sessions.targets.named(body.model)
             check_size("tokens", len(body.tokens), self._limit)
             check_tokens("tokens", body.tokens, target.info.vocab_size)
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
         return JSONResponse(Detokenized(prompt=text))
-
-    def _target(self, body: TokenizeBody | DetokenizeBody) -> Target:
-        target = self._sessions.target
-        check_model(body.model, target, self._settings)
-        return target
 
     def _encode(self, body: TokenizeBody, target: Target) -> list[int]:
         if isinstance(body, TokenizeChatBody):

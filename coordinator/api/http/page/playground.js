@@ -270,6 +270,7 @@ const wishes = () => {
   const gamma = find("gamma").value;
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
   return {
+    ...(several() ? { model: find("choice").value } : {}),
     temperature: number("temperature"),
     max_tokens: number("max-tokens"),
     seed: number("seed") ?? Math.floor(Math.random() * 2 ** 31),
@@ -369,6 +370,9 @@ find("gamma").append(
   make("option", { value: "0", textContent: "not at all: plain decoding" }),
   ...[2, 4, 6, 8, 12, 16].map((gamma) => make("option", { value: gamma, textContent: `${gamma} tokens, in turns` })),
 );
+find("choice").addEventListener("change", () => {
+  find("model").textContent = find("choice").value;
+});
 find("key").value = sessionStorage.getItem("key") || "";
 find("key").addEventListener("change", () => {
   sessionStorage.setItem("key", find("key").value.trim());
@@ -411,6 +415,25 @@ const workerRow = (worker) => {
   return row;
 };
 
+let known = ""; // models of the verifiers when the list was read
+const several = () => find("choice").options.length > 1;
+
+/** Offer the models to choose from, where a fleet has several names for them. */
+const offer = async (verifiers) => {
+  const names = [...new Set(verifiers.map((worker) => worker.model.name))].sort().join("\n");
+  if (names !== known && names) {
+    const reply = await fetch("v1/models", { headers: headers() });
+    if (!reply.ok) throw await refusal(reply);
+    const ids = (await reply.json()).data.map((model) => model.id);
+    const chosen = find("choice").value;
+    find("choice").replaceChildren(...ids.map((id) => make("option", { value: id, textContent: id })));
+    if (ids.includes(chosen)) find("choice").value = chosen;
+    for (const part of document.querySelectorAll(".choice")) part.hidden = !several();
+    known = names;
+  }
+  find("model").textContent = several() ? find("choice").value : (verifiers[0]?.model.name ?? "");
+};
+
 const look = async () => {
   try {
     const reply = await fetch("fleet", { headers: headers() });
@@ -421,10 +444,10 @@ const look = async () => {
     if (!reply.ok) throw await refusal(reply);
     const fleet = await reply.json();
     const workers = fleet.workers.sort((a, b) => b.role.localeCompare(a.role)); // verifiers first
-    const verifier = workers.find((worker) => worker.role === "verifier");
+    const verifiers = workers.filter((worker) => worker.role === "verifier");
     const drafters = workers.filter((worker) => worker.role === "drafter");
-    find("model").textContent = verifier?.model.name ?? "";
-    say(verifier ? "ready" : "no verifier yet", verifier ? "up" : "");
+    await offer(verifiers);
+    say(verifiers.length ? "ready" : "no verifier yet", verifiers.length ? "up" : "");
     find("fleet").replaceChildren(...workers.map(workerRow));
     const kept = fleet.durable ? "Sessions survive this coordinator: they are in Redis." : "Redis does not answer: sessions end with this coordinator.";
     find("fleet-summary").textContent = `${fleet.sessions || "No"} session${fleet.sessions === 1 ? "" : "s"} now. ${kept}`;

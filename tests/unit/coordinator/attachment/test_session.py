@@ -51,7 +51,7 @@ def attached() -> AttachedSession:
     ],
 )
 def test_only_drafters_of_its_vocabulary_and_weights_guess_for_an_engine(drafter: WorkerInfo, fits: bool) -> None:
-    assert session._can_guess(drafter, MODEL) is fits
+    assert attached()._drafting._chooser.suits(drafter) is fits
 
 
 def test_an_engine_names_no_model_of_others() -> None:

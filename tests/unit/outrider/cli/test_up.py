@@ -80,6 +80,24 @@ def test_settings_on_the_line_go_before_the_file(plans: list[LaunchPlan], tmp_pa
     assert plans.pop().overrides["drafter"]["threads"].value == "3"
 
 
+def test_targets_of_flags_variables_and_files(plans: list[LaunchPlan], tmp_path: Path) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text('target = ["a=./A", "b=./B"]\ndrafter = "suffix"')
+    for line, variables in (
+        (["--target", "a=./A", "--target", "b=./B", "--drafter", "suffix"], {}),
+        (["--config", str(file)], {}),
+        ([], {"TARGET": "a=./A\nb=./B", "DRAFTER": "suffix"}),
+    ):
+        result = run(*line, **variables)
+        assert isinstance(result.exception, Reached), result.output
+        assert [(each.name, each.model, each.drafters) for each in plans.pop().targets] == [
+            ("a", "./A", (("suffix", ""),)),
+            ("b", "./B", (("suffix", ""),)),
+        ]
+    run(TARGET="./a folder")
+    assert plans.pop().target == "./a folder"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

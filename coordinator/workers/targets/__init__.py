@@ -1,0 +1,1 @@
+"""Several targets in one fleet: their names, and the workers that fit them."""

@@ -1,0 +1,55 @@
+"""Fit of workers and targets: a verifier serves one target, a drafter every one that it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.workers.target import Target
+from outrider.protocol.errors import ModelMismatch
+from outrider.protocol.fleet import ModelInfo, WorkerInfo
+
+
+def fits(drafter: ModelInfo, target: ModelInfo) -> bool:
+    """Return whether a drafter's guesses can hold for a target. An empty digest stands for any."""
+    return shares_vocabulary(drafter, target) and drafter.target_digest in ("", target.weights_digest)
+
+
+def shares_vocabulary(drafter: ModelInfo, target: ModelInfo) -> bool:
+    return drafter.vocabulary_digest in ("", target.vocabulary_digest)
+
+
+def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:
+    """Raise ModelMismatch for a drafter that fits none of the targets, if there are any."""
+    known = [target.info for target in targets]
+    if not known or any(fits(drafter, target) for target in known):
+        return
+    alike = [target for target in known if shares_vocabulary(drafter, target)]
+    if not alike:
+        raise ModelMismatch(f"drafter {drafter.name} has another vocabulary than target {_names(known)}")
+    raise ModelMismatch(
+        f"drafter {drafter.name} was trained for another target than {_names(alike)}: its guesses would fail. Train "
+        "one for this target with `outrider train`",
+        field="model.target_digest",
+        value=drafter.target_digest,
+        limit=", ".join(target.weights_digest for target in alike),
+    )
+
+
+def target_mismatch(known: Target, info: WorkerInfo) -> ModelMismatch:
+    """Return the error of a verifier whose target has the name of another one."""
+    ours, theirs = known.info, info.model
+    for name in ("architecture", "vocab_size", "vocabulary_digest", "dtype", "parameters", "fingerprint"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return ModelMismatch(
+                f"verifier {info.worker_id} serves {theirs.name}, the others {ours.name}; first difference: "
+                f"{name} is {other}, must be {mine}",
+                field=f"model.{name}",
+                value=other,
+                limit=mine,
+            )
+    return ModelMismatch(f"verifier {info.worker_id} serves another target")
+
+
+def _names(targets: Iterable[ModelInfo]) -> str:
+    return ", ".join(target.name for target in targets)

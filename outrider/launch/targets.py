@@ -1,0 +1,122 @@
+"""Targets of one `outrider up`: several models, each with verifiers and drafters of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from outrider.base.config import PREFIX, option
+from outrider.models.drafter_choice import AUTO, choose_drafter
+from outrider.models.hub import DEFAULT, DEFAULT_NAME
+from outrider.protocol.errors import StartupError
+
+Targets = Annotated[
+    list[str] | None,
+    option(
+        "--target",
+        "Target model: a directory, a .gguf file, a hub id, or 'default', which is the default. Repeatable, as MODEL "
+        "or NAME=MODEL: clients choose one by its name, and the first answers requests without a model.",
+        metavar="[NAME=]MODEL",
+    ),
+]
+Drafters = Annotated[
+    list[str] | None,
+    option(
+        "--drafter",
+        "KIND, KIND:MODEL or a model. Kinds: ngram, suffix, eagle, medusa, early-exit, published, model, translate; + "
+        "joins them, as suffix+eagle:PATH. A folder made by `outrider train` or with a published drafter needs no "
+        "kind. auto: the best bundled drafter for the target; this is the default. Repeatable; NAME= in front: only "
+        "for the target of this name, otherwise for each.",
+        metavar="[NAME=]KIND[:MODEL]",
+    ),
+]
+REPEATED = frozenset({"target", "drafter"})  # flags whose values a file may list
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlan:
+    """One target to start: the model, its name for clients (empty: its own), and its drafters as (kind, model)."""
+
+    model: str
+    name: str = ""
+    drafters: tuple[tuple[str, str], ...] = ()
+
+
+def planned(targets: Sequence[str] | None, drafters: Sequence[str] | None, number: int, engine: str) -> dict[str, Any]:
+    """Return the fields of a launch plan for these flags; raise StartupError for flags that do not fit."""
+    first, *others = plan_targets(_values("TARGET", targets), _values("DRAFTER", drafters), number, engine)
+    return {"target": first.model, "name": first.name, "drafters": first.drafters, "others": tuple(others)}
+
+
+def worker_settings(targets: Iterable[TargetPlan], verifiers: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the settings in which the workers of several targets differ: of the verifiers and of the drafters."""
+    verifying, drafting = [], []
+    for target in targets:
+        verifying += [{"target": target.model, "served_model_name": target.name}] * verifiers
+        drafting += [{"target": target.model, "kind": kind, "model": model} for kind, model in target.drafters]
+    return verifying, drafting
+
+
+def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, engine: str) -> tuple[TargetPlan, ...]:
+    """Return the targets with `number` drafters of each given kind."""
+    plans = [_read_target(text) for text in targets or (DEFAULT,)]
+    if len(plans) > 1:
+        plans = [plan if plan.name else replace(plan, name=_own_name(plan.model)) for plan in plans]
+        _refuse_repeated([plan.name for plan in plans])
+    names = {plan.name for plan in plans}
+    given = [_read_drafter(text, names) for text in drafters or (AUTO,)]
+    chosen_for = []
+    for plan in plans:
+        chosen = [text for name, text in given if name in ("", plan.name)] or [AUTO]
+        kinds = tuple(_drafter_for(engine, text, plan.model) for text in chosen for _ in range(number))
+        chosen_for.append(replace(plan, drafters=kinds))
+    return tuple(chosen_for)
+
+
+def _values(name: str, given: Sequence[str] | None) -> Sequence[str]:
+    """Return the values of a flag. Its variable has one per line, for a value may contain spaces."""
+    variable = os.environ.get(PREFIX + name, "")
+    return variable.splitlines() if given == variable.split() else given or ()
+
+
+def _read_target(text: str) -> TargetPlan:
+    """Return the target of NAME=MODEL or MODEL; a path may contain an equals sign."""
+    name, equals, model = text.partition("=")
+    if not (equals and name and model) or "/" in name or Path(text).expanduser().exists():
+        return TargetPlan(text)
+    return TargetPlan(model, name)
+
+
+def _read_drafter(text: str, names: Iterable[str]) -> tuple[str, str]:
+    """Return the name of a drafter's target, empty for each, and the choice of the drafter."""
+    name, equals, choice = text.partition("=")
+    return (name, choice) if equals and name in names else ("", text)
+
+
+def _own_name(model: str) -> str:
+    if model == DEFAULT:
+        return DEFAULT_NAME
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model  # a hub id
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def _refuse_repeated(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise StartupError(
+                f"two targets have the name {name}; name them: --target NAME=MODEL", field="target", value=name
+            )
+
+
+def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:
+    """Return a drafter's kind and model. The mock engine has its own drafter."""
+    if engine != "mock":
+        return choose_drafter(drafter, target)
+    if drafter not in (AUTO, "mock"):
+        raise StartupError.of("drafter", drafter, "mock", " with --engine mock")
+    return "mock", ""

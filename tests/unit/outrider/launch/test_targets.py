@@ -1,0 +1,76 @@
+"""Targets and drafters of one `outrider up`, from its flags."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.launch.stack import LaunchPlan, coordinators, workers
+from outrider.launch.targets import TargetPlan, plan_targets, planned
+from outrider.protocol.errors import StartupError
+
+DEFAULT_DRAFTER = (("suffix", ""),)
+
+
+def test_one_target_is_as_before() -> None:
+    assert plan_targets(["org/big"], ["model:org/small"], 2, "auto") == (
+        TargetPlan("org/big", "", (("model", "org/small"),) * 2),
+    )
+    assert plan_targets(["org/big"], [], 1, "auto") == (TargetPlan("org/big", "", DEFAULT_DRAFTER),)
+    (default,) = plan_targets([], [], 0, "auto")
+    assert default == TargetPlan("default")
+    plan = LaunchPlan(**planned(None, ["ngram"], 1, "auto"))
+    assert plan == LaunchPlan()
+    assert [spec.settings.served_model_name for spec in workers(plan, [])[:1]] == [""]
+
+
+def test_two_targets_and_three_drafters(tmp_path: Path) -> None:
+    given = ["a=org/big", str(tmp_path)], ["suffix", "a=ngram"]
+    plan = replace(LaunchPlan(**planned(*given, 1, "auto")), verifiers=2)
+    made = workers(plan, ["x:1"])
+    assert [(s.name, s.settings.target, s.settings.served_model_name) for s in made if s.kind == "verifier"] == [
+        ("verifier-1", "org/big", "a"),
+        ("verifier-2", "org/big", "a"),
+        ("verifier-3", str(tmp_path), tmp_path.name),
+        ("verifier-4", str(tmp_path), tmp_path.name),
+    ]
+    assert [(s.name, s.settings.target, s.settings.kind) for s in made if s.kind == "drafter"] == [
+        ("drafter-1", "org/big", "suffix"),
+        ("drafter-2", "org/big", "ngram"),
+        ("drafter-3", str(tmp_path), "suffix"),
+    ]
+    assert [spec.settings.default_model for spec in coordinators(plan, "")] == ["a"]
+
+
+def test_names_are_made_of_models(tmp_path: Path) -> None:
+    file = tmp_path / "small.Q4.gguf"
+    file.touch()
+    plans = plan_targets(["default", str(file), "org/big"], [], 1, "auto")
+    assert [plan.name for plan in plans] == ["SmolLM2-135M-Instruct", "small.Q4", "org/big"]
+
+
+def test_a_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    for text in (str(folder), "./x=y/z"):
+        assert plan_targets([text], [], 0, "auto") == (TargetPlan(text),)
+    (only,) = plan_targets(["org/big"], ["model:./x=y"], 1, "auto")
+    assert only.drafters == (("model", "./x=y"),)
+
+
+def test_a_target_without_a_drafter_of_its_own_has_the_best_one() -> None:
+    plans = plan_targets(["a=x", "b=y"], ["a=ngram"], 1, "auto")
+    assert [plan.drafters for plan in plans] == [(("ngram", ""),), DEFAULT_DRAFTER]
+
+
+def test_two_targets_of_one_name_are_refused() -> None:
+    with pytest.raises(StartupError, match="two targets have the name a; name them: --target NAME=MODEL"):
+        plan_targets(["a=x", "a=y"], [], 1, "auto")
+
+
+def test_the_mock_engine_has_its_own_drafter() -> None:
+    assert plan_targets([], [], 1, "mock")[0].drafters == (("mock", ""),)
+    with pytest.raises(StartupError, match="mock"):
+        plan_targets([], ["suffix"], 1, "mock")
