@@ -13,6 +13,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def train(
     context: Context,
-    method: Annotated[str, Argument(help="Method: eagle, medusa, early-exit or distill.")],
+    method: Annotated[str, Argument(help="Method: eagle, eagle3, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
     target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
     prompts: Annotated[
@@ -53,7 +54,7 @@ def train(
     heads: Annotated[int, option("--heads", "Heads of medusa, one per token ahead.", min=1, max=16)] = 4,
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
-    unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle.", min=1, max=8)] = 3,
+    unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,
     start: Annotated[
         str, option("--from", "Trained eagle to continue from: a folder, or default for the bundled one.")
     ] = "",
@@ -80,54 +81,37 @@ def train(
     _print_results(out, card, target)
 
 
-class _TrainingProgress:
+class _TrainingProgress(Progress):
     """Progress of the training on the terminal."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._tasks: dict[str, Any] = {}
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        super().__init__(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+        self._named: dict[str, TaskID] = {}
         self._printed_results: dict[str, Any] | None = None
 
-    def __enter__(self) -> _TrainingProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
     def on_status(self, text: str) -> None:
-        self._progress.console.print(text, style="dim")
+        self.console.print(text, style="dim")
 
     def on_data(self, what: str, progress: data.DataProgress) -> None:
-        task = self._task(what, progress.total)
-        self._progress.update(task, completed=progress.done, description=f"texts {what}")
+        self.update(self._task(what, progress.total), completed=progress.done, description=f"texts {what}")
 
     def on_step(self, report: loop.Report) -> None:
-        task = self._task("learning", report.total)
-        self._progress.update(
-            task, completed=min(report.tokens, report.total), description=f"learning, loss {report.loss:.3f}"
-        )
+        task, done = self._task("learning", report.total), min(report.tokens, report.total)
+        self.update(task, completed=done, description=f"learning, loss {report.loss:.3f}")
         if report.held_out is not self._printed_results:
             self._printed_results = report.held_out
             every = report.held_out["all"]
             rates = " ".join(f"{rate:.2f}" for rate in every["acceptance"])
-            self._progress.console.print(
+            self.console.print(
                 f"after {report.measured_at:,} tokens: held-out acceptance {rates}, "
                 f"length {every['acceptance_length']:.2f}"
             )
 
-    def _task(self, name: str, total: int) -> Any:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-        return self._tasks[name]
+    def _task(self, name: str, total: int) -> TaskID:
+        if name not in self._named:
+            self._named[name] = self.add_task(name, total=total)
+        return self._named[name]
 
 
 def _print_results(out: Path, card: Card, target: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -50,6 +50,7 @@ class DataRecipe:
     max_tokens: int  # generated per example
     seed: int
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.6, 0.8, 1.0)  # equally frequent
+    layers: tuple[int, ...] = ()  # whose hidden states are kept too
 
     def params(self, index: int) -> SamplingParams:
         """Return the sampling parameters of an example."""
@@ -65,6 +66,7 @@ class Example:
     tokens: torch.Tensor  # [tokens]
     prompt_length: int
     hidden_states: torch.Tensor  # [tokens − 1, width], float16
+    layer_states: torch.Tensor  # after the recipe's layers  # [tokens − 1, layers · width], bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ class Dataset:
     @classmethod
     def at(cls, home: Path, recipe: DataRecipe) -> Dataset:
         """Return the dataset of a recipe below a folder."""
-        name = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
-        return cls(home / name, recipe)
+        described = {name: value for name, value in asdict(recipe).items() if value != ()}  # no layers: no new name
+        return cls(home / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16], recipe)
 
     def write(
         self,
@@ -197,7 +199,10 @@ class _Generator:
             self._step(running)
             for text in filter(self._is_complete, running):
                 self._engine.free(str(text.index))
-                yield text.index, Example(torch.tensor(text.tokens), text.prompt_length, torch.cat(text.hidden_states))
+                rows = torch.cat(text.hidden_states)
+                final, layers = rows.tensor_split([rows.shape[1] // (1 + len(self._recipe.layers))], dim=1)
+                states = final.to(torch.float16), layers.to(torch.bfloat16)
+                yield text.index, Example(torch.tensor(text.tokens), text.prompt_length, *states)
             running = [text for text in running if not self._is_complete(text)]
 
     def _begin(self, index: int) -> _RunningText:
@@ -212,11 +217,12 @@ class _Generator:
         for text in running:
             new = text.tokens[text.cached : text.cached + _PREFILL_TOKENS]
             is_last = text.cached + len(new) == len(text.tokens)
-            batch.append(SessionTokens(str(text.index), new, logits_from=len(new) - is_last, hidden_from=0))
+            step = SessionTokens(str(text.index), new, logits_from=len(new) - is_last, hidden_from=0)
+            batch.append(replace(step, layers=self._recipe.layers))
         result = self._engine.extend(batch)
         for text, new_tokens, hidden_states in zip(running, batch, result.hidden_states, strict=True):
             text.cached += len(new_tokens.tokens)
-            text.hidden_states.append(hidden_states.to(torch.float16, copy=True).cpu())
+            text.hidden_states.append(hidden_states.to("cpu", copy=True))
         ready = [text for text in running if text.cached == len(text.tokens)]
         if ready:
             for text, token in zip(ready, _next_tokens(result.all_logits, ready), strict=True):
@@ -247,6 +253,7 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
                 "lengths": torch.tensor([len(example.tokens) for example in examples], dtype=torch.int32),
                 "prompt_lengths": torch.tensor([example.prompt_length for example in examples], dtype=torch.int32),
                 "features": torch.cat([example.hidden_states for example in examples]),
+                "states": torch.cat([example.layer_states for example in examples]),
             },
             file,
         )
@@ -255,14 +262,16 @@ def _save(path: Path, examples: Sequence[Example]) -> None:
 def _load(path: Path) -> Iterator[Example]:
     try:
         with safe_open(path, "pt") as shard:
-            tokens, lengths, prompts, hidden_states = (
+            tokens, lengths, prompts, final = (
                 shard.get_tensor(name) for name in ("tokens", "lengths", "prompt_lengths", "features")
             )
+            states = shard.get_tensor("states") if "states" in shard.keys() else final[:, :0]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise StartupError(f"cannot read {path}: {error}; delete it to generate it again") from error
     at = row = 0
     for length, prompt_length in zip(lengths.tolist(), prompts.tolist(), strict=True):
-        yield Example(tokens[at : at + length].long(), prompt_length, hidden_states[row : row + length - 1])
+        last = row + length - 1
+        yield Example(tokens[at : at + length].long(), prompt_length, final[row:last], states[row:last])
         at += length
         row += length - 1
 

@@ -30,9 +30,10 @@ from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Method
 from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
 from outrider.train.methods.medusa import MedusaMethod
+from outrider.train.published.method import EAGLE3, MODEL, Eagle3Method, state_layers
 
 _HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
-METHODS = ("eagle", "medusa", "early-exit", "distill")
+METHODS = ("eagle", EAGLE3, "medusa", "early-exit", "distill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     )
     if order.method == "distill":
         _save_model(order, method, watcher)
-    cards.save(order.out, card, method.weights())
+    if isinstance(method, Eagle3Method):
+        method.save_config(order.out, order.target)
+    cards.save(order.out, card, method.weights(), MODEL if order.method == EAGLE3 else cards.WEIGHTS)
     (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     return card
 
@@ -148,9 +151,9 @@ def _data(
     options = EngineOptions(device=order.device, prefix_tokens=0)
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
-    recipe = DataRecipe(
-        info.weights_digest, data.digest(prompts), order.num_examples or len(prompts), order.max_tokens, order.seed
-    )
+    layers = state_layers(target.engine.state_shape[0]) if order.method == EAGLE3 else ()
+    count = order.num_examples or len(prompts)
+    recipe = DataRecipe(info.weights_digest, data.digest(prompts), count, order.max_tokens, order.seed, layers=layers)
     held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), temperatures=(0.0,))
 
     def examples(name: str, recipe: DataRecipe, prompts: Sequence[TrainingPrompt]) -> list[Example]:
@@ -190,6 +193,8 @@ def _make(
             card.check_target(Path(order.start), order.target, target_weights.digest)
             start = Eagle.from_weights(card.shape, weights, target_weights)
         return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll, start=start)
+    if order.method == EAGLE3:
+        return Eagle3Method(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
     if order.method == "medusa":
         return MedusaMethod(target_weights, ids, examples, heads=order.heads)
     if order.method == "distill":

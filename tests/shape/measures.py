@@ -15,6 +15,7 @@ _NOT_THE_PRODUCT = "loadtest"  # measures the product from outside
 # A capability newer than the target of product lines has a measure of its own.
 _VLLM = ("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py")
 _KERNELS = "outrider/speculation/triton_"
+_TRAINED = "outrider/train/published/"
 _PUBLISHED = ("drafter/published/", "drafter/methods/published", "outrider/models/published_drafters.py")
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
 _TARGETS = ("coordinator/workers/targets/", "outrider/launch/targets.py")  # several in one fleet
@@ -78,12 +79,13 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     adapter -= sum(source.lines for source in product if source.path.startswith(_ATTACHED[1]))
     kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
     published = sum(source.lines for source in product if source.path.startswith(_PUBLISHED))
+    trained = sum(source.lines for source in product if source.path.startswith(_TRAINED))
     agents = sum(source.lines for source in product if source.path.startswith(_AGENTS))
     targets = sum(source.lines for source in product if source.path.startswith(_TARGETS))
     states = sum(source.lines for source in product if _STATES in source.path)
     kinds = sum(source.lines for source in product if source.path.startswith(_KINDS))
     lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states - kinds
-    lines -= targets
+    lines -= targets + trained
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -94,6 +96,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of the vLLM adapter", adapter, 1_500)
     yield Measure("lines of the attached mode", attached, 900)
     yield Measure("lines of published drafters", published, 1_700)
+    yield Measure("lines of training in published formats", trained, 420)
     yield Measure("lines of the agents' API", agents, 1_640)
     yield Measure("lines of several targets", targets, 300)
     yield Measure("lines of hidden states", states, 1_100)

@@ -63,11 +63,11 @@ class Card:
         )
 
 
-def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor]) -> None:
+def save(folder: Path, card: Card, weights: Mapping[str, torch.Tensor], name: str = WEIGHTS) -> None:
     """Save a trained drafter; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / WEIGHTS) as file:
-        save_file({name: weight.contiguous() for name, weight in weights.items()}, file)
+    with atomic_write(folder / name) as file:
+        save_file({key: weight.contiguous() for key, weight in weights.items()}, file, {"format": "pt"})
         file.chmod(0o644)  # services may run as other users
     with atomic_write(folder / CARD) as file:
         file.write_text(json.dumps(asdict(card), indent=2) + "\n")

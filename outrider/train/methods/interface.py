@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
@@ -26,6 +27,7 @@ class Batch:
 
     first: torch.Tensor  # token 0  # [batch]
     hidden_states: torch.Tensor  # [batch, places, hidden]
+    layer_states: torch.Tensor  # [batch, places, layers · hidden], bfloat16
     tokens: torch.Tensor  # [batch, places]
     wanted: torch.Tensor  # [batch, places, hidden]
     starts: torch.Tensor  # [batch]
@@ -44,24 +46,21 @@ def collate(
 ) -> Batch:
     """Return a batch of examples, each cut to `max_positions`. With `generator`, some lack their start."""
     lengths = [min(len(example.tokens) - 2, max_positions) for example in examples]
-    places, width = max(lengths), examples[0].hidden_states.shape[1]
-    hidden_states = torch.zeros(len(examples), places, width)
-    wanted = torch.zeros(len(examples), places, width)
-    tokens = torch.zeros(len(examples), places, dtype=torch.long)
-    starts, outputs = [], []
-    for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
-        hidden_states[row, :length] = example.hidden_states[:length].float()
-        wanted[row, :length] = example.hidden_states[1 : length + 1].float()
-        tokens[row, :length] = example.tokens[1 : length + 1]
-        output = max(0, min(example.prompt_length - 2, length - 1))
-        outputs.append(output)
-        start = 0
+    rows = list(zip(examples, lengths, strict=True))
+    outputs = [max(0, min(example.prompt_length - 2, length - 1)) for example, length in rows]
+    starts = [0] * len(rows)
+    for row, output in enumerate(outputs):
         if generator is not None and output and float(torch.rand(1, generator=generator)) < _WINDOWED:
-            start = int(torch.randint(output, (1,), generator=generator))
-        starts.append(start)
-    bounds = (torch.tensor(each, device=device) for each in (starts, outputs, lengths))
-    first = torch.stack([example.tokens[0] for example in examples])
-    return Batch(first.to(device), hidden_states.to(device), tokens.to(device), wanted.to(device), *bounds)
+            starts[row] = int(torch.randint(output, (1,), generator=generator))
+    padded = (
+        torch.tensor([int(example.tokens[0]) for example in examples]),
+        pad_sequence([example.hidden_states[:length].float() for example, length in rows], batch_first=True),
+        pad_sequence([example.layer_states[:length] for example, length in rows], batch_first=True),
+        pad_sequence([example.tokens[1 : length + 1] for example, length in rows], batch_first=True),
+        pad_sequence([example.hidden_states[1 : length + 1].float() for example, length in rows], batch_first=True),
+    )
+    bounds = map(torch.tensor, (starts, outputs, lengths))
+    return Batch(*(each.to(device) for each in (*padded, *bounds)))
 
 
 class Method(Protocol):
