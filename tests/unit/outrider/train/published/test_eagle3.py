@@ -19,12 +19,18 @@ from drafter.published.rows import DraftKvCache, RowBatch, SessionRows
 from outrider.cli.app import app
 from outrider.models.drafter_choice import choose_drafter
 from outrider.testing.toy_models import make_model
+from outrider.train import loop, run
+from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
+from outrider.train.data import DataProgress
+from outrider.train.loop import Report
 from outrider.train.published.checkpoint import MODEL, published_weights, save_config
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape, frozen_head_loss
 from outrider.train.published.method import state_layers
+from outrider.train.run import TrainingOrder
 
 STEPS, PLACES = 4, 17
+LEARN_TOKENS = 3_000
 
 
 @dataclass(frozen=True)
@@ -33,19 +39,32 @@ class Trained:
     target: Path
     data: Path
     said: str
+    order: TrainingOrder  # of the same settings
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Train for a toy target with the command that an operator types."""
     folder = tmp_path_factory.mktemp("eagle3")
-    target = make_model(folder / "target", seed=7)
+    target = make_model(folder / "target", seed=7, focus=0.2)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(24)))
-    command = ["train", "eagle3", "--target", target, "--out", folder / "out", "--prompts", folder / "prompts.jsonl"]
-    command += ["--data", folder / "data", "--max-tokens", 12, "--tokens", 2_000, "--vocabulary", 64, "--device", "cpu"]
-    result = CliRunner().invoke(app, [str(part) for part in command])
+    order = TrainingOrder(
+        method="eagle3",
+        target=str(target),
+        out=folder / "out",
+        prompts=folder / "prompts.jsonl",
+        max_tokens=12,
+        learn_tokens=LEARN_TOKENS,
+        num_ids=64,
+        learning_rate=2e-3,
+        device="cpu",
+        data_home=folder / "data",
+    )
+    text = f"train eagle3 --target {target} --out {order.out} --prompts {order.prompts} --data {order.data_home}"
+    text += f" --max-tokens 12 --tokens {LEARN_TOKENS} --vocabulary 64 --device cpu --learning-rate 0.002"
+    result = CliRunner().invoke(app, text.split())
     assert result.exit_code == 0, result.output
-    return Trained(folder / "out", target, folder / "data", result.output)
+    return Trained(folder / "out", target, folder / "data", result.output, order)
 
 
 def _step(
@@ -91,6 +110,38 @@ def test_a_trained_one_is_loaded(trained: Trained) -> None:
     assert checkpoint.load().layers[0].self_attn.o_proj.weight.any(), "nothing was learned"
 
 
+class Dying:
+    """A watcher of a run that is killed after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+        self.steps: list[int] = []
+
+    def on_status(self, text: str) -> None:
+        """Nobody looks."""
+
+    def on_data(self, what: str, progress: DataProgress) -> None:
+        """Nobody looks."""
+
+    def on_step(self, report: Report) -> None:
+        self.steps.append(report.step)
+        if report.step == self._after:
+            raise KeyboardInterrupt
+
+
+def test_killed_and_resumed_it_ends_as_if_it_had_not_been(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_CHECKPOINT_S", 0.0)
+    order = replace(trained.order, out=trained.folder.with_name("resumed"))
+    killed, watcher = Dying(after=2), Dying(after=-1)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(order, killed)
+    card = run.train(order, watcher)
+    assert watcher.steps[0] == 3
+    assert card.metrics == cards.read_card(trained.folder).metrics
+    one, other = (load_file(folder / MODEL) for folder in (trained.folder, order.out))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_the_files_are_those_of_speculators(trained: Trained) -> None:
     config = json.loads((trained.folder / "config.json").read_text())
     assert (config["speculators_model_type"], config["fc_norm"], config["norm_output"]) == ("eagle3", True, True)
@@ -126,6 +177,19 @@ def test_unknown_positions_change_nothing() -> None:
         strict=True,
     ):
         assert torch.equal(one[:, 2 + STEPS - 1 : 7], two[:, 2 + STEPS - 1 : 7])
+
+
+def test_every_weight_learns_from_an_unrolled_pass() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(40, 32)
+    shape = Eagle3Shape(hidden=32, inner=48, heads=4, kv_heads=2, head_dim=8, states=(1, 2, 3), layers=2)
+    module = Eagle3(shape, torch.arange(8), EmbeddingsAndHead(weights, weights, None, 0.0))
+    states, tokens = torch.randn(1, 9, 96), torch.randint(40, (1, 9))
+    outputs = islice(module.unroll(states, tokens, torch.tensor([0]), torch.tensor([9])), 3)
+    probs = torch.randn(9, 8).softmax(dim=-1)
+    last = list(outputs)[-1]
+    frozen_head_loss(last[0], weights[:8], probs).backward()
+    assert [name for name, weight in module.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
 def test_the_loss_behind_a_constant_head_is_torchs() -> None:
