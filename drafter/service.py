@@ -15,6 +15,7 @@ from drafter.interface import Drafter
 from drafter.loop import DraftingLoop
 from drafter.session import DraftOpening, DraftSession
 from outrider.base.aio import background, first_message
+from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import DrafterMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
@@ -43,6 +44,8 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
         about = replace(about, state_spec=self.declare(drafter, float8=settings.feature_dtype == "fp8"))
         super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
+        keys = self.credentials.own_keys
+        self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_DrafterServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]

@@ -13,6 +13,7 @@ import structlog
 
 from outrider.base.aio import background, first_message
 from outrider.base.config import KV_TOKENS
+from outrider.multiplex.server import MultiplexedHandler
 from outrider.observability.metrics import VerifierMetrics
 from outrider.observability.request_context import bind_context
 from outrider.observability.span_events import StreamSpan
@@ -75,6 +76,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
         self.projections = target.projections
         about = self.projections.describe(WorkerInfo("", Role.VERIFIER, "", info, "target"))
         super().__init__(settings, about, vocabulary, self._loop, self._metrics, tracing)
+        keys = self.credentials.own_keys
+        self.multiplexed = MultiplexedHandler(self.Verify, pb.VerifyRequest.FromString, keys, settings)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rpc.add_VerifierServicer_to_server(self, server)  # type: ignore[no-untyped-call,unused-ignore]

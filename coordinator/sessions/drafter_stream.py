@@ -114,7 +114,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             vocabulary_digest=target.vocabulary_digest,
             eos_token_ids=target.eos_token_ids,
         )
-        super().__init__(connection, connection.drafter.Draft, draft.DraftRequest(open=opening), span)
+        super().__init__(connection, draft.DraftRequest(open=opening), draft.DraftReply.FromString, span)
         self.source = source
         self.pair = pair
         self.plan = plan

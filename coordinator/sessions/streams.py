@@ -1,7 +1,7 @@
 """Streams of a session to its workers, and the one to its verifier.
 
-Messages are sent through a queue, so that a stalled peer never stalls the
-session. The loss of a peer raises PeerLost for every gRPC status.
+Sending never waits, so that a stalled peer never stalls the session. The loss
+of a peer raises PeerLost for every gRPC status.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.seeds import verifier_params
@@ -30,36 +30,31 @@ from outrider.v1 import common_pb2 as common
 from outrider.v1 import verifier_pb2 as verify
 
 Out = TypeVar("Out", bound=Message)
-In = TypeVar("In")
+In = TypeVar("In", bound=Message)
 
 OPEN_TIMEOUT_S = 30.0
-MAX_UNSENT = 1024  # messages in the queue
-MAX_UNSENT_BYTES = 16 * 1024 * 1024  # without the first message
 
 
 class WorkerStream(Generic[Out, In]):
     """A bidirectional stream whose first message is sent on entry."""
 
-    def __init__(self, connection: WorkerConnection, start: Callable[..., Any], opening: Out, span: Span) -> None:
+    def __init__(self, connection: WorkerConnection, opening: Out, decode: Callable[[bytes], In], span: Span) -> None:
+        """Set the first message, and how to decode the worker's."""
         self.connection = connection
-        self._start = start
+        self._opening = opening
+        self._decode = decode
         self._span = span
-        self._outbox: asyncio.Queue[Out] = asyncio.Queue()
-        self._outbox.put_nowait(opening)
-        self._unsent_bytes = opening.ByteSize()
-        self._max_bytes = self._unsent_bytes + MAX_UNSENT_BYTES
         self._call: Any = None
-        self._writing: asyncio.Task[None] | None = None
         self._cancelled_by: OutriderError | None = None
 
     async def __aenter__(self) -> Self:
         try:
-            self._call = self._start(metadata=current().metadata(self._span))
+            self._call = self.connection.start_session(current().metadata(self._span))
         except grpc.aio.UsageError as error:  # the channel has been closed since the worker was chosen
             self._span.end()
             raise PeerLost(f"{self.connection.info.address} has left") from error
         self.connection.streams.add(self)
-        self._writing = asyncio.create_task(self._write())
+        self.send(self._opening)
         return self
 
     async def __aexit__(
@@ -69,10 +64,7 @@ class WorkerStream(Generic[Out, In]):
         if isinstance(error, OutriderError):
             self._span.failed(error.message)
         self._span.end()
-        self._call.cancel()
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        await self._call.close()
 
     def cancel(self, error: OutriderError) -> None:
         """Cancel the stream; its reader raises the error."""
@@ -80,11 +72,8 @@ class WorkerStream(Generic[Out, In]):
         self._call.cancel()
 
     def send(self, message: Out) -> None:
-        self._unsent_bytes += message.ByteSize()
-        if self._outbox.qsize() >= MAX_UNSENT or self._unsent_bytes > self._max_bytes:
+        if not self._call.send(message.SerializeToString()):
             self.cancel(PeerLost(f"{self.connection.info.address} does not read its messages"))
-        else:
-            self._outbox.put_nowait(message)
 
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         """Return 0: a drafter need not answer."""
@@ -93,28 +82,24 @@ class WorkerStream(Generic[Out, In]):
     async def receive(self) -> In | None:
         """Return the peer's next message, or None after an orderly end of the stream."""
         try:
-            message = await self._call.read()
+            data = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._cancelled_by or worker_error(self.connection.info.address, error) from error
         except asyncio.CancelledError:
             raise self._lost() from None
-        if message is grpc.aio.EOF:
-            code = await self._call.code()
-            if code is not grpc.StatusCode.OK:
-                raise self._cancelled_by or worker_error(
-                    self.connection.info.address, cast(grpc.RpcError, await _as_error(self._call))
-                )
+        if data is None:
             return None
-        if message is None:  # gRPC returns None for bytes that it cannot decode
-            raise ProtocolViolation(f"{self.connection.info.address} sent bytes that are no message")
         self.connection.silent_s = 0.0
-        return cast(In, message)
+        try:
+            return self._decode(data)
+        except DecodeError as error:
+            raise ProtocolViolation(f"{self.connection.info.address} sent bytes that are no message") from error
 
     async def opened(self) -> In:
         """Wait until the peer has accepted the session and return its reply."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                reply: Any = await self.receive()
+                reply = await self.receive()
         except TimeoutError as error:
             raise PeerLost(f"{self.connection.info.address} did not answer in {OPEN_TIMEOUT_S:g} s") from error
         if reply is None:
@@ -122,7 +107,7 @@ class WorkerStream(Generic[Out, In]):
         if reply.WhichOneof("message") != "opened":
             kind = reply.WhichOneof("message") or "empty"
             raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind}, not opened")
-        return cast(In, reply)
+        return reply
 
     def _lost(self) -> BaseException:
         """Return the error of a cancelled read: CancelledError only if the task itself was cancelled."""
@@ -130,15 +115,6 @@ class WorkerStream(Generic[Out, In]):
         if task is not None and task.cancelling():
             return asyncio.CancelledError()
         return self._cancelled_by or PeerLost(f"the connection to {self.connection.info.address} was closed")
-
-    async def _write(self) -> None:
-        while True:
-            message = await self._outbox.get()
-            try:
-                await self._call.write(message)
-                self._unsent_bytes -= message.ByteSize()
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader raises the error
 
 
 class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
@@ -160,7 +136,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
             cache_salt=request.cache_salt,
             tenant=record.tenant,
         )
-        super().__init__(connection, connection.verifier.Verify, verify.VerifyRequest(open=opening), span)
+        super().__init__(connection, verify.VerifyRequest(open=opening), verify.VerifyReply.FromString, span)
         self._sent = SentMessages()
         self._sent.messages = self._sent.states.note(states)
         self._deadline = VerdictDeadline(len(opening.tokens))
@@ -198,9 +174,3 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
                 yield self._reader.refusal(reply)
             else:
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind or 'empty'}")
-
-
-async def _as_error(call: Any) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
-    )

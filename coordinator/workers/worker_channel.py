@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import grpc
 
+from outrider.base.grpc_options import MAX_MESSAGE_BYTES
 from outrider.protocol.fleet import Role, WorkerInfo
 from outrider.protocol.message_limits import MAX_DRAFTER_MESSAGE_BYTES
 from outrider.security.channels import Channels
@@ -18,11 +19,11 @@ class WorkerChannel:
         """Open the channel; `access` returns the present credentials, `streams` are those in progress."""
         self._address = info.address
         # Drafters send small messages and are not trusted: gRPC drops larger ones before they are read.
-        self._max_bytes = MAX_DRAFTER_MESSAGE_BYTES if info.role is Role.DRAFTER else None
+        self.max_bytes = MAX_DRAFTER_MESSAGE_BYTES if info.role is Role.DRAFTER else MAX_MESSAGE_BYTES
         self._access = access
         self._streams = streams
         self._opened_with = access()
-        self._channel = self._opened_with.aio_channel(self._address, self._max_bytes)
+        self._channel = self._opened_with.aio_channel(self._address, self.max_bytes)
         self._old: list[tuple[grpc.aio.Channel, set[object]]] = []  # with the streams that may still use them
 
     def current(self) -> grpc.aio.Channel:
@@ -30,7 +31,7 @@ class WorkerChannel:
         if (access := self._access()) != self._opened_with:
             self._old.append((self._channel, set(self._streams)))
             self._opened_with = access
-            self._channel = access.aio_channel(self._address, self._max_bytes)
+            self._channel = access.aio_channel(self._address, self.max_bytes)
         return self._channel
 
     async def close_unused(self) -> None:

@@ -13,6 +13,8 @@ import structlog
 
 from coordinator.workers.worker_channel import WorkerChannel
 from outrider.base.rpc_status import error_from_rpc
+from outrider.multiplex.calls import SessionCall
+from outrider.multiplex.client import Metadata, WorkerCalls
 from outrider.protocol import convert
 from outrider.protocol.errors import OutriderError, ProtocolViolation, Unauthenticated, Unavailable
 from outrider.protocol.fleet import Role, WorkerInfo, WorkerLoad
@@ -33,6 +35,7 @@ _SMOOTHING = 0.3
 _CHANGE_SMOOTHING = 0.5  # of round trips that differ too much for noise
 _SLOWER = 1.4  # factors that count as such a change
 _FASTER = 1.25
+_METHODS = {Role.VERIFIER: ("outrider.v1.Verifier", "Verify"), Role.DRAFTER: ("outrider.v1.Drafter", "Draft")}
 _TOO_LARGE = "CLIENT: Received message larger than max"  # gRPC's message for an oversized reply
 
 
@@ -61,6 +64,8 @@ class WorkerConnection:
         self._failures = 0
         self._not_before = 0.0
         self._channel = WorkerChannel(info, access, self.streams)
+        service, method = _METHODS[info.role]
+        self._calls = WorkerCalls(service, method, self._channel.max_bytes)
         self._probing = asyncio.create_task(self._probe())
 
     @property
@@ -74,6 +79,9 @@ class WorkerConnection:
     @property
     def drafter(self) -> drafter_pb2_grpc.DrafterAsyncStub:
         return drafter_pb2_grpc.DrafterStub(self._channel.current())  # type: ignore[return-value]
+
+    def start_session(self, metadata: Metadata) -> SessionCall:
+        return self._calls.start(self._channel.current(), metadata)
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -111,12 +119,14 @@ class WorkerConnection:
     async def close(self) -> None:
         self._probing.cancel()
         await asyncio.gather(self._probing, return_exceptions=True)
+        await self._calls.close()
         await self._channel.close()
 
     async def _probe(self) -> None:
         while True:
             await self._channel.close_unused()
             stub = self.verifier if self.info.role is Role.VERIFIER else self.drafter
+            self._calls.keep_open(self._channel.current())
             started = time.perf_counter()
             try:
                 reply: common.ProbeReply | None = await stub.Probe(common.ProbeRequest(), timeout=PROBE_TIMEOUT_S)

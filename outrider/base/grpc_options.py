@@ -17,6 +17,8 @@ _OWN_DESCRIPTORS = 64  # for files, Redis and the like
 
 _MIB = 1024 * 1024
 
+MAX_MESSAGE_BYTES = 32 * _MIB  # of a client
+
 # Only bit 0, no compression. gRPC checks a message's size after inflating it, so a megabyte could become a gigabyte.
 # Other algorithms are refused when the headers arrive.
 _UNCOMPRESSED = ("grpc.compression_enabled_algorithms_bitset", 1)
@@ -56,11 +58,11 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def channel_options(max_message_mib: int = 32, receive_bytes: int | None = None) -> list[tuple[str, Any]]:
+def channel_options(receive_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
     """Return the options of a channel. `receive_bytes` limits replies of peers that send small messages only."""
     return [
-        ("grpc.max_receive_message_length", receive_bytes or max_message_mib * _MIB),
-        ("grpc.max_send_message_length", max_message_mib * _MIB),
+        ("grpc.max_receive_message_length", receive_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -22,6 +22,7 @@ LONGEST: dict[str, int | None] = {
     "cache_salt": MAX_SALT_CHARACTERS,
     "data": 64 * 1024,  # a part of a projection
     "drafter": 64,
+    "header": 1024,
     "idempotency_key": 256,
     "kind": 64,
     "model": 512,
@@ -34,12 +35,13 @@ LONGEST: dict[str, int | None] = {
     "content": None,
     "json_schema": None,
     "lark": None,
+    "payload": None,
     "prompt": None,
     "regex": None,
     "rows": None,
 }
 # Entries of a list. The readers of tokens, guesses and messages bound those lists.
-MOST = {"eos_token_ids": 256, "rows": 1024, "ms": 1024, "layers": 16, "specs": 64}
+MOST = {"eos_token_ids": 256, "rows": 1024, "headers": 16, "ms": 1024, "layers": 16, "specs": 64}
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 

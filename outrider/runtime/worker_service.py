@@ -14,6 +14,7 @@ import grpc
 
 from outrider.base.aio import critical_task
 from outrider.base.config import WorkerSettings
+from outrider.multiplex.server import MultiplexedService
 from outrider.observability.metrics import Metrics
 from outrider.observability.metrics_server import MetricsServer
 from outrider.observability.tracing import Tracing
@@ -45,7 +46,7 @@ class WorkLoop(Protocol):
     def stop(self) -> None: ...
 
 
-class WorkerService:
+class WorkerService(MultiplexedService):
     """Base of both workers' services."""
 
     names: tuple[str, ...]
@@ -108,6 +109,7 @@ class WorkerService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._worker_loop.stop()
+        self.multiplexed.close()
         self._metrics_server.close()
         await self._tracing.close()
 

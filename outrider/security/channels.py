@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import grpc
 
-from outrider.base.grpc_options import channel_options
+from outrider.base.grpc_options import MAX_MESSAGE_BYTES, channel_options
 from outrider.security.api_keys import HEADER, bearer
 from outrider.security.credentials import Credentials
 from outrider.security.tls import Tls
@@ -30,12 +30,12 @@ class Channels:
         """Return a channel for synchronous stubs."""
         return cast("grpc.Channel", self._open(grpc, address))
 
-    def aio_channel(self, address: str, receive_bytes: int | None = None) -> grpc.aio.Channel:
+    def aio_channel(self, address: str, receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
         """Return a channel for asynchronous stubs of the running event loop; `receive_bytes` limits a message."""
         return cast("grpc.aio.Channel", self._open(grpc.aio, address, receive_bytes))
 
-    def _open(self, kind: Any, address: str, receive_bytes: int | None = None) -> Any:
-        options = channel_options(receive_bytes=receive_bytes)
+    def _open(self, kind: Any, address: str, receive_bytes: int = MAX_MESSAGE_BYTES) -> Any:
+        options = channel_options(receive_bytes)
         if self.tls is None:
             channel = kind.insecure_channel(address, options=options)
         else:

@@ -37,7 +37,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        read, write = _reader(handler.request_deserializer), handler.response_serializer
+        read, write = checked_reader(handler.request_deserializer), handler.response_serializer
         if inspect.isasyncgenfunction(handler.stream_stream):
             behaviour = _checked_stream_handler(handler.stream_stream, self._write_timeout_s)
             return grpc.stream_stream_rpc_method_handler(behaviour, read, write)
@@ -50,7 +50,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler  # library services that write to their context themselves
 
 
-def _reader(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def checked_reader(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return a deserializer that raises InvalidRequest for bytes that are no valid request."""
 
     def read(data: bytes) -> Any:

@@ -5,6 +5,7 @@ import warnings
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import drafter_pb2 as outrider_dot_v1_dot_drafter__pb2
+from outrider.v1 import multiplex_pb2 as outrider_dot_v1_dot_multiplex__pb2
 
 GRPC_GENERATED_VERSION = '1.73.1'
 GRPC_VERSION = grpc.__version__
@@ -40,6 +41,11 @@ class DrafterStub(object):
                 request_serializer=outrider_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_drafter__pb2.DraftReply.FromString,
                 _registered_method=True)
+        self.Sessions = channel.stream_stream(
+                '/outrider.v1.Drafter/Sessions',
+                request_serializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_unary(
                 '/outrider.v1.Drafter/Probe',
                 request_serializer=outrider_dot_v1_dot_common__pb2.ProbeRequest.SerializeToString,
@@ -58,6 +64,13 @@ class DrafterServicer(object):
     def Draft(self, request_iterator, context):
         """One stream per session. The first message is OpenDraft, then Committed and
         DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sessions(self, request_iterator, context):
+        """The Draft streams of all sessions of one coordinator, in one: a step's guesses are one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +96,11 @@ def add_DrafterServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=outrider_dot_v1_dot_drafter__pb2.DraftRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_drafter__pb2.DraftReply.SerializeToString,
+            ),
+            'Sessions': grpc.stream_stream_rpc_method_handler(
+                    servicer.Sessions,
+                    request_deserializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
+                    response_serializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
             ),
             'Probe': grpc.unary_unary_rpc_method_handler(
                     servicer.Probe,
@@ -122,6 +140,33 @@ class Drafter(object):
             '/outrider.v1.Drafter/Draft',
             outrider_dot_v1_dot_drafter__pb2.DraftRequest.SerializeToString,
             outrider_dot_v1_dot_drafter__pb2.DraftReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sessions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.Drafter/Sessions',
+            outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
+            outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import outrider.v1.common_pb2
 import outrider.v1.drafter_pb2
+import outrider.v1.multiplex_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -27,6 +28,12 @@ class DrafterStub:
     """One stream per session. The first message is OpenDraft, then Committed and
     DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
+
+    Sessions: grpc.StreamStreamMultiCallable[
+        outrider.v1.multiplex_pb2.SessionFrames,
+        outrider.v1.multiplex_pb2.SessionFrames,
+    ]
+    """The Draft streams of all sessions of one coordinator, in one: a step's guesses are one message."""
 
     Probe: grpc.UnaryUnaryMultiCallable[
         outrider.v1.common_pb2.ProbeRequest,
@@ -47,6 +54,12 @@ class DrafterAsyncStub:
     """One stream per session. The first message is OpenDraft, then Committed and
     DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
     """
+
+    Sessions: grpc.aio.StreamStreamMultiCallable[
+        outrider.v1.multiplex_pb2.SessionFrames,
+        outrider.v1.multiplex_pb2.SessionFrames,
+    ]
+    """The Draft streams of all sessions of one coordinator, in one: a step's guesses are one message."""
 
     Probe: grpc.aio.UnaryUnaryMultiCallable[
         outrider.v1.common_pb2.ProbeRequest,
@@ -69,6 +82,14 @@ class DrafterServicer(metaclass=abc.ABCMeta):
         """One stream per session. The first message is OpenDraft, then Committed and
         DraftSteering follow; the drafter sends guesses. Half-closing ends the session.
         """
+
+    @abc.abstractmethod
+    def Sessions(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.multiplex_pb2.SessionFrames],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.multiplex_pb2.SessionFrames], collections.abc.AsyncIterator[outrider.v1.multiplex_pb2.SessionFrames]]:
+        """The Draft streams of all sessions of one coordinator, in one: a step's guesses are one message."""
 
     @abc.abstractmethod
     def Probe(

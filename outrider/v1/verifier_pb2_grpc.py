@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
+from outrider.v1 import multiplex_pb2 as outrider_dot_v1_dot_multiplex__pb2
 from outrider.v1 import verifier_pb2 as outrider_dot_v1_dot_verifier__pb2
 
 GRPC_GENERATED_VERSION = '1.73.1'
@@ -40,6 +41,11 @@ class VerifierStub(object):
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.VerifyReply.FromString,
                 _registered_method=True)
+        self.Sessions = channel.stream_stream(
+                '/outrider.v1.Verifier/Sessions',
+                request_serializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
+                _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/outrider.v1.Verifier/GetTokenizer',
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.GetTokenizerRequest.SerializeToString,
@@ -64,6 +70,13 @@ class VerifierServicer(object):
         """One stream per session. The first message is OpenVerify, then Guess and
         VerifySteering follow at any time; the verifier sends verdicts until the output ends.
         Half-closing or cancelling ends the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sessions(self, request_iterator, context):
+        """The Verify streams of all sessions of one coordinator, in one: a step's verdicts are one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +109,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.VerifyRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.VerifyReply.SerializeToString,
+            ),
+            'Sessions': grpc.stream_stream_rpc_method_handler(
+                    servicer.Sessions,
+                    request_deserializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
+                    response_serializer=outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
@@ -140,6 +158,33 @@ class Verifier(object):
             '/outrider.v1.Verifier/Verify',
             outrider_dot_v1_dot_verifier__pb2.VerifyRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sessions(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.Verifier/Sessions',
+            outrider_dot_v1_dot_multiplex__pb2.SessionFrames.SerializeToString,
+            outrider_dot_v1_dot_multiplex__pb2.SessionFrames.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import outrider.v1.common_pb2
+import outrider.v1.multiplex_pb2
 import outrider.v1.verifier_pb2
 import typing
 
@@ -30,6 +31,12 @@ class VerifierStub:
     VerifySteering follow at any time; the verifier sends verdicts until the output ends.
     Half-closing or cancelling ends the session.
     """
+
+    Sessions: grpc.StreamStreamMultiCallable[
+        outrider.v1.multiplex_pb2.SessionFrames,
+        outrider.v1.multiplex_pb2.SessionFrames,
+    ]
+    """The Verify streams of all sessions of one coordinator, in one: a step's verdicts are one message."""
 
     GetTokenizer: grpc.UnaryStreamMultiCallable[
         outrider.v1.verifier_pb2.GetTokenizerRequest,
@@ -57,6 +64,12 @@ class VerifierAsyncStub:
     VerifySteering follow at any time; the verifier sends verdicts until the output ends.
     Half-closing or cancelling ends the session.
     """
+
+    Sessions: grpc.aio.StreamStreamMultiCallable[
+        outrider.v1.multiplex_pb2.SessionFrames,
+        outrider.v1.multiplex_pb2.SessionFrames,
+    ]
+    """The Verify streams of all sessions of one coordinator, in one: a step's verdicts are one message."""
 
     GetTokenizer: grpc.aio.UnaryStreamMultiCallable[
         outrider.v1.verifier_pb2.GetTokenizerRequest,
@@ -86,6 +99,14 @@ class VerifierServicer(metaclass=abc.ABCMeta):
         VerifySteering follow at any time; the verifier sends verdicts until the output ends.
         Half-closing or cancelling ends the session.
         """
+
+    @abc.abstractmethod
+    def Sessions(
+        self,
+        request_iterator: _MaybeAsyncIterator[outrider.v1.multiplex_pb2.SessionFrames],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[outrider.v1.multiplex_pb2.SessionFrames], collections.abc.AsyncIterator[outrider.v1.multiplex_pb2.SessionFrames]]:
+        """The Verify streams of all sessions of one coordinator, in one: a step's verdicts are one message."""
 
     @abc.abstractmethod
     def GetTokenizer(

@@ -16,12 +16,14 @@ from coordinator.workers.shunned import ShunnedWorkers
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
+from outrider.multiplex.frames import PART_BYTES, WINDOW_BYTES
 from outrider.protocol import convert
 from outrider.protocol.speculation import FinishReason, TokenKind
 from outrider.settings.coordinator import CoordinatorSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import multiplex_pb2 as multiplex
 from outrider.v1 import verifier_pb2 as verify
 from tests.cluster import Output, Redis, ask, client, generate, in_process
 from tests.contract.conftest import HEARTBEAT_MS, verifier_serving
@@ -58,6 +60,43 @@ MANNERS: dict[str, Reply] = {
 }
 
 
+def frames(stream: int, at: int, *said: bytes) -> multiplex.SessionFrames:
+    """The messages of one session on the shared stream, in parts."""
+    parts = [
+        (data[start : start + PART_BYTES], start + PART_BYTES < len(data))
+        for data in said
+        for start in range(0, max(1, len(data)), PART_BYTES)
+    ]
+    return multiplex.SessionFrames(
+        frames=[multiplex.SessionFrame(stream=stream, payload=part, more=more) for part, more in parts]
+    )
+
+
+def frame(**fields: Any) -> multiplex.SessionFrames:
+    return multiplex.SessionFrames(frames=[multiplex.SessionFrame(**fields)])
+
+
+# What it sends on the shared stream to the session that it was given.
+SHARED: dict[str, Callable[[int, int], list[multiplex.SessionFrames]]] = {
+    "an unknown stream": lambda stream, at: [frame(stream=stream + 1000, payload=verdict(at))],
+    "stream 0": lambda stream, at: [frame(stream=0, payload=b"x")],
+    "opens streams": lambda stream, at: [frame(stream=stream, open=multiplex.OpenStream())],
+    "an empty batch": lambda stream, at: [multiplex.SessionFrames()],
+    "an empty frame": lambda stream, at: [frame(stream=stream)],
+    "a batch too large": lambda stream, at: [multiplex.SessionFrames(frames=[multiplex.SessionFrame()] * 100_000)],
+    "a part too large": lambda stream, at: [frame(stream=stream, payload=b"x" * (PART_BYTES + 1))],
+    "credit for nothing": lambda stream, at: [frame(stream=stream, credit=2**31)],
+    "no status that there is": lambda stream, at: [frame(stream=stream, end=multiplex.StreamEnd(status=99))],
+    "speaks after its end": lambda stream, at: [frame(stream=stream, end=multiplex.StreamEnd())] * 2,
+    "beyond its window": lambda stream, at: [frame(stream=stream, payload=b"x" * PART_BYTES, more=True)] * 4096,
+    "elsewhere, shared": lambda stream, at: [frames(stream, at, MANNERS["elsewhere"](at))],
+    "a million tokens, shared": lambda stream, at: [
+        multiplex.SessionFrames(frames=[each]) for each in frames(stream, at, MANNERS["a million tokens"](at)).frames
+    ],
+    "bytes, shared": lambda stream, at: [frames(stream, at, b"\xff\xff\xff")],
+}
+
+
 class Hostile:
     """A verifier of the target, as far as its word goes."""
 
@@ -65,6 +104,7 @@ class Hostile:
         self.model = model
         self.manner = ""
         self.opened = 0
+        self.shared = asyncio.Event()  # a shared stream is open
         self.probe = common.ProbeReply()
 
     async def verify(self, requests: AsyncIterator[verify.VerifyRequest], context: Any) -> AsyncIterator[bytes]:
@@ -80,6 +120,25 @@ class Hostile:
             yield MANNERS[self.manner](at)
         await asyncio.sleep(3600)
 
+    async def sessions(
+        self, batches: AsyncIterator[multiplex.SessionFrames], context: Any
+    ) -> AsyncIterator[multiplex.SessionFrames]:
+        if self.manner not in SHARED:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "an older verifier")
+        yield multiplex.SessionFrames(window=WINDOW_BYTES)
+        self.shared.set()
+        async for batch in batches:
+            for each in batch.frames:
+                opening = verify.VerifyRequest.FromString(each.payload).open
+                if not opening.tokens:
+                    continue
+                self.opened += 1
+                at = len(opening.tokens)
+                opened = verify.VerifyReply(opened=verify.Opened(position=at, model=self.model)).SerializeToString()
+                yield frames(each.stream, at, opened)
+                for said in SHARED[self.manner](each.stream, at):
+                    yield said
+
     async def answer(self, request: common.ProbeRequest, context: Any) -> common.ProbeReply:
         return self.probe
 
@@ -88,6 +147,9 @@ class Hostile:
             "outrider.v1.Verifier",
             {
                 "Verify": grpc.stream_stream_rpc_method_handler(self.verify, verify.VerifyRequest.FromString, bytes),
+                "Sessions": grpc.stream_stream_rpc_method_handler(
+                    self.sessions, multiplex.SessionFrames.FromString, multiplex.SessionFrames.SerializeToString
+                ),
                 "Probe": grpc.unary_unary_rpc_method_handler(
                     self.answer, common.ProbeRequest.FromString, common.ProbeReply.SerializeToString
                 ),
@@ -113,6 +175,7 @@ class Pair:
         self.service.sessions.worker_pool.shunned = ShunnedWorkers()
         self.hostile.manner = manner
         self.hostile.opened = 0
+        self.hostile.shared.clear()
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((self.hostile.handlers(),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -130,6 +193,8 @@ class Pair:
             call = rpc.RegistryStub(channel).Register()
             await call.write(pb.RegisterRequest(worker=worker))
             await call.read()
+            if manner in SHARED:
+                await asyncio.wait_for(self.hostile.shared.wait(), 10)
             yield
             call.cancel()
             assert await soon(lambda: all(link.info.address != address for link in worker_pool.connections()), 20)
@@ -165,7 +230,7 @@ async def until_it_had_one(pair: Pair) -> list[Output]:
     raise AssertionError("nobody believed that it has room")
 
 
-@pytest.mark.parametrize("manner", [*MANNERS, "another target", "cannot", "silent"])
+@pytest.mark.parametrize("manner", [*MANNERS, *SHARED, "another target", "cannot", "silent"])
 async def test_a_verifier_that_lies_loses_the_session_and_the_text_is_the_same(pair: Pair, manner: str) -> None:
     honest = await pair.answer()
     async with pair.with_hostile(manner):
@@ -177,7 +242,7 @@ async def test_a_verifier_that_lies_loses_the_session_and_the_text_is_the_same(p
         ]
     assert [output.token_ids for output in outputs] == [honest.token_ids] * len(outputs)
     assert sum(output.stats.failovers for output in outputs) >= 1
-    if manner in MANNERS or manner == "another target":
+    if manner in MANNERS or manner in SHARED or manner == "another target":
         assert [link.info.address for link in shunned if "hostile" in link.info.worker_id], "left alone for a while"
 
 

@@ -15,6 +15,7 @@ from tests.fuzz import corpus, http1, protobuf
 from tests.fuzz.case import ABANDON, CANCEL, HALF_CLOSE, Case
 from tests.fuzz.corpus import Known
 from tests.fuzz.h2 import connections
+from tests.fuzz.shared import on_shared_stream
 from tests.fuzz.values import SESSION
 
 EDGES = ("http", "grpc", "verify", "draft", "workers")
@@ -29,7 +30,7 @@ _MANY_TOKENS = 64
 
 def make(edge: str, seed: int, number: int, known: Known) -> Case:
     rng = random.Random(f"{seed}/{edge}/{number}")
-    return _MAKERS[edge](rng, known)
+    return on_shared_stream(random.Random(f"{seed}/{edge}/{number}/shared"), _MAKERS[edge](rng, known))
 
 
 def _times(rng: random.Random) -> int:

@@ -11,12 +11,14 @@ import grpc
 
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
+from outrider.v1 import multiplex_pb2 as multiplex
 from outrider.v1 import verifier_pb2 as verify
 from tests.fuzz import corpus
 from tests.fuzz.calls import ANSWER_S, Outcome, call
 from tests.fuzz.case import CANCEL, Case
 from tests.fuzz.corpus import Known
 from tests.fuzz.generators import DRAFT, PUBLIC, VERIFY
+from tests.fuzz.shared import SESSIONS
 
 PATIENCE_US = 4_000  # that the real verifier waits for a fake drafter's guesses
 ROOMY = 2**20  # capacity; the largest is chosen first
@@ -35,6 +37,9 @@ class FalseWorker(grpc.GenericRpcHandler):
         method = handler_call_details.method
         if method in (VERIFY, DRAFT):
             return grpc.stream_stream_rpc_method_handler(self._session)
+        case = self._case
+        if method.endswith("/Sessions") and case is not None and SESSIONS in case.answers:
+            return grpc.stream_stream_rpc_method_handler(self._shared)
         if method.endswith("/Probe"):
             return grpc.unary_unary_rpc_method_handler(self._probe)
         return None
@@ -55,6 +60,26 @@ class FalseWorker(grpc.GenericRpcHandler):
         if case.method == DRAFT:  # an ended one would be replaced by itself
             async for _ in requests:
                 pass
+
+    async def _shared(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """Answer the first session of a shared stream. It is the first there, as each life has its own address."""
+        case = self._case
+        said = case.answers.get(SESSIONS, (b"",)) if case is not None else (b"",)
+        yield said[0]
+        async for batch in requests:
+            first = next(
+                (frame.payload for frame in multiplex.SessionFrames.FromString(batch).frames if frame.payload), b""
+            )
+            if not first:
+                continue
+            if case is None or (case.method == VERIFY and not _is_ours(first)):
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+            self.served += 1
+            for answer in said[1:]:
+                yield answer
+            break
+        async for _ in requests:
+            pass
 
     @asynccontextmanager
     async def playing(self, case: Case, known: Known, coordinator: grpc.aio.Channel) -> AsyncIterator[bool]:

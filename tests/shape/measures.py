@@ -21,6 +21,7 @@ _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # gue
 _TARGETS = ("coordinator/workers/targets/", "outrider/launch/targets.py")  # several in one fleet
 _AGENTS = "coordinator/api/http/agents/"
 _KINDS = "coordinator/sessions/text_kinds/"
+_MULTIPLEX = "outrider/multiplex/"
 _STATES = "/hidden_states"  # of several layers: in each room, a folder or file of that name
 
 
@@ -55,11 +56,18 @@ def static() -> list[Measure]:
 def of_rounds() -> list[Measure]:
     """Measure what a round runs; see `rounds`."""
     measured = rounds.measure()
-    found = [f"{name}: {function}" for name, functions in measured.by_process.items() for function in functions]
-    note = ", ".join(f"{name} {len(functions)}" for name, functions in measured.by_process.items())
+    by_process = {
+        name: [function for function in functions if not function.startswith(_MULTIPLEX)]
+        for name, functions in measured.by_process.items()
+    }
+    shared = [function for function in measured.functions if function.startswith(_MULTIPLEX)]
+    own = rounds.Rounds(by_process)
+    found = [f"{name}: {function}" for name, functions in by_process.items() for function in functions]
+    note = ", ".join(f"{name} {len(functions)}" for name, functions in by_process.items())
     return [
-        Measure("functions run in a round", len(measured.functions), 120, found, note, step=5),
-        Measure("files run in a round", len(measured.files), 20, measured.files),
+        Measure("functions run in a round", len(own.functions), 120, found, note, step=5),
+        Measure("files run in a round", len(own.files), 20, own.files),
+        Measure("functions of multiplexed streams run in a round", len(shared), 30, shared),
     ]
 
 
@@ -85,7 +93,8 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     states = sum(source.lines for source in product if _STATES in source.path)
     kinds = sum(source.lines for source in product if source.path.startswith(_KINDS))
     lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states - kinds
-    lines -= targets + trained
+    multiplex = sum(source.lines for source in product if source.path.startswith(_MULTIPLEX))
+    lines -= targets + trained + multiplex
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -99,6 +108,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of training in published formats", trained, 420)
     yield Measure("lines of the agents' API", agents, 1_640)
     yield Measure("lines of several targets", targets, 300)
+    yield Measure("lines of multiplexed streams", multiplex, 750)
     yield Measure("lines of hidden states", states, 1_100)
     yield Measure("lines of Triton kernels", kernels, 300)
     yield Measure("lines of kinds of text", kinds, 170)

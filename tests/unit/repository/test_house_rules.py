@@ -11,7 +11,7 @@ from tests.shape.measures import Measure
 
 NAMES = sorted(measures.ceilings())
 # Measured over running services, by `tests/e2e/test_round_shape.py`.
-OF_ROUNDS = ("files run in a round", "functions run in a round")
+OF_ROUNDS = ("files run in a round", "functions of multiplexed streams run in a round", "functions run in a round")
 
 
 class CanBeLower(UserWarning):

@@ -19,6 +19,7 @@ from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import MAX_GAMMA
 from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
 
 
 def guess(**fields: object) -> common.Guess:
@@ -111,24 +112,35 @@ def test_no_drafter_has_worked_longer_than_it_was_heard_nothing_of(ahead: bool) 
     assert limits.bound_us(300, 10.7, ahead=ahead) == 300, "a plausible time is taken as reported"
 
 
-def stream_to_a_drafter() -> DrafterStream:
+class Sent:
+    """A call that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[draft.DraftRequest] = []
+
+    def send(self, message: bytes) -> bool:
+        self.messages.append(draft.DraftRequest.FromString(message))
+        return True
+
+
+def stream_to_a_drafter() -> tuple[DrafterStream, list[draft.DraftRequest]]:
     model = ModelInfo("m", "f", vocab_size=100)
     connection = WorkerConnection(
         WorkerInfo("d", Role.DRAFTER, "127.0.0.1:1", model), lambda: FleetKeys().access(Role.DRAFTER)
     )
     record = SessionRecord("s", SessionRequest((1, 2), SamplingParams(temperature=0.0, seed=1, max_tokens=500)))
     stream = DrafterStream(connection, record, model, Span(), 1, PairEstimate(4), PLAIN)
-    stream._outbox.get_nowait()  # the opening
-    return stream
+    stream._call = sent = Sent()
+    return stream, sent.messages
 
 
 async def test_late_commits_do_not_exceed_a_message() -> None:
-    stream = stream_to_a_drafter()
+    stream, sent = stream_to_a_drafter()
     for position in range(2, 2 + 63):
         stream.commit(position, (7,), None)
     stream.commit(65, (8, 9, 10), None)
     stream.steer(SpeculationPlan(3))
-    requests = [stream._outbox.get_nowait() for _ in range(2)]
+    requests = [sent.pop(0) for _ in range(2)]
     for request in requests:
         message_limits.check_draft_request(request)
     committed = [(request.committed.position, list(request.committed.tokens)) for request in requests]
@@ -137,29 +149,29 @@ async def test_late_commits_do_not_exceed_a_message() -> None:
 
 
 async def test_a_drafter_without_work_learns_of_commits_when_it_gets_work() -> None:
-    stream = stream_to_a_drafter()
+    stream, sent = stream_to_a_drafter()
     stream.commit(2, (7,), None)
     stream.commit(3, (8, 9), None)
-    assert stream._outbox.empty()
+    assert not sent
     stream.steer(SpeculationPlan(3))
-    committed = stream._outbox.get_nowait().committed
+    committed = sent.pop(0).committed
     assert (committed.position, list(committed.tokens)) == (2, [7, 8, 9])
-    assert stream._outbox.get_nowait().steer.gamma == 3
+    assert sent.pop(0).steer.gamma == 3
     stream.commit(5, (4,), None)
-    assert stream._outbox.get_nowait().committed.position == 5, "with work at once"
+    assert sent.pop(0).committed.position == 5, "with work at once"
     stream.steer(PLAIN)
-    assert stream._outbox.get_nowait().steer.gamma == 0
+    assert sent.pop(0).steer.gamma == 0
     for position in range(6, 6 + drafter_stream._MAX_UNSENT_TOKENS):
-        assert stream._outbox.empty()
+        assert not sent
         stream.commit(position, (4,), None)
-    committed = stream._outbox.get_nowait().committed
+    committed = sent.pop(0).committed
     assert (committed.position, len(committed.tokens)) == (6, drafter_stream._MAX_UNSENT_TOKENS)
     await stream.connection.close()
 
 
 async def test_hidden_states_wait_for_work_too() -> None:
     """A message with every token would wake the drafter beside each plain step. Those of a prompt go at once."""
-    stream = stream_to_a_drafter()
+    stream, messages = stream_to_a_drafter()
     stream.joined = stream.wants_hidden_states = True
 
     def commit(position: int, rows: int = 1) -> None:
@@ -167,23 +179,23 @@ async def test_hidden_states_wait_for_work_too() -> None:
         assert stream.commit(position, (7,), states) == 2 * rows
 
     def sent() -> tuple[int, int, int, bytes]:
-        committed = stream._outbox.get_nowait().committed
+        committed = messages.pop(0).committed
         return committed.position, len(committed.tokens), committed.hidden_states.position, committed.hidden_states.rows
 
     commit(2, rows=2)
     assert sent() == (2, 1, 0, b"\0\0\1\0")
     for position in (3, 4, 5):
         commit(position)
-    assert stream._outbox.empty()
+    assert not messages
     stream.steer(SpeculationPlan(3))
     assert sent() == (3, 3, 2, b"\2\0\3\0\4\0")
-    assert stream._outbox.get_nowait().steer.gamma == 3
+    assert messages.pop(0).steer.gamma == 3
     commit(6)
     assert sent() == (6, 1, 5, b"\5\0"), "with work at once, and none twice"
     stream.steer(PLAIN)
-    stream._outbox.get_nowait()
+    messages.pop(0)
     for position in range(7, 7 + drafter_stream._MAX_UNSENT_TOKENS):
-        assert stream._outbox.empty()
+        assert not messages
         commit(position)
     assert sent()[:3] == (7, drafter_stream._MAX_UNSENT_TOKENS, 6)
     await stream.connection.close()

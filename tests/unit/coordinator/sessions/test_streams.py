@@ -19,7 +19,7 @@ async def test_a_worker_that_left_after_it_was_chosen_is_lost_like_any_other() -
     connection = WorkerConnection(info, lambda: FleetKeys().access(Role.DRAFTER))
     await connection.close()
     stream: WorkerStream[draft.DraftRequest, draft.DraftReply] = WorkerStream(
-        connection, connection.drafter.Draft, draft.DraftRequest(), Span()
+        connection, draft.DraftRequest(), draft.DraftReply.FromString, Span()
     )
     with pytest.raises(PeerLost, match="has left"):
         async with stream:

@@ -1,0 +1,110 @@
+"""Session calls as a coordinator makes them: within a shared stream, or each a gRPC stream of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import grpc
+
+from outrider.multiplex.stream import STATUS_CODES, MultiplexedStream
+from outrider.protocol.convert import ERROR_KEY
+
+MAX_UNSENT = 1024  # messages, or parts of messages, that the peer does not read
+MAX_UNSENT_BYTES = 16 * 1024 * 1024  # without the first message
+
+
+class SessionCall(Protocol):
+    """Messages of one session, serialised, to and from a worker."""
+
+    def send(self, message: bytes) -> bool:
+        """Send a message without waiting; return whether the peer reads fast enough."""
+        ...
+
+    async def read(self) -> bytes | None:
+        """Return the next message, or None after an orderly end; raise the error of a failed call."""
+        ...
+
+    def cancel(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class MultiplexedCall:
+    """Call within a shared stream."""
+
+    def __init__(self, stream: MultiplexedStream) -> None:
+        self._stream = stream
+        self._max_unsent = 0
+
+    def send(self, message: bytes) -> bool:
+        self._stream.send(message)
+        self._max_unsent = self._max_unsent or self._stream.num_unsent + MAX_UNSENT
+        return self._stream.num_unsent <= self._max_unsent
+
+    async def read(self) -> bytes | None:
+        message = await self._stream.read()
+        if message is not None:
+            return message
+        end = self._stream.end_received
+        if end is None:
+            raise rpc_error(grpc.StatusCode.CANCELLED, "cancelled here")
+        if end.status != grpc.StatusCode.OK.value[0]:
+            raise rpc_error(STATUS_CODES[end.status], end.details, end.error)
+        return None
+
+    def cancel(self) -> None:
+        self._stream.end(grpc.StatusCode.CANCELLED)
+
+    async def close(self) -> None:
+        self.cancel()
+
+
+class OwnCall:
+    """Call of its own, at a worker without a shared stream. Messages wait in a queue while the peer is slow."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._unsent_bytes = 0
+        self._max_bytes = 0
+        self._writing = asyncio.create_task(self._write())
+
+    def send(self, message: bytes) -> bool:
+        self._unsent_bytes += len(message)
+        self._max_bytes = self._max_bytes or self._unsent_bytes + MAX_UNSENT_BYTES
+        self._outbox.put_nowait(message)
+        return self._outbox.qsize() <= MAX_UNSENT and self._unsent_bytes <= self._max_bytes
+
+    async def read(self) -> bytes | None:
+        message = await self._call.read()
+        if message is grpc.aio.EOF:
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                details, trailing = await self._call.details(), await self._call.trailing_metadata()
+                raise grpc.aio.AioRpcError(code, await self._call.initial_metadata(), trailing, details=details)
+            return None
+        assert isinstance(message, bytes)
+        return message
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def close(self) -> None:
+        self.cancel()
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader raises the error
+            self._unsent_bytes -= len(message)
+
+
+def rpc_error(code: grpc.StatusCode, details: str, error: bytes = b"") -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata((ERROR_KEY, error)) if error else grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=details)

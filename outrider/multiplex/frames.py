@@ -1,0 +1,50 @@
+"""Frame queue: what one side of a multiplexed stream sends, packed into batches of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from outrider.v1 import multiplex_pb2 as pb
+
+WINDOW_BYTES = 256 * 1024  # that a session's stream may have unread
+PART_BYTES = 16 * 1024  # of a message in one frame
+PART_COST = 64  # of the window, besides its bytes: bounds the number of small messages
+MAX_BATCH_BYTES = 32 * 1024
+_FRAME_BYTES = 48  # of a frame besides its content, at most
+
+
+class FrameQueue:
+    """Frames to send. Those that are added within one tick of the event loop leave in one batch."""
+
+    def __init__(self) -> None:
+        self._batches: deque[pb.SessionFrames] = deque([pb.SessionFrames(window=WINDOW_BYTES)])
+        self._room = 0  # bytes, in the last batch
+        self._added = asyncio.Event()
+        self._closed = False
+
+    def add(self, stream: int, size: int = 0) -> pb.SessionFrame:
+        """Return a new frame, to be filled at once with content of at most `size` bytes."""
+        needed = size + _FRAME_BYTES
+        if needed > self._room:
+            self._batches.append(pb.SessionFrames())
+            self._room = MAX_BATCH_BYTES
+        self._room -= needed
+        self._added.set()
+        return self._batches[-1].frames.add(stream=stream)
+
+    async def next(self) -> pb.SessionFrames | None:
+        """Wait for the next batch; return None after the end."""
+        while not self._batches:
+            if self._closed:
+                return None
+            self._added.clear()
+            await self._added.wait()
+        batch = self._batches.popleft()
+        if not self._batches:
+            self._room = 0
+        return batch
+
+    def close(self) -> None:
+        self._closed = True
+        self._added.set()

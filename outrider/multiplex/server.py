@@ -1,0 +1,198 @@
+"""Multiplexed calls of a worker: each session of the shared stream runs the handler of the call for one session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from outrider.base.aio import background, cancel_all
+from outrider.base.rpc_status import grpc_status
+from outrider.multiplex.frames import FrameQueue
+from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
+from outrider.protocol import convert
+from outrider.protocol.errors import Expired, InvalidRequest, OutriderError, Overloaded, Unauthenticated
+from outrider.security.api_keys import HEADER, ApiKeys
+from outrider.security.error_interceptor import as_outrider_error, checked_reader
+from outrider.v1 import multiplex_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+Handler = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
+
+
+class Limits(Protocol):
+    """Settings of a service that bound its streams."""
+
+    max_message_mib: int
+    max_streams: int
+    write_timeout_s: float
+    open_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Context of a session's call, as far as handlers use it."""
+
+    headers: tuple[tuple[str, str], ...]
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.headers
+
+
+class MultiplexedHandler:
+    """Handler of shared streams."""
+
+    def __init__(self, handler: Handler, decode: Callable[[bytes], Any], keys: ApiKeys, limits: Limits) -> None:
+        """Set the handler of one session; `keys` are checked for each, since a caller's may no longer be valid."""
+        self._handler = handler
+        self._decode = checked_reader(decode)
+        self._keys = keys
+        self._limits = limits
+        self._open: set[CoordinatorSessions] = set()
+
+    async def serve(
+        self, batches: AsyncIterator[pb.SessionFrames], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.SessionFrames]:
+        shown = dict(context.invocation_metadata() or ()).get(HEADER)
+        shared = CoordinatorSessions(self._handler, self._decode, lambda: self._keys.allows(shown), self._limits)
+        self._open.add(shared)
+        try:
+            async with background(shared.receive(batches)):
+                while (batch := await shared.frames.next()) is not None:
+                    yield batch
+            if shared.failure is not None:
+                raise shared.failure
+        finally:
+            self._open.discard(shared)
+            await shared.cancel()
+
+    def close(self) -> None:
+        """End the shared streams as soon as their sessions have ended."""
+        for shared in self._open:
+            shared.close()
+
+
+class MultiplexedService:
+    """Method `Sessions` of a worker's service."""
+
+    multiplexed: MultiplexedHandler
+
+    async def Sessions(
+        self, requests: AsyncIterator[pb.SessionFrames], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.SessionFrames]:
+        async with contextlib.aclosing(self.multiplexed.serve(requests, context)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                yield batch
+
+
+class CoordinatorSessions:
+    """Sessions of one coordinator, over its shared stream."""
+
+    def __init__(
+        self, handler: Handler, decode: Callable[[bytes], Any], allowed: Callable[[], bool], limits: Limits
+    ) -> None:
+        self.frames = FrameQueue()
+        self.failure: OutriderError | None = None
+        self._handler = handler
+        self._decode = decode
+        self._allowed = allowed
+        self._limits = limits
+        self._window = 0
+        self._streams: dict[int, MultiplexedStream] = {}  # those too that one side has ended
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._last = 0
+        self._closing = False
+
+    async def receive(self, batches: AsyncIterator[pb.SessionFrames]) -> None:
+        """Take frames until the coordinator's side ends."""
+        try:
+            self._window = check_window(await anext(batches, pb.SessionFrames()))
+            async for batch in batches:
+                for frame in check_batch(batch):
+                    self._take(frame)
+        except OutriderError as error:
+            self.failure = error
+        except Exception as error:
+            self.failure = as_outrider_error(error)
+        self.frames.close()
+
+    def close(self) -> None:
+        self._closing = True
+        if not self._running:
+            self.frames.close()
+
+    async def cancel(self) -> None:
+        await cancel_all(list(self._running.values()))
+
+    def _take(self, frame: pb.SessionFrame) -> None:
+        number = frame.stream
+        if frame.HasField("open"):
+            self._start(frame)
+        elif number not in self._streams:
+            raise InvalidRequest.of("frame.stream", number, "a stream that is open")
+        stream = self._streams[number]
+        stream.receive(frame)
+        if (stream.end_received is not None or stream.end_sent) and number in self._running:
+            self._running[number].cancel()
+
+    def _start(self, frame: pb.SessionFrame) -> None:
+        self._last += 1
+        if frame.stream != self._last:
+            raise InvalidRequest.of("frame.stream", frame.stream, f"{self._last}, the next one")
+        max_bytes = self._limits.max_message_mib * 1024 * 1024
+        stream = MultiplexedStream(self._last, self._streams, self.frames, self._window, max_bytes)
+        headers = tuple((header.key, header.header) for header in frame.open.headers)
+        refusal: OutriderError | None = None
+        if not self._allowed():
+            refusal = Unauthenticated("the key of this connection is no longer valid", field="authorization")
+        elif len(self._streams) > self._limits.max_streams:
+            refusal = Overloaded.of("streams", len(self._streams), f"at most {self._limits.max_streams}")
+        if refusal is not None:
+            _end(stream, refusal)
+            return
+        running = asyncio.create_task(self._run(stream, CallContext(headers)))
+        self._running[self._last] = running
+        running.add_done_callback(lambda _: self._ended(stream))
+
+    def _ended(self, stream: MultiplexedStream) -> None:
+        del self._running[stream.number]
+        stream.end(grpc.StatusCode.CANCELLED)  # unless it has ended in order
+        if self._closing and not self._running:
+            self.frames.close()
+
+    async def _run(self, stream: MultiplexedStream, context: CallContext) -> None:
+        """Run the handler of one session and send its replies and its status."""
+        try:
+            async with contextlib.aclosing(self._handler(self._requests(stream), context)) as replies:  # type: ignore[type-var]
+                async for reply in replies:
+                    stream.send(reply.SerializeToString())
+                    if stream.num_unsent:
+                        await self._read_by_peer(stream)
+        except Exception as error:
+            _end(stream, as_outrider_error(error))
+        else:
+            stream.end()
+
+    async def _requests(self, stream: MultiplexedStream) -> AsyncIterator[Any]:
+        while (data := await stream.read()) is not None:
+            yield self._decode(data)
+
+    async def _read_by_peer(self, stream: MultiplexedStream) -> None:
+        seconds = self._limits.write_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                await stream.sent()
+        except TimeoutError:
+            log.info("stream ended: peer does not read", seconds=seconds)
+            unread = f"the peer has not read its messages for {seconds:g} s"
+            raise Expired(unread, field="write_timeout_s", limit=f"{seconds:g} s") from None
+
+
+def _end(stream: MultiplexedStream, error: OutriderError) -> None:
+    stream.end(grpc_status(error), error.message, convert.error_to_proto(error).SerializeToString())

@@ -1,0 +1,212 @@
+"""Stream of one session within a multiplexed one, with flow control of its own. Both sides use it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import grpc
+
+from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, PART_COST, WINDOW_BYTES, FrameQueue
+from outrider.protocol.errors import InvalidRequest
+from outrider.v1 import multiplex_pb2 as pb
+
+MIN_CREDIT = WINDOW_BYTES // 2
+MAX_END_BYTES = 16 * 1024
+MAX_WINDOW_BYTES = 64 * 1024 * 1024
+
+STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class MultiplexedStream:
+    """Messages of one session in both directions. A peer that exceeds its window raises InvalidRequest."""
+
+    def __init__(
+        self,
+        number: int,
+        streams: dict[int, MultiplexedStream],
+        frames: FrameQueue,
+        window: int,
+        max_message_bytes: int,
+    ) -> None:
+        """Add the stream to `streams`, where it stays until both sides have ended it."""
+        self.number = number
+        self._streams = streams
+        streams[number] = self
+        self.end_received: pb.StreamEnd | None = None
+        self.end_sent = False
+        self._frames = frames
+        self._max_message_bytes = max_message_bytes
+        self._window = self._full_window = window  # bytes that the peer lets us send
+        self._unsent: deque[tuple[bytes, bool]] = deque()  # parts for which the window has no room
+        self._peer_window = WINDOW_BYTES  # bytes that we let the peer send
+        self._unconfirmed = 0  # bytes read since the last credit
+        self._parts: list[bytes] = []  # of a message that is incomplete
+        self._parts_bytes = 0
+        self._unread: deque[tuple[bytes, int]] = deque()  # messages, with what their last parts cost
+        self._failure: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None  # of the reader
+        self._blocked: asyncio.Future[None] | None = None  # of the writer
+
+    @property
+    def num_unsent(self) -> int:
+        """Return how many parts of messages wait for the peer to read earlier ones."""
+        return len(self._unsent)
+
+    # Sending.
+
+    def send(self, message: bytes) -> None:
+        """Send a message; what exceeds the window waits for credit."""
+        if not self._unsent and self._window > 0 and len(message) <= PART_BYTES:
+            self._send_part(message, False)
+            return
+        starts = range(0, max(1, len(message)), PART_BYTES)
+        self._unsent += [(message[at : at + PART_BYTES], at + PART_BYTES < len(message)) for at in starts]
+        self._send_unsent()
+
+    async def sent(self) -> None:
+        """Wait until no message waits for the window."""
+        while self._unsent and not self.end_sent and self.end_received is None and self._failure is None:
+            self._blocked = asyncio.get_running_loop().create_future()
+            await self._blocked
+
+    def end(self, code: grpc.StatusCode = grpc.StatusCode.OK, details: str = "", error: bytes = b"") -> None:
+        """End our side; idempotent. What is unread or unsent is dropped."""
+        if self.end_sent:
+            return
+        self.end_sent = True
+        self._unsent.clear()
+        self._unread.clear()
+        self._parts.clear()
+        end = self._frames.add(self.number, len(details.encode()) + len(error)).end
+        end.status, end.details, end.error = code.value[0], details, error
+        self._wake()
+        self._leave()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream together with the one that carries it; readers raise the error."""
+        self._failure = self._failure or error
+        self._unsent.clear()
+        self._wake()
+
+    def _send_unsent(self) -> None:
+        while self._unsent and self._window > 0:
+            self._send_part(*self._unsent.popleft())
+        if not self._unsent:
+            _resolve(self._blocked)
+
+    def _send_part(self, part: bytes, more: bool) -> None:
+        self._window -= len(part) + PART_COST
+        frame = self._frames.add(self.number, len(part))
+        frame.payload = part
+        if more:
+            frame.more = True
+
+    # Receiving.
+
+    def receive(self, frame: pb.SessionFrame) -> None:
+        """Take a frame of the peer; raise InvalidRequest for one that no conforming peer sends."""
+        if self.end_received is not None:
+            raise InvalidRequest.of("frame", "another one", "none after `end`")
+        given = False
+        if frame.HasField("payload"):
+            given = True
+            self._receive_part(frame.payload, frame.more)
+        if frame.credit:
+            given = True
+            self._receive_credit(frame.credit)
+        if frame.HasField("end"):
+            given = True
+            if frame.end.ByteSize() > MAX_END_BYTES or frame.end.status not in STATUS_CODES:
+                raise InvalidRequest.of("frame.end", frame.end.status, f"a status within {MAX_END_BYTES} bytes")
+            self.end_received = frame.end
+            self._wake()
+            self._leave()
+        if not given and not frame.HasField("open"):
+            raise InvalidRequest.of("frame", "empty", "open, payload, credit or end")
+
+    async def read(self) -> bytes | None:
+        """Return the next message, or None after the peer's end; raise the error that ended the carrying stream."""
+        while not self._unread:
+            if self._failure is not None:
+                raise self._failure
+            if self.end_received is not None or self.end_sent:
+                return None
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        message, cost = self._unread.popleft()
+        self._confirm(cost)
+        return message
+
+    def _receive_part(self, part: bytes, more: bool) -> None:
+        if self._peer_window <= 0:
+            raise InvalidRequest.of("frame.payload", "another one", "within the window of the stream")
+        if len(part) > PART_BYTES:
+            raise InvalidRequest.of("frame.payload", f"{len(part)} bytes", f"at most {PART_BYTES}")
+        cost = len(part) + PART_COST
+        self._peer_window -= cost
+        if self.end_sent:
+            return  # late
+        self._parts_bytes += len(part)
+        if self._parts_bytes > self._max_message_bytes:
+            limit = f"message larger than max ({self._parts_bytes} vs. {self._max_message_bytes})"
+            self.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
+            return
+        self._parts.append(part)
+        if more:
+            self._confirm(cost)  # the size of a message is bounded already
+            return
+        message = part if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts, self._parts_bytes = [], 0
+        self._unread.append((message, cost))
+        _resolve(self._waiting)
+
+    def refuse(self, code: grpc.StatusCode, details: str) -> None:
+        """End the stream because of what the peer sent."""
+        self.fail(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), f"CLIENT: Received {details}"))
+        self.end(code, f"SERVER: Received {details}")
+
+    def _receive_credit(self, credit: int) -> None:
+        if not MIN_CREDIT <= credit <= self._full_window - self._window:
+            raise InvalidRequest.of("frame.credit", credit, f"at least {MIN_CREDIT}, and no more than was sent")
+        self._window += credit
+        self._send_unsent()
+
+    def _confirm(self, cost: int) -> None:
+        self._unconfirmed += cost
+        if self._unconfirmed >= MIN_CREDIT and not self.end_sent:
+            self._frames.add(self.number).credit = self._unconfirmed
+            self._peer_window += self._unconfirmed
+            self._unconfirmed = 0
+
+    def _leave(self) -> None:
+        if self.end_sent and self.end_received is not None:
+            self._streams.pop(self.number, None)
+
+    def _wake(self) -> None:
+        _resolve(self._waiting)
+        _resolve(self._blocked)
+
+
+def check_batch(batch: pb.SessionFrames) -> Sequence[pb.SessionFrame]:
+    """Return the frames of a later batch; raise InvalidRequest for one that no conforming peer sends."""
+    size = batch.ByteSize()
+    if not batch.frames or size > MAX_BATCH_BYTES:
+        raise InvalidRequest.of(
+            "batch", f"{len(batch.frames)} frames of {size} bytes", f"1 or more, of at most {MAX_BATCH_BYTES} bytes"
+        )
+    return batch.frames
+
+
+def check_window(batch: pb.SessionFrames) -> int:
+    """Return the window that the peer's first batch states."""
+    if batch.frames or not WINDOW_BYTES <= batch.window <= MAX_WINDOW_BYTES:
+        limit = f"{WINDOW_BYTES} to {MAX_WINDOW_BYTES}, without frames"
+        raise InvalidRequest.of("window", batch.window, limit)
+    return batch.window
+
+
+def _resolve(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

@@ -1,0 +1,308 @@
+"""Sessions that share one stream to a worker: what each of them sees is what a call of its own would show it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.workers.worker_connection import worker_error
+from outrider.base.aio import until as soon
+from outrider.base.grpc_options import channel_options
+from outrider.engine.loading.loader import LoadedModel
+from outrider.multiplex.calls import SessionCall
+from outrider.multiplex.client import WorkerCalls
+from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, WINDOW_BYTES
+from outrider.protocol.errors import Fenced, InvalidRequest, PeerLost
+from outrider.security.api_keys import ApiKeys
+from outrider.security.channels import Channels
+from outrider.settings.verifier import VerifierSettings
+from outrider.v1 import common_pb2 as common
+from outrider.v1 import drafter_pb2 as draft
+from outrider.v1 import multiplex_pb2 as pb
+from outrider.v1 import verifier_pb2 as verify
+from outrider.v1 import verifier_pb2_grpc as verifier_rpc
+from tests.cluster import in_process, verifier_load
+from tests.contract.conftest import Verify, drafter_serving, verifier_serving, verifying
+from verifier.engine_target import EngineTarget
+from verifier.service import VerifierService
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Typed:
+    """The call of one session, with messages in place of bytes."""
+
+    def __init__(self, call: SessionCall, decode: Any) -> None:
+        self.raw = call
+        self._decode = decode
+
+    async def write(self, message: Any) -> None:
+        assert self.raw.send(message.SerializeToString())
+
+    async def read(self) -> Any:
+        data = await self.raw.read()
+        return grpc.aio.EOF if data is None else self._decode(data)
+
+    def cancel(self) -> None:
+        self.raw.cancel()
+
+
+class Shared:
+    """A shared stream to a worker, from a coordinator's side."""
+
+    def __init__(self, channel: grpc.aio.Channel, service: str, decode: Any) -> None:
+        self._channel = channel
+        self._decode = decode
+        self.calls = WorkerCalls(f"outrider.v1.{service}", "none", 32 * 2**20)
+
+    async def start(self) -> Typed:
+        self.calls.keep_open(self._channel)
+        assert await soon(lambda: self.calls.shared is not None, 10)
+        return Typed(self.calls.start(self._channel, ()), self._decode)
+
+    async def verify(self) -> Verify:
+        return Verify(await self.start())
+
+    @property
+    def num_open(self) -> int:
+        return 0 if self.calls.shared is None else self.calls.shared.num_open
+
+
+@asynccontextmanager
+async def sharing(address: str, key: str = "") -> AsyncIterator[Shared]:
+    channel = Channels(key=key).aio_channel(address)
+    shared = Shared(channel, "Verifier", verify.VerifyReply.FromString)
+    try:
+        yield shared
+    finally:
+        await shared.calls.close()
+        await channel.close()
+
+
+async def read_all(stream: Verify) -> list[int]:
+    while not stream.over:
+        await stream.verdict()
+    stream.call.cancel()
+    return stream.tokens
+
+
+async def test_sessions_of_one_stream_get_what_calls_of_their_own_get(verifier: str, prompt: list[int]) -> None:
+    params = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 9, "logprobs": 3}]
+    alone = []
+    for number, fields in enumerate(params):
+        async with verifying(verifier) as stream:
+            await stream.open(prompt, session_id=f"own {number}", max_tokens=24, **fields)
+            await stream.rest()
+            alone.append(stream.tokens)
+    async with sharing(verifier) as shared:
+        streams = [await shared.verify() for _ in params]
+        for number, (stream, fields) in enumerate(zip(streams, params, strict=True)):
+            opened = await stream.open(prompt, session_id=f"shared {number}", max_tokens=24, **fields)
+            assert opened.position == len(prompt)
+        assert await asyncio.gather(*map(read_all, streams)) == alone
+        assert await soon(lambda: shared.num_open == 0, 5), "both sides have ended every stream"
+    assert await soon_free(verifier)
+
+
+async def test_guesses_and_refusals_belong_to_their_session(verifier: str, prompt: list[int], greedy: Any) -> None:
+    wanted = greedy(prompt, 12)
+    async with sharing(verifier) as shared:
+        good, bad = await shared.verify(), await shared.verify()
+        for name, stream in (("good", good), ("bad", bad)):
+            await stream.open(prompt, session_id=name, max_tokens=12, gamma=4, draft_wait_us=2_000_000)
+        await bad.guess(10**6, [1])
+        assert (await bad.refused()).field == "guess.position"
+        at = (await good.verdict()).position + 1
+        await good.guess(at, wanted[at - len(prompt) :][:4])
+        assert (await good.verdict()).accepted == 4
+        for stream in (good, bad):
+            await stream.steer(gamma=0)
+        assert await read_all(good) == wanted
+        assert await read_all(bad) == wanted
+
+
+async def test_an_error_ends_its_own_session_only(verifier: str, prompt: list[int], greedy: Any) -> None:
+    async with sharing(verifier) as shared:
+        good, bad, silent = [await shared.verify() for _ in range(3)]
+        await good.open(prompt, session_id="good", max_tokens=200, gamma=4, draft_wait_us=100_000)
+        await bad.send_open([*prompt, 10**6], session_id="bad")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bad.call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        error = worker_error(verifier, caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "open.tokens[" + str(len(prompt)) + "]"
+        with pytest.raises(grpc.aio.AioRpcError, match="no message on the stream"):
+            await silent.call.read()
+        undecodable = await shared.start()
+        undecodable.raw.send(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="no valid message"):
+            await undecodable.read()
+        await good.steer(gamma=0)
+        assert await read_all(good) == greedy(prompt, 200)
+
+
+async def test_a_higher_epoch_takes_over_across_streams(verifier: str, prompt: list[int]) -> None:
+    async with sharing(verifier) as one, sharing(verifier) as other:
+        old, new = await one.verify(), await other.verify()
+        await old.open(prompt, session_id="moved", max_tokens=300, gamma=4, draft_wait_us=50_000)
+        await new.open(prompt, session_id="moved", epoch=2, max_tokens=8)
+        assert isinstance(worker_error(verifier, await failure_of(old)), Fenced)
+        assert len(await read_all(new)) == 8
+
+
+async def test_a_session_that_reads_nothing_stops_no_other(loaded: LoadedModel, tmp_path: Path, prompt: Any) -> None:
+    """Its verdicts with log-probabilities fill its window; then it gets an error, as on a call of its own."""
+    async with verifier_serving(loaded, tmp_path, write_timeout_s=1.0) as address, sharing(address) as shared:
+        stalled, reading = await shared.verify(), await shared.verify()
+        await stalled.send_open(prompt, session_id="stalled", max_tokens=1500, logprobs=20)
+        await reading.open(prompt, session_id="reading", max_tokens=1500)
+        assert len(await read_all(reading)) == 1500
+
+        async def ended() -> bool:
+            return (await asyncio.to_thread(verifier_load, address)).sessions == 0
+
+        async with asyncio.timeout(20):
+            while not await ended():
+                await asyncio.sleep(0.05)
+        assert stalled.call.raw._stream._unread, "the session has read nothing"
+        assert stalled.call.raw._stream._peer_window < WINDOW_BYTES // 2
+
+
+async def test_a_cancelled_session_is_freed_and_the_others_go_on(verifier: str, prompt: list[int]) -> None:
+    async with sharing(verifier) as shared:
+        left, stays = await shared.verify(), await shared.verify()
+        for name, stream in (("left", left), ("stays", stays)):
+            await stream.open(prompt, session_id=name, max_tokens=300, gamma=4, draft_wait_us=100_000)
+        left.call.cancel()
+        assert (await failure_of(left)).code() is grpc.StatusCode.CANCELLED
+        assert await soon_free(verifier, sessions=1)
+        assert await soon(lambda: shared.num_open == 1, 5)
+        await stays.steer(gamma=0)
+        assert len(await read_all(stays)) == 300
+
+
+async def test_a_lost_stream_loses_each_of_its_sessions(verifier: str, prompt: list[int]) -> None:
+    async with sharing(verifier) as shared:
+        streams = [await shared.verify() for _ in range(3)]
+        for number, stream in enumerate(streams):
+            await stream.open(prompt, session_id=str(number), max_tokens=300, gamma=4, draft_wait_us=1_000_000)
+        await shared.calls.close()
+        for stream in streams:
+            assert isinstance(worker_error(verifier, await failure_of(stream)), PeerLost)
+    assert await soon_free(verifier)
+
+
+async def failure_of(stream: Verify) -> grpc.aio.AioRpcError:
+    """Return the status of a failed call, after the messages before it."""
+    try:
+        while await stream.call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call ended in order")
+
+
+async def soon_free(address: str, sessions: int = 0) -> bool:
+    for _ in range(200):
+        if (await asyncio.to_thread(verifier_load, address)).sessions == sessions:
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+# What no conforming coordinator sends.
+
+
+def opened(number: int) -> pb.SessionFrame:
+    return pb.SessionFrame(stream=number, open=pb.OpenStream())
+
+
+FIRST = pb.SessionFrames(window=WINDOW_BYTES)
+BATCHES: dict[str, list[pb.SessionFrames]] = {
+    "no window": [pb.SessionFrames()],
+    "a window that cannot be": [pb.SessionFrames(window=2**32 - 1)],
+    "frames in the first batch": [pb.SessionFrames(window=WINDOW_BYTES, frames=[opened(1)])],
+    "empty": [FIRST, pb.SessionFrames()],
+    "too large": [FIRST, pb.SessionFrames(frames=[opened(1)] * (MAX_BATCH_BYTES // 4))],
+    "an unknown stream": [FIRST, pb.SessionFrames(frames=[pb.SessionFrame(stream=7, payload=b"x")])],
+    "a stream out of turn": [FIRST, pb.SessionFrames(frames=[opened(2)])],
+    "opened twice": [FIRST, pb.SessionFrames(frames=[opened(1), opened(1)])],
+    "a part too large": [
+        FIRST,
+        pb.SessionFrames(frames=[opened(1), pb.SessionFrame(stream=1, payload=b"x" * (PART_BYTES + 1))]),
+    ],
+    "credit for nothing": [FIRST, pb.SessionFrames(frames=[opened(1), pb.SessionFrame(stream=1, credit=2**31)])],
+    "beyond its window": [FIRST, pb.SessionFrames(frames=[opened(1)])]
+    + [pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"", more=False)] * 2000)] * 6,
+}
+
+
+@pytest.mark.parametrize("manner", BATCHES)
+async def test_what_no_coordinator_sends_ends_the_stream(verifier: str, manner: str) -> None:
+    async with grpc.aio.insecure_channel(verifier, options=channel_options()) as channel:
+        call = Verify(verifier_rpc.VerifierStub(channel).Sessions(timeout=20))
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # ended before everything was sent
+            for batch in BATCHES[manner]:
+                await call.call.write(batch)
+        assert (await failure_of(call)).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await soon_free(verifier)
+
+
+async def test_a_key_that_is_no_longer_valid_opens_no_session(
+    loaded: LoadedModel, tmp_path: Path, prompt: list[int]
+) -> None:
+    """As with calls of their own: what runs goes on, and new sessions are refused."""
+    settings = VerifierSettings(fleet_key="old")
+    service = VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, {}, settings)
+    async with in_process(service, settings) as address, sharing(address, "old") as shared:
+        before = await shared.verify()
+        await before.open(prompt, session_id="before", max_tokens=300, gamma=4, draft_wait_us=50_000)
+        service.credentials.own_keys.replace_by(ApiKeys(["new"]))
+        after = await shared.verify()
+        await after.send_open(prompt, session_id="after", max_tokens=8)
+        assert (await failure_of(after)).code() is grpc.StatusCode.UNAUTHENTICATED
+        await before.steer(gamma=0)
+        assert len(await read_all(before)) == 300
+
+
+# Drafters.
+
+
+async def test_drafts_of_one_stream(prompt: list[int]) -> None:
+    async with drafter_serving(kind="ngram") as address, grpc.aio.insecure_channel(address) as channel:
+        shared = Shared(channel, "Drafter", draft.DraftReply.FromString)
+        tokens = [5, 6, 7, 8] * 4
+        open_draft = draft.OpenDraft(
+            epoch=1,
+            tokens=tokens,
+            prompt_length=4,
+            params=common.SamplingParams(seed=1, max_tokens=64, temperature=0.0),
+            steer=draft.DraftSteering(gamma=4),
+            vocab_size=100,
+        )
+        calls = []
+        for number in range(3):
+            call = await shared.start()
+            open_draft.session_id = f"s{number}"
+            await call.write(draft.DraftRequest(open=open_draft))
+            calls.append(call)
+        for call in calls:
+            assert (await call.read()).WhichOneof("message") == "opened"
+            assert list((await call.read()).guess.tokens) == [5, 6, 7, 8]
+        await calls[0].write(draft.DraftRequest(committed=draft.Committed(position=10**6, tokens=[1])))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"committed\.position"):
+            await calls[0].read()
+        await calls[1].write(draft.DraftRequest(committed=draft.Committed(position=len(tokens), tokens=[5, 6, 7, 8])))
+        assert list((await calls[1].read()).guess.tokens) == [5, 6, 7, 8]
+        for call in calls:
+            call.cancel()
+        assert await soon(lambda: shared.num_open == 0, 5)
+        await shared.calls.close()

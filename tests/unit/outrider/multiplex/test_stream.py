@@ -1,0 +1,174 @@
+"""Streams within a shared one: order, flow control, and what no conforming peer sends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, WINDOW_BYTES, FrameQueue
+from outrider.multiplex.stream import MultiplexedStream, check_batch, check_window
+from outrider.protocol.errors import InvalidRequest
+from outrider.v1 import multiplex_pb2 as pb
+
+MIB = 1024 * 1024
+
+
+def make_stream(max_message: int = MIB) -> tuple[MultiplexedStream, FrameQueue]:
+    frames = FrameQueue()
+    return MultiplexedStream(1, {}, frames, WINDOW_BYTES, max_message), frames
+
+
+async def taken(frames: FrameQueue) -> list[pb.SessionFrame]:
+    """Return the frames that are ready to be sent; each batch is within its limit."""
+    found: list[pb.SessionFrame] = []
+    while frames._batches:
+        batch = await frames.next()
+        assert batch is not None
+        if batch.window:
+            continue
+        found += check_batch(batch)
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(
+        st.sampled_from([0, 1, 100, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES, WINDOW_BYTES * 2]), max_size=30
+    ),
+    greedy=st.booleans(),
+)
+def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int], greedy: bool) -> None:
+    messages = [bytes([number]) * size for number, size in enumerate(sizes)]
+
+    async def run() -> list[bytes]:
+        (sender, outgoing), (receiver, back) = make_stream(), make_stream()
+        for message in messages:
+            sender.send(message)
+        read: list[bytes] = []
+        while len(read) < len(messages):
+            for frame in await taken(outgoing):
+                receiver.receive(frame)
+            while receiver._unread:
+                message = await receiver.read()
+                assert message is not None
+                read.append(message)
+                if not greedy:
+                    break
+            for frame in await taken(back):
+                sender.receive(frame)
+        assert not sender.num_unsent
+        return read
+
+    assert asyncio.run(run()) == messages
+
+
+async def test_a_reader_that_stops_bounds_what_is_sent() -> None:
+    (sender, outgoing), (receiver, back) = make_stream(), make_stream()
+    for _ in range(100_000):
+        sender.send(b"x")
+    sent = await taken(outgoing)
+    assert len(sent) * 65 <= WINDOW_BYTES + 65
+    for frame in sent:
+        receiver.receive(frame)
+    assert sender.num_unsent > 90_000
+    waiting = asyncio.ensure_future(sender.sent())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert not await taken(back), "no credit for what nobody has read"
+    while receiver._unread:
+        await receiver.read()
+    (credit,) = await taken(back)
+    assert credit.credit >= WINDOW_BYTES // 2
+
+
+async def test_a_peer_that_ignores_its_window_is_found_out() -> None:
+    receiver, _ = make_stream()
+
+    def flood() -> None:
+        for _ in range(WINDOW_BYTES // 64 + 1):
+            receiver.receive(pb.SessionFrame(stream=1, payload=b"x"))
+
+    with pytest.raises(InvalidRequest, match="window"):
+        flood()
+
+
+async def test_a_session_that_has_ended_gives_no_credit() -> None:
+    """Late messages are dropped, and a flood of them is found out."""
+    receiver, frames = make_stream()
+    receiver.end(grpc.StatusCode.CANCELLED)
+    receiver.receive(pb.SessionFrame(stream=1, payload=b"late"))
+    assert [frame.HasField("end") for frame in await taken(frames)] == [True]
+
+    def flood() -> None:
+        for _ in range(WINDOW_BYTES // 64 + 1):
+            receiver.receive(pb.SessionFrame(stream=1, payload=b"x"))
+
+    with pytest.raises(InvalidRequest, match="window"):
+        flood()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pb.SessionFrame(stream=1),
+        pb.SessionFrame(stream=1, more=True),
+        pb.SessionFrame(stream=1, payload=b"x" * (PART_BYTES + 1)),
+        pb.SessionFrame(stream=1, credit=1),
+        pb.SessionFrame(stream=1, credit=WINDOW_BYTES),
+        pb.SessionFrame(stream=1, end=pb.StreamEnd(status=99)),
+        pb.SessionFrame(stream=1, end=pb.StreamEnd(details="x" * 20_000)),
+    ],
+)
+async def test_a_frame_that_no_conforming_peer_sends_is_refused(frame: pb.SessionFrame) -> None:
+    stream, _ = make_stream()
+    with pytest.raises(InvalidRequest, match="frame"):
+        stream.receive(frame)
+
+
+async def test_nothing_follows_the_end() -> None:
+    stream, _ = make_stream()
+    stream.receive(pb.SessionFrame(stream=1, payload=b"last", end=pb.StreamEnd()))
+    assert await stream.read() == b"last"
+    assert await stream.read() is None
+    with pytest.raises(InvalidRequest, match="none after"):
+        stream.receive(pb.SessionFrame(stream=1, payload=b"x"))
+
+
+async def test_a_message_above_the_limit_ends_its_own_stream() -> None:
+    receiver, frames = make_stream(max_message=3 * PART_BYTES)
+    for _ in range(4):
+        receiver.receive(pb.SessionFrame(stream=1, payload=b"x" * PART_BYTES, more=True))
+    with pytest.raises(grpc.aio.AioRpcError, match="CLIENT: Received message larger than max"):
+        await receiver.read()
+    ends = [frame.end for frame in await taken(frames) if frame.HasField("end")]
+    assert [end.status for end in ends] == [grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]]
+
+
+async def test_frames_of_one_tick_leave_in_one_batch() -> None:
+    frames = FrameQueue()
+    assert check_window(await frames.next() or pb.SessionFrames()) == WINDOW_BYTES
+    for number in range(1, 65):
+        MultiplexedStream(number, {}, frames, WINDOW_BYTES, MIB).send(b"verdict" * 10)
+    batch = await frames.next()
+    assert batch is not None
+    assert [frame.stream for frame in batch.frames] == list(range(1, 65))
+    frames.close()
+    assert await frames.next() is None
+
+
+@pytest.mark.parametrize(
+    "batch", [pb.SessionFrames(), pb.SessionFrames(frames=[pb.SessionFrame(payload=b"x" * (MAX_BATCH_BYTES + 1))])]
+)
+def test_a_batch_that_is_empty_or_too_large_is_refused(batch: pb.SessionFrames) -> None:
+    with pytest.raises(InvalidRequest, match="batch"):
+        check_batch(batch)
+
+
+@pytest.mark.parametrize("window", [0, WINDOW_BYTES - 1, 2**31])
+def test_a_window_that_cannot_be_is_refused(window: int) -> None:
+    with pytest.raises(InvalidRequest, match="window"):
+        check_window(pb.SessionFrames(window=window))
