@@ -94,12 +94,15 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | more
 
 
-def runs_a_model(command: Sequence[str]) -> bool:
-    """Return whether a service with these flags loads torch, and can be forked from a process that has it."""
+def can_be_forked(command: Sequence[str]) -> bool:
+    """Return whether this is a service that need not load all of its libraries itself, as vLLM has to be."""
+    return command[0] in ("coordinator", "verifier", "drafter") and "vllm" not in command
+
+
+def loads_torch(command: Sequence[str]) -> bool:
+    """Return whether a service with these flags loads torch."""
     kind = command[command.index("--kind") + 1] if "--kind" in command else "model"
-    if command[0] == "verifier":
-        return "vllm" not in command  # vLLM has to be loaded by the process that runs it
-    return command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE
+    return command[0] == "verifier" or (command[0] == "drafter" and not set(kind.split("+")) <= MODEL_FREE)
 
 
 class Process:
@@ -111,6 +114,7 @@ class Process:
         self.address = f"127.0.0.1:{port}"
         self.web = ""  # HTTP address of a coordinator
         self.tree = ROOT  # folder of the release that the next start runs
+        self.forked = True  # from a process that has its libraries, if it is one of our services
         self._command = list(command)
         self._folder = folder
         self._lives = 0
@@ -139,8 +143,8 @@ class Process:
         if self.tree != ROOT:
             release = environment(PYTHONPATH=str(self.tree))
             return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=self.tree, env=release)
-        if (python, module) == (sys.executable, "-m") and runs_a_model(flags):
-            return Forked(flags[0], flags[1:], log, ROOT, environment())
+        if self.forked and (python, module) == (sys.executable, "-m") and can_be_forked(flags):
+            return Forked(flags[0], flags[1:], log, ROOT, environment(), torch=loads_torch(flags))
         return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
 
     def wait_ready(self, seconds: float = START_S) -> Self:

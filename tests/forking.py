@@ -1,7 +1,8 @@
-"""Processes forked from one that has torch and transformers loaded: each start saves seconds of imports.
+"""Processes forked from one that has their libraries loaded: each start saves seconds of imports.
 
 `Forked` behaves like the `subprocess.Popen` that it replaces. The forked process has its own arguments, environment
-and output; only the imported libraries are shared. `python -m tests.forking` is the server.
+and output; only the imported libraries are shared. `python -m tests.forking torch` is the server of the services that
+run a model, `python -m tests.forking` that of the others, where importing torch fails as in the services themselves.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import IO, Any, NoReturn
 from outrider.base.openmp import wait_briefly
 
 _LIBRARIES = ("torch", "numpy", "pydantic", "typer", "structlog", "llguidance", "tokenizers", "transformers")
+_LIBRARIES_WITHOUT_TORCH = ("coordinator.api.service", "outrider.runtime.worker")
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedModel")
 _POLL_S = 0.01
 
@@ -30,7 +32,8 @@ _POLL_S = 0.01
 class _Server:
     """Process that forks, and the pipe to it. It handles one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *libraries: str) -> None:
+        self._libraries = libraries
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -46,7 +49,10 @@ class _Server:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.forking", *self._libraries],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         atexit.register(self._stop, process)
         return process
@@ -58,20 +64,23 @@ class _Server:
         process.wait(10)
 
 
-_SERVER = _Server()
+_SERVERS = {True: _Server("torch"), False: _Server()}
 
 
 class Forked:
     """Process that runs `python -m MODULE FLAGS` without the imports."""
 
-    def __init__(self, module: str, flags: Sequence[str], log: IO[bytes], cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, flags: Sequence[str], log: IO[bytes], cwd: Path, env: Mapping[str, str], *, torch: bool
+    ) -> None:
         self.args = [module, *flags]
         self.returncode: int | None = None
-        self.pid = int(_SERVER.ask(module=module, flags=list(flags), log=log.name, cwd=str(cwd), env=dict(env)))
+        self._server = _SERVERS[torch]
+        self.pid = int(self._server.ask(module=module, flags=list(flags), log=log.name, cwd=str(cwd), env=dict(env)))
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _SERVER.ask(poll=self.pid)
+            self.returncode = self._server.ask(poll=self.pid)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -87,12 +96,22 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _serve() -> None:
-    wait_briefly()  # as the services do it before they load torch
-    for name in _LIBRARIES:
+def _load() -> None:
+    """Import what the services import, in their order."""
+    if sys.argv[1:] == ["torch"]:
+        wait_briefly()  # as the services do it before they load torch
+        for name in _LIBRARIES:
+            importlib.import_module(name)
+        for name in _CLASSES:
+            getattr(sys.modules["transformers"], name)
+        return
+    importlib.import_module("outrider.base.no_torch")
+    for name in _LIBRARIES_WITHOUT_TORCH:
         importlib.import_module(name)
-    for name in _CLASSES:
-        getattr(sys.modules["transformers"], name)
+
+
+def _serve() -> None:
+    _load()
     gc.freeze()
     for line in sys.stdin:
         question = json.loads(line)

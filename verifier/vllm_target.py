@@ -6,14 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
 
-from outrider.engine.vllm.core import VllmCore
+from outrider.base.config import KV_TOKENS
+from outrider.engine.loading.options import pick_device, pick_dtype
+from outrider.engine.vllm.compatibility import check_installed
+from outrider.engine.vllm.core import CoreOptions, VllmCore
 from outrider.engine.vllm.messages import Computed, Opening, PlannedSession
-from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost
+from outrider.protocol.errors import InvalidRequest, OutriderError, PeerLost, StartupError
 from outrider.protocol.fleet import ModelInfo
+from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import Masks
 from verifier.batching import ScheduledSession
 from verifier.engine_target import MASK_THREADS
@@ -145,3 +150,34 @@ class _ChainMasks:
     def finish(self) -> None:
         """Wait for the masks that vLLM did not ask for: a matcher serves one thread at a time."""
         wait(self._started.values())
+
+
+def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOptions:
+    """Return the options of vLLM. Raises StartupError for settings that it does not take."""
+    check_installed()
+    if settings.quantization == "int8":
+        raise StartupError("int8 is a format of engine native", field="quantization", value="int8", limit="none or fp8")
+    if settings.pipeline_parallel > 1:
+        raise StartupError(
+            "pipeline parallelism does not work on vLLM yet: use --tensor-parallel, also over several machines",
+            field="pipeline_parallel",
+            value=settings.pipeline_parallel,
+            limit="1",
+        )
+    device = pick_device(settings.device)
+    on_cpu = device.type == "cpu"
+    return CoreOptions(
+        model=model,
+        dtype=str(pick_dtype(settings.dtype, device)).removeprefix("torch."),
+        max_guesses=settings.guess_rows,
+        max_sessions=settings.max_sessions,
+        max_prompt_tokens=settings.prefill_rows,
+        # On a GPU the cache takes the memory that is free, unless a size is given.
+        kv_tokens=settings.kv_tokens or (KV_TOKENS if on_cpu else None),
+        tensor_parallel=settings.tensor_parallel,
+        pipeline_parallel=settings.pipeline_parallel,
+        quantization="" if settings.quantization == "none" else settings.quantization,
+        gpu_memory_share=settings.gpu_memory,
+        max_model_len=settings.max_model_len,
+        more=settings.vllm_args,
+    )

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from coordinator.workers.chat_template import Chat, CutChat, control_tokens
 from outrider.models.tokenizer import load_tokenizer, tokenizer_json, write_file
@@ -21,6 +20,9 @@ from outrider.protocol.vocabulary import Vocabulary
 from outrider.speculation.grammar import GrammarCompiler
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FETCH_TIMEOUT_S = 60.0
 MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # the largest known are around 40 MB
@@ -116,6 +118,8 @@ class Target:
     @cached_property
     def _decode(self) -> Callable[[Sequence[int]], str]:
         """Return the decoder: the tokenizer's Rust backend where transformers' Python around it adds only time."""
+        from transformers import PreTrainedTokenizerFast  # here: it was loaded with the tokenizer
+
         kind, fast = type(self.tokenizer), PreTrainedTokenizerFast
         if all(getattr(kind, name, None) is getattr(fast, name, kind) for name in ("decode", "_decode")):
             return partial(self.tokenizer.backend_tokenizer.decode, skip_special_tokens=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
 from drafter import methods
 from drafter.interface import Drafter
+from outrider.models.drafter_choice import drafter_kinds
 from outrider.protocol.errors import StartupError
 from outrider.settings.drafter import DrafterSettings
 
@@ -37,20 +37,13 @@ def _import(name: str) -> None:
         importlib.import_module(module)
 
 
-def kinds() -> list[str]:
-    """Return the names of all drafting methods; imports all modules."""
-    for module in pkgutil.iter_modules(methods.__path__):
-        importlib.import_module(f"{methods.__name__}.{module.name}")
-    return sorted(_factories)
-
-
 def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Drafter:
     """Build the drafter of `settings.kind`; several kinds joined by + are blended."""
     names = settings.kind.split("+")
     for name in names:
         _import(name)
         if name not in _factories:
-            raise StartupError.of("kind", settings.kind, f"one of {', '.join(kinds())}")
+            raise StartupError.of("kind", settings.kind, f"one of {', '.join(sorted(drafter_kinds()))}")
     if len(set(names)) < len(names):
         raise StartupError("drafter kind given twice", field="kind", value=settings.kind, limit="each kind once")
     members = {name: _factories[name](settings, progress) for name in names}

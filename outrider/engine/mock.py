@@ -13,10 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from outrider.engine.interface import SessionTokens, StepResult
-from outrider.models.tokenizer import save_tokenizer
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.vocabulary import Vocabulary
 
@@ -82,4 +80,6 @@ class MockEngine:
         model = WordLevel({token: i for i, token in enumerate(self.vocabulary.tokens)}, unk_token="t0")  # noqa: S106
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = WhitespaceSplit()
-        return save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), into)
+        (into / "tokenizer.json").write_text(tokenizer.to_str())
+        (into / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        return {path.name: path for path in into.iterdir()}

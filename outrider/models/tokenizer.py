@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from outrider.protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Only plain data files are sent, never code.
 FILES = frozenset(
@@ -41,6 +43,8 @@ def write_file(into: Path, name: str, data: bytes, *, append: bool) -> None:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder."""
+    from transformers import AutoTokenizer  # here: it takes half a second
+
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return tokenizer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from outrider.protocol.errors import ModelMismatch
@@ -14,7 +15,7 @@ class _Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Vocabulary:
     """Token text by id; ids without a token are empty."""
 
@@ -31,7 +32,7 @@ class Vocabulary:
             tokens[token_id] = token
         return cls(tuple(tokens))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         digest = hashlib.sha256()
         for token in self.tokens:

@@ -139,7 +139,7 @@ async def _make(folder: Path, seed: int) -> None:
     from outrider.settings.verifier import VerifierSettings
     from outrider.testing.toy_models import make_model
     from tests.cluster import in_process
-    from verifier.__main__ import build
+    from verifier.startup import build
 
     target = make_model(folder / "target", seed=7, sharpness=4.0, focus=0.1)
     make_model(folder / "draft", seed=99, like=target, blur=0.05)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,21 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.base.grpc_options import channel_options
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc as rpc
-from tests.cluster import ROOT, Cluster, ask, client, environment, generate, known_workers, server_info, until
+from tests.cluster import (
+    ROOT,
+    Cluster,
+    Process,
+    ask,
+    client,
+    environment,
+    generate,
+    known_workers,
+    loads_torch,
+    server_info,
+    until,
+)
 from tests.conftest import Models
+from tests.forking import Forked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,16 +43,11 @@ SERVICES = {
 
 
 def run(module: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A program that is expected to end by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", module, *flags],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(**env),
-        timeout=60,
-        check=False,
-    )
+    """A program that is expected to end by itself; its output is both streams."""
+    with tempfile.NamedTemporaryFile() as log:
+        running = Forked(module, flags, log, ROOT, environment(**env), torch=loads_torch([module, *flags]))
+        code = running.wait(60)
+        return subprocess.CompletedProcess(running.args, code, stderr=Path(log.name).read_text())
 
 
 def assert_told(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -162,10 +170,23 @@ def test_says_that_nothing_is_durable_without_redis(without_redis: Cluster, clus
     assert server_info(cluster.address).durable
 
 
-def test_a_drafter_that_copies_loads_no_torch(cluster: Cluster) -> None:
-    model, ngram = cluster.drafters
-    assert "libtorch" in Path(f"/proc/{model.pid}/maps").read_text()
-    assert "libtorch" not in Path(f"/proc/{ngram.pid}/maps").read_text()
+@pytest.fixture
+def with_own_imports(tmp_path: Path) -> Iterator[list[Process]]:
+    """Services without a model that load their libraries themselves."""
+    fleet = Cluster(tmp_path, redis=False)
+    processes = [fleet.add_coordinator(), fleet.add_drafter("ngram")]
+    for process in processes:
+        process.forked = False
+        process.start()
+    yield processes
+    fleet.stop()
+
+
+def test_services_without_a_model_load_no_torch(cluster: Cluster, with_own_imports: list[Process]) -> None:
+    assert "libtorch" in Path(f"/proc/{cluster.drafters[0].pid}/maps").read_text()
+    for process in with_own_imports:
+        process.wait_ready()
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_back(tmp_path: Path) -> None:

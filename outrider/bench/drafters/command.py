@@ -92,10 +92,10 @@ def drafters(
         raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
     check_files(json_file, plot_file)
     check_engine(engine, "")
-    data = import_on_use("torch", "models", "outrider.train.data")
-    texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     setups.check_kinds(chosen, sorted(drafter_kinds()))
     extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma, modes)
+    data = import_on_use("torch", "models", "outrider.train.data")
+    texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     with turn_progress() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, busy, turns)

@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 import structlog
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
-from transformers.distributed import DistributedConfig
 
 from outrider.protocol.errors import OutriderError, PeerLost, StartupError
 
@@ -74,11 +72,15 @@ class RankGroup:
 
     def sharding(self) -> dict[str, Any]:
         """Return from_pretrained's arguments for this rank's share."""
+        from transformers.distributed import DistributedConfig  # here: one process alone needs no transformers
+
         return {"distributed_config": DistributedConfig(tp_size=self.size, tp_plan="auto")}
 
     def check_model(self, name: str, source: dict[str, Any]) -> None:
         """Raise StartupError for a model that cannot be split over this many ranks."""
         try:
+            from transformers import AutoConfig
+
             config = AutoConfig.from_pretrained(**source).get_text_config()
         except (OSError, ValueError, KeyError):
             return  # loading fails with the reason

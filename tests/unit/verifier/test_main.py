@@ -13,8 +13,8 @@ from outrider.engine.loading import selection
 from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
 from tests.emulated_cuda import emulated_cuda
-from verifier.__main__ import build
 from verifier.service import VerifierService
+from verifier.startup import build
 
 
 def _built(folder: Path, **given: object) -> VerifierService:

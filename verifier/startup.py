@@ -1,0 +1,127 @@
+"""The start of a verifier from its settings: the engine, the service, and the ranks of a model in several processes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outrider.base.config import flags
+from outrider.base.logs import set_up_logs
+from outrider.base.openmp import use_threads
+from outrider.engine.loading.options import EngineOptions, pick_device
+from outrider.engine.mock import MockEngine
+from outrider.engine.tensor_parallel import RankGroup, join_ranks, run_follower
+from outrider.engine.vllm.compatibility import installed_version
+from outrider.engine.vllm.core import node_rank, run_ranks
+from outrider.models.hub import locate_safetensors
+from outrider.models.tokenizer import save_tokenizer
+from outrider.observability.tracing import Tracing, make_tracing
+from outrider.protocol.errors import StartupError
+from outrider.runtime.serving import Service
+from outrider.runtime.worker import run_worker
+from outrider.settings.verifier import VerifierSettings
+from verifier.engine_target import EngineTarget
+from verifier.service import VerifierService
+from verifier.vllm_target import VllmTarget, vllm_options
+
+if TYPE_CHECKING:
+    from outrider.engine.loading.loader import LoadedModel
+
+log = structlog.get_logger(__name__)
+
+
+def build(
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], rank_group: RankGroup | None
+) -> VerifierService:
+    tracing = make_tracing(settings.otlp_endpoint, "verifier")
+    if settings.selected_engine == "mock":
+        log.warning("mock engine selected: no model, for measuring overhead only")
+        mock = MockEngine()
+        return VerifierService(
+            EngineTarget(mock), mock.vocabulary, mock.save_tokenizer(scratch), settings, tracing=tracing
+        )
+    if runs_on_vllm(settings):
+        return build_on_vllm(settings, scratch, progress, tracing)
+    loaded = load(settings, progress, rank_group)
+    files = save_tokenizer(loaded.tokenizer, scratch)
+    fitted = settings.model_copy(update={"kv_tokens": settings.kv_tokens or loaded.engine.capacity_tokens})
+    return VerifierService(EngineTarget(loaded.engine), loaded.vocabulary, files, fitted, loaded.cost, tracing)
+
+
+def load(settings: VerifierSettings, progress: Callable[[str], None], rank_group: RankGroup | None) -> LoadedModel:
+    from outrider.engine.loading.loader import load_model  # here: it loads transformers, which a mock does not need
+
+    return load_model(settings.target, EngineOptions.of(settings), progress, rank_group)
+
+
+def build_on_vllm(
+    settings: VerifierSettings, scratch: Path, progress: Callable[[str], None], tracing: Tracing
+) -> VerifierService:
+    from outrider.engine.vllm.loading import load_core  # here: it loads transformers
+
+    loaded = load_core(settings.target, vllm_options(settings), progress)
+    files, target = save_tokenizer(loaded.tokenizer, scratch), VllmTarget(loaded.core, loaded.info)
+    fitted = settings.model_copy(update={"kv_tokens": loaded.core.capacity_tokens})
+    return VerifierService(target, loaded.vocabulary, files, fitted, loaded.cost, tracing)
+
+
+def runs_on_vllm(settings: VerifierSettings) -> bool:
+    """Return whether vLLM runs the model; raise StartupError for its settings without it."""
+    engine = settings.selected_engine
+    if engine == "vllm":
+        return True
+    device = pick_device(settings.device, engine)
+    if engine == "auto" and device.type == "cuda" and installed_version() is not None:
+        log.info("engine vllm selected, as vLLM is installed", device=str(device), version=installed_version())
+        return True
+    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args"):
+        value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
+        if value != default:
+            raise StartupError(
+                f"--{name.replace('_', '-')} needs --engine vllm", field=name, value=value, limit=f"{default!r} here"
+            )
+    return False
+
+
+def serve(settings: VerifierSettings, rank_group: RankGroup | None = None) -> None:
+    with tempfile.TemporaryDirectory(prefix="outrider-verifier-") as scratch:
+        use_threads(settings.threads)
+
+        def built(progress: Callable[[str], None]) -> Service:
+            return build(settings, Path(scratch), progress, rank_group)
+
+        run_worker("verifier", settings, built)
+
+
+def follow(settings: VerifierSettings, rank: int) -> None:
+    """Run this machine's processes of a model whose verifier is on another machine."""
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    options = vllm_options(settings, Path(locate_safetensors(settings.target, log.info)))
+    log.info("running processes of a verifier on another machine", node_rank=rank)
+    run_ranks(options)
+    log.error("a process of the model ended, so this machine's end too", node_rank=rank)
+    sys.exit(1)
+
+
+def run(settings: VerifierSettings) -> None:
+    rank = node_rank(settings.vllm_args)
+    if rank and runs_on_vllm(settings):
+        follow(settings, rank)
+        return
+    if settings.tensor_parallel == 1 or runs_on_vllm(settings):
+        serve(settings)
+        return
+    set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
+    command = [sys.executable, "-m", "verifier", *flags(settings)]
+    with join_ranks(settings.tensor_parallel, settings, command) as rank_group:
+        if rank_group.is_leader:
+            serve(settings, rank_group)
+        else:
+            run_follower(load(settings, lambda _: None, rank_group).engine, rank_group)
