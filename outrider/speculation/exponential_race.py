@@ -22,9 +22,8 @@ Choice = tuple[int, float]  # a token, and the logarithm of its probability to w
 
 def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
     """Return the token drawn from each row of a request's adjusted logits at its absolute position.  # [rows, vocab]"""
-    if params.greedy:
-        return [int(token) for token in logits.argmax(dim=-1).tolist()]
-    return [int(token) for token in coupled_draws(logits, [params] * len(logits), positions).tolist()]
+    drawn = sampling.likeliest(logits) if params.greedy else coupled_draws(logits, [params] * len(logits), positions)
+    return [int(token) for token in drawn.tolist()]
 
 
 def coupled_draws(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:

@@ -98,11 +98,9 @@ class _StepRows:
 
     def draw(self, members: Sequence[int], needs: _Needs) -> torch.Tensor:
         """Return the target's own token at each row, as a drafter with its noise draws too.  # [rows]"""
-        if needs.cuts is None and not needs.adjusted:
-            return self._select(self._logits.argmax(dim=-1), members)
         adjusted = self._adjusted(members, needs)
         if needs.cuts is None:
-            return adjusted.argmax(dim=-1)
+            return sampling.likeliest(adjusted)
         blocks = [self._blocks[index] for index in members]
         positions = [block.position + depth for block in blocks for depth in (0, *block.shape.depths)]
         return coupled_draws(adjusted, self._params(members), positions)

@@ -25,6 +25,7 @@ from outrider.engine.native.build import library
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import StartupError
+from outrider.speculation.sampling import likeliest
 
 Key = tuple[str, int, int]  # kind of step, context, number of tokens or sessions
 Step = Callable[[], float]  # runs one step, returns its milliseconds
@@ -153,9 +154,9 @@ class _StepRunner:
 
     def _step(self, batch: list[SessionTokens], *, draw: bool) -> Step:
         def run() -> None:
-            logits = self._engine.extend(batch).logits
+            logits = self._engine.extend(batch).all_logits
             if draw:
-                torch.cat([each.argmax(dim=-1) for each in logits]).tolist()
+                likeliest(logits).tolist()
 
         def step() -> float:
             taken = _milliseconds(self._engine.device, run)

@@ -55,6 +55,10 @@ static void cache_head(const Model *model, const Layer *layer, const Step *step,
                  step->sin[layer->rope] + (long)step->positions[row] * model->rotated, model->rotated);
     }
     for (int i = 0; i < group * dim; i++) queries[i] *= layer->scale;
+    if (model->tiled_cache) {
+        put_in_tiles(model, layer, page, kv_head, offset, key, key + model->kv_heads * dim);
+        return;
+    }
     put(model, key_at(model, layer, page, kv_head, offset), key, dim, LANES, 1);
     put(model, value_at(model, layer, page, kv_head, 0, offset), key + model->kv_heads * dim, dim, PAGE * LANES, LANES);
 }
@@ -70,6 +74,10 @@ void outrider_copy(const Model *model, const int32_t *old, const int32_t *new, i
             int slot = (i < count ? old : new)[i % count];
             char *key = key_at(model, layer, slot / PAGE, head, slot % PAGE) + d * LANES * bytes;
             char *value = value_at(model, layer, slot / PAGE, head, d, slot % PAGE);
+            if (model->tiled_cache) {
+                key = tiled_key(model, layer, slot / PAGE, head, slot % PAGE, d);
+                value = tiled_value(model, layer, slot / PAGE, head, slot % PAGE, d);
+            }
             char(*pair)[4] = kept[i % count];
             memcpy(i < count ? pair[0] : key, i < count ? key : pair[0], (size_t)bytes);
             memcpy(i < count ? pair[1] : value, i < count ? value : pair[1], (size_t)bytes);
@@ -219,11 +227,11 @@ static void attend(const Model *model, const Layer *layer, const Segment *segmen
 
 /* Queries of a session are shared out evenly: a task is as few as fit in registers together. */
 int list_tasks(const Model *model, const Step *step, Task *tasks) {
-    int group = model->heads / model->kv_heads, n = 0;
+    int group = model->heads / model->kv_heads, n = 0, most = model->tiled_cache ? QUERIES : MAX_ROWS;
     long before = 0;
     for (int s = 0; s < step->num_segments; s++) {
         const Segment *segment = &step->segments[s];
-        int queries = segment->count * group, parts = (queries + MAX_ROWS - 1) / MAX_ROWS;
+        int queries = segment->count * group, parts = (queries + most - 1) / most;
         for (int part = 0; part < parts; part++)
             for (int h = 0; h < model->kv_heads; h++, n++) {
                 if (!tasks) continue;
@@ -250,9 +258,12 @@ void attention(const Model *model, const Layer *layer, const Step *step, const T
     for (const Task *task = tasks; task <= last; task++) {
         if ((task->before + task->cost / 2) * threads / (last->before + last->cost) != thread) continue;
         const Task *next = task < last ? task + 1 : task;
-        attend(model, layer, &step->segments[task->segment], task->kv_head, task->first, task->count, step->mixed, stride,
-               step->attended, step->scores + thread * step->scores_per_thread,
-               key_at(model, layer, step->segments[next->segment].table[0], next->kv_head, 0));
+        int page = step->segments[next->segment].table[0];
+        (model->tiled_cache ? attend_in_tiles : attend)(
+            model, layer, &step->segments[task->segment], task->kv_head, task->first, task->count, step->mixed, stride,
+            step->attended, step->scores + thread * step->scores_per_thread,
+            model->tiled_cache ? tiled_key(model, layer, page, next->kv_head, 0, 0)
+                               : key_at(model, layer, page, next->kv_head, 0));
     }
 #pragma omp barrier
 }

@@ -62,7 +62,6 @@ class NativeEngine(PagedEngine):
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
         self._vocab = spec.head.weight.shape[0]
-        self._lanes = self._library.outrider_lanes()
         assert self._library.outrider_page() == BLOCK_TOKENS
         self._referenced: list[torch.Tensor] = []  # memory that the kernels' structures point into
         self._step = _C.Step(threads=self._threads)
@@ -87,20 +86,23 @@ class NativeEngine(PagedEngine):
 
     @property
     def arithmetic(self) -> str:
-        return kernel_arithmetic(self._library.outrider_arithmetic(), tiled=self._tiled, cache=self.cache_dtype)
+        cache = ["bfloat16 cache" + " in tiles" * self._model.tiled_cache] * (self.cache_dtype == torch.bfloat16)
+        return kernel_arithmetic(self._library.outrider_arithmetic(), *["tiles 2"] * self._tiled, *cache)
 
     def use_cache(self, dtype: torch.dtype) -> None:
         """Replace the cache, which no session may use, by an empty one of float32 or bfloat16."""
         assert not self.blocks.pool.num_used
         self.blocks.pool.evict_all()
-        self.cache_dtype, model, lanes = dtype, self._model, self._lanes
+        self.cache_dtype, model = dtype, self._model
+        model.cache_bytes, model.tiled_cache = dtype.itemsize, self._may_tile and dtype == torch.bfloat16
+        multiples = (
+            (32, 16) if model.tiled_cache else (1, 2 * self._library.outrider_lanes())
+        )  # to which dimensions are filled up
         # The layers of a block lie together: apart, a step that reaches a new block would clear a large page for each.
         memory = _MappedMemory()
         blocks = (self.capacity_tokens // BLOCK_TOKENS, model.num_layers, model.kv_heads)
-        dim_streams = 2 * -(-model.head_dim // (2 * lanes))
-        self._keys = memory.take((*blocks, BLOCK_TOKENS // lanes, model.head_dim, lanes), dtype).transpose(0, 1)
-        self._values = memory.take((*blocks, dim_streams, BLOCK_TOKENS, lanes), dtype).transpose(0, 1)
-        model.cache_bytes = dtype.itemsize
+        sizes = (BLOCK_TOKENS * multiple * -(-model.head_dim // multiple) for multiple in multiples)
+        self._keys, self._values = (memory.take((*blocks, size), dtype).transpose(0, 1) for size in sizes)
         for layer, keys, values in zip(self._layers, self._keys, self._values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 

@@ -50,6 +50,8 @@ typedef struct {
     int32_t gated, activation, parallel;
     float softcap; /* 0: none */
     int32_t cache_bytes; /* of a number of keys and values: 4, or 2 for bfloat16 */
+    int32_t tiled_cache; /* keys and values are laid out for attention_tiles.c */
+    int32_t unused;
 } Model;
 
 typedef struct {
@@ -116,7 +118,16 @@ typedef struct {
     long before, cost; /* of the tasks before it, and its own */
 } Task;
 
+#define QUERIES 16 /* of a task in tiles */
+
 int list_tasks(const Model *model, const Step *step, Task *tasks);
+long tiled_scratch(const Model *model, long longest);
+char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim);
+char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim);
+void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
+                  const float *value);
+void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after);
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks);
 int64_t outrider_scratch(const Model *model, Step *step);
 int outrider_forward(const Model *model, Step *step);

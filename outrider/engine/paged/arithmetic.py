@@ -16,10 +16,9 @@ USUAL_KERNELS = 1  # version of the CPU kernels
 _USUAL = "native 1, torch's functions 3b448689c15b5de5"
 
 
-def kernel_arithmetic(version: int, *, tiled: bool = False, cache: torch.dtype = torch.float32) -> str:
-    """Return the arithmetic of the CPU kernels, with the torch functions around them."""
-    parts = f"{', tiles 2' if tiled else ''}{'' if cache == torch.float32 else ', bfloat16 cache'}"
-    return f"native {version}{parts}, torch's functions {torch_functions_digest()}"
+def kernel_arithmetic(version: int, *parts: str) -> str:
+    """Return the arithmetic of the CPU kernels with their number formats, and the torch functions around them."""
+    return ", ".join([f"native {version}", *parts, f"torch's functions {torch_functions_digest()}"])
 
 
 def torch_arithmetic(kind: str, device: torch.device) -> str:

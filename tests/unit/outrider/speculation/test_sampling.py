@@ -18,7 +18,7 @@ from transformers.generation import logits_process as theirs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE
 from outrider.speculation import noise, sampling
-from outrider.speculation.sampling import History
+from outrider.speculation.sampling import History, likeliest
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -439,3 +439,14 @@ def test_logprobs_are_natural_logarithms_of_the_softmax(logits: torch.Tensor, to
         order = sorted(range(VOCAB), key=row.__getitem__, reverse=True)[:top]
         assert list(entry.top_ids) == order
         assert list(entry.top_logprobs) == pytest.approx([row[i] - total for i in order], abs=1e-6)
+
+
+def test_the_likeliest_token_is_that_of_torch() -> None:
+    """The first of equal ones; a NaN counts as the largest."""
+    rows = torch.randn(5, 999, generator=torch.Generator().manual_seed(1))
+    rows[0, [7, 70, 700]] = 9.0
+    rows[1, [8, 80]] = torch.nan
+    rows[2] = -torch.inf
+    for logits in (rows, rows.bfloat16(), rows[:, ::2], rows[:0]):
+        assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
+    assert likeliest(rows)[:3].tolist() == [7, 8, 0]

@@ -39,6 +39,7 @@ from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
 
+TILES = "bfloat16 in tiles"
 VOCAB = 203  # no multiple of any panel
 TOKENS = torch.randint(VOCAB, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -66,8 +67,12 @@ def seeded(kind: Any, config: Any) -> Any:
 
 def engine(model: Any, weights: str = "float32", threads: int = 1, cache: str = "float32") -> NativeEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
-    made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads)
-    made.use_cache(getattr(torch, cache))
+    tiled = "tiles" in cache
+    if tiled and not build.library().outrider_tiles():
+        pytest.skip("this processor has no tiles")
+    made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads, tiles=tiled)
+    made.use_cache(getattr(torch, cache.split()[0]))
+    assert made._model.tiled_cache == tiled
     return made
 
 
@@ -84,7 +89,7 @@ SHAPES = {
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize(
     ("weights", "cache"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32"), ("float32", "bfloat16")],
+    [("float32", "float32"), ("bfloat16", "float32"), ("int8", "float32"), ("float32", "bfloat16"), ("float32", TILES)],
 )
 def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_once(
     model: Any, weights: str, cache: str
@@ -106,7 +111,7 @@ def test_a_sessions_bits_do_not_depend_on_neighbours_or_on_how_many_rows_go_at_o
 
 
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
 def test_a_guess_has_the_bits_of_the_token_that_it_becomes(model: Any, cache: str) -> None:
     """Along any path of a tree, and after the path was kept and its rows moved together."""
     runs = engine(model, cache=cache)
@@ -181,9 +186,28 @@ def test_vectors_of_every_width_make_the_same_bits(make: Callable[[], Any], monk
         assert torch.equal(narrow, wide)
 
 
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_attention_in_tiles_is_that_of_vectors_and_keeps_the_bits_of_every_cut(make: Callable[[], Any]) -> None:
+    model = make()
+    truth = engine(model, cache="bfloat16").extend([SessionTokens("s", TOKENS[:150])]).logits[0].clone()
+    runs = engine(model, cache=TILES)
+    whole = runs.extend([SessionTokens("whole", TOKENS[:150])]).logits[0].clone()
+    assert 0 < (whole - truth).norm() < 2e-3 * truth.norm()
+    right = TOKENS[90:93]
+    for size in (1, 9, 33):
+        for at in range(0, 90, size):
+            found = runs.extend([SessionTokens("cut", TOKENS[at : min(90, at + size)])]).logits[0]
+            assert torch.equal(found, whole[at : at + len(found)])
+        tree = [7, right[0], 9, right[1], 11, right[2], 13]
+        found = runs.extend([SessionTokens("cut", tree, (-1, -1, 0, 1, 1, 3, 5))]).logits[0]
+        assert torch.equal(found[[1, 3, 5]], whole[90:93])
+        runs.free("cut")
+        runs.blocks.pool.evict_all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("make", [llama, KINDS["window"]], ids=["all", "window"])
-@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
 def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(
     make: Callable[[], Any], bad: float, cache: str
 ) -> None:
@@ -211,7 +235,7 @@ def test_a_wrong_guess_that_is_no_number_changes_nobody_elses_bits(
     assert torch.equal(runs.extend([SessionTokens("later", TOKENS[:70])]).logits[0], whole)
 
 
-@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", TILES])
 def test_threads_do_not_change_the_bits(cache: str) -> None:
     model = llama()
     one, three = engine(model, cache=cache), engine(model, threads=3, cache=cache)

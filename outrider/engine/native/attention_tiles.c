@@ -1,0 +1,369 @@
+/* Attention in AMX tiles over keys and values in bfloat16.
+ *
+ * Queries and weights (e^(score − peak)) are sums of two bfloat16 numbers each. A score adds both parts times 32
+ * dimensions of the key, block after block. A row's output adds both parts of its weights times the values of 32
+ * positions, aligned, block after block. To add is what tiles.c says. The sum of the weights has 16 lanes by position,
+ * which are added at the end. All of it goes by a row's own positions: where a tree's nodes are in other slots, their
+ * scores and values are gathered first, so a guess has the bits of the token that it becomes. A query is a row of the
+ * tiles, and its bits depend on no other one. Masked weights are 0 and add nothing.
+ */
+
+#include "amx.h"
+
+#if TILES
+
+#define TWO_PARTS (2 * TILE)
+typedef float Scores[QUERIES][PAGE]; /* of a page; weights take their place: 32 first parts, then the second ones */
+
+typedef struct {
+    const Segment *segment;
+    int row, head, position;
+} Query;
+
+/* What a task computes with. Memory is of the thread. */
+typedef struct {
+    const Model *model;
+    const Layer *layer;
+    int kv_head, count, begin, end; /* queries; pages */
+    Query queries[QUERIES];
+    char *tiles, *gathered; /* of queries: [blocks of dimensions][2 parts]; values of a page */
+    float *out, *one;       /* sums, and those of some rows alone: [2 · QUERIES][panels · 16] */
+    Scores *scores;         /* by page, from `begin` on, and one more */
+} Work;
+
+static int blocks_of(const Model *model) { return (model->head_dim + 31) / 32; }
+static int panels_of(const Model *model) { return (model->head_dim + 15) / 16; }
+static long width_of(const Model *model) { return 16l * panels_of(model); }
+
+long tiled_keys(const Model *model) { return 2l * blocks_of(model) * TILE; }
+long tiled_values(const Model *model) { return (long)panels_of(model) * TILE; }
+
+static const char *page_at(const Model *model, const void *cache, long size, int page, int kv_head) {
+    return (const char *)cache + ((long)page * model->num_layers * model->kv_heads + kv_head) * size;
+}
+static const char *keys_of(const Work *work, const Segment *segment, int page) {
+    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->kv_head);
+}
+static const char *values_of(const Work *work, const Segment *segment, int page) {
+    return page_at(work->model, work->layer->values, tiled_values(work->model), segment->table[page], work->kv_head);
+}
+
+/* A page of keys is [2 halves][blocks of 32 dimensions][16 pairs][16 slots][2]; of values [panels][16 pairs of slots][16][2]. */
+char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
+    long tile = offset / 16 * blocks_of(model) + dim / 32;
+    return (char *)page_at(model, layer->keys, tiled_keys(model), page, kv_head) + tile * TILE + dim % 32 / 2 * 64 +
+           offset % 16 * 4 + dim % 2 * 2;
+}
+char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
+    return (char *)page_at(model, layer->values, tiled_values(model), page, kv_head) + dim / 16 * TILE +
+           offset / 2 * 64 + dim % 16 * 4 + offset % 2 * 2;
+}
+
+/* Only its own bytes are written: the neighbours may be another thread's. */
+void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
+                  const float *value) {
+    for (int d = 0; d < model->head_dim; d += 16) {
+        __mmask16 mask = (__mmask16)(model->head_dim - d < 16 ? (1 << (model->head_dim - d)) - 1 : 0xffff);
+        __m512 numbers = _mm512_maskz_loadu_ps(mask, key + d), other = _mm512_maskz_loadu_ps(mask, value + d);
+        uint32_t pairs[8];
+        _mm256_storeu_si256((__m256i *)pairs, (__m256i)_mm512_cvtneps_pbh(numbers));
+        char *to = tiled_key(model, layer, page, kv_head, offset, d);
+        for (int i = 0; i < 8; i++) memcpy(to + 64 * i, pairs + i, 4);
+        __m512i halves = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(other));
+        to = tiled_value(model, layer, page, kv_head, offset & ~1, d);
+        _mm512_mask_storeu_epi16(to, 0x55555555u << offset % 2, _mm512_slli_epi32(halves, 16 * (offset % 2)));
+    }
+}
+
+static void prepare_queries(Work *work, const float *qkv, long stride) {
+    int dim = work->model->head_dim;
+    for (int q = 0; q < work->count; q++) {
+        const Query *query = &work->queries[q];
+        const float *from = qkv + (query->segment->start + query->row) * stride + query->head * dim;
+        for (int d = 0; d < dim; d += 32) {
+            int left = dim - d;
+            __mmask16 low = (__mmask16)(left < 16 ? (1 << left) - 1 : 0xffff);
+            __mmask16 high = (__mmask16)(left < 32 ? left < 16 ? 0 : (1 << (left - 16)) - 1 : 0xffff);
+            __m512i parts[2];
+            split(_mm512_maskz_loadu_ps(low, from + d), _mm512_maskz_loadu_ps(high, from + d + 16), parts);
+            for (int p = 0; p < 2; p++) _mm512_storeu_si512(work->tiles + d / 32 * TWO_PARTS + p * TILE + q * 64, parts[p]);
+        }
+    }
+}
+
+/* Scores of queries from `first` on, as many as tiles have rows. */
+INLINE void score_half(const char *queries, const char *keys, const int blocks, float *to) {
+    TILE_ZERO(0);
+    for (int d = 0; d < blocks; d++, queries += TWO_PARTS, keys += TILE) {
+        TILE_LOAD(6, keys, 64);
+        TILE_LOAD(2, queries, 64);
+        TILE_LOAD(3, queries + TILE, 64);
+        TILE_DOT(0, 2, 6);
+        TILE_DOT(0, 3, 6);
+    }
+    TILE_STORE(0, to, 4 * PAGE);
+}
+
+INLINE void score_page(const char *queries, const char *keys, const int blocks, float *to) {
+    score_half(queries, keys, blocks, to);
+    score_half(queries, keys + blocks * TILE, blocks, to + 16);
+}
+
+static void score(const Work *work, int first, const char *keys, float *to) {
+    const char *queries = work->tiles + first * 64;
+    if (blocks_of(work->model) == 2)
+        score_page(queries, keys, 2, to);
+    else
+        score_page(queries, keys, blocks_of(work->model), to);
+}
+
+INLINE void fetch(const char *from, long size) {
+    for (long i = 0; i < size; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* Masks what the queries do not see of a page, by position, and finds their largest scores. */
+static void mask_page(const Work *work, int page, vec *peaks) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    float(*rows)[PAGE] = work->scores[page - work->begin];
+    int window = work->layer->window;
+    for (int q = 0; q < work->count; q++) {
+        int last = work->queries[q].position;
+        if (page * PAGE > last) continue;
+        if (work->model->softcap > 0) cap_scores(rows[q], PAGE, work->model->softcap);
+        int partial = page * PAGE + PAGE > last + 1 || (window && page * PAGE <= last - window);
+        for (int i = 0; i < PAGE; i += 16) {
+            __m512 values = _mm512_loadu_ps(rows[q] + i);
+            if (partial) {
+                __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(page * PAGE + i));
+                __mmask16 seen = _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(last));
+                if (window) seen &= _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(last - window));
+                values = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), values);
+                _mm512_storeu_ps(rows[q] + i, values);
+            }
+            peaks[q] = larger((vec)values, peaks[q]);
+        }
+    }
+}
+
+/* Scores become weights in two parts. */
+static void weigh_page(const Work *work, int page, const float *peaks, vec *totals) {
+    float(*rows)[PAGE] = work->scores[page - work->begin];
+    for (int q = 0; q < work->count; q++) {
+        __m512i parts[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        if (page * PAGE <= work->queries[q].position) {
+            vec low = exponential(load(rows[q]) - peaks[q]), high = exponential(load(rows[q] + 16) - peaks[q]);
+            totals[q] = totals[q] + low + high;
+            split((__m512)low, (__m512)high, parts);
+        }
+        _mm512_storeu_si512(rows[q], parts[0]);
+        _mm512_storeu_si512(rows[q] + 16, parts[1]);
+    }
+}
+
+#define ADD_PANEL(tile, with)                                     \
+    if (panels > tile) {                                          \
+        TILE_LOAD(with, values + tile * TILE, 64);                \
+        TILE_DOT(tile, 4, with);                                  \
+        TILE_DOT(tile, 5, with);                                  \
+    }
+
+/* Adds the values of pages to the sums of queries from `first` on: those of their segment's pages, or `gathered` ones. */
+static void add_values(const Work *work, int first, int from, int end, const char *gathered, float *sums) {
+    const Segment *segment = work->queries[first].segment;
+    const long width = width_of(work->model), stride = 4 * width;
+    for (int v = 0; v < panels_of(work->model); v += 4) {
+        const int panels = panels_of(work->model) - v < 4 ? panels_of(work->model) - v : 4;
+        float *at = sums + 16 * v;
+        TILE_LOAD(0, at, stride);
+        if (panels > 1) TILE_LOAD(1, at + 16, stride);
+        if (panels > 2) TILE_LOAD(2, at + 32, stride);
+        if (panels > 3) TILE_LOAD(3, at + 48, stride);
+        for (int page = from; page < end; page++) {
+            const char *weights = (const char *)work->scores[page - work->begin][first];
+            const char *values = (gathered ? gathered : values_of(work, segment, page)) + v * TILE;
+            if (!gathered && page + 1 < end) fetch(values_of(work, segment, page + 1) + v * TILE, panels * TILE);
+            TILE_LOAD(4, weights, 4 * PAGE);
+            TILE_LOAD(5, weights + 64, 4 * PAGE);
+            ADD_PANEL(0, 6)
+            ADD_PANEL(1, 7)
+            ADD_PANEL(2, 6)
+            ADD_PANEL(3, 7)
+        }
+        TILE_STORE(0, at, stride);
+        if (panels > 1) TILE_STORE(1, at + 16, stride);
+        if (panels > 2) TILE_STORE(2, at + 32, stride);
+        if (panels > 3) TILE_STORE(3, at + 48, stride);
+    }
+}
+
+/* The slots of a query's new positions. */
+static void list_path(const Query *query, int *path) {
+    const Segment *segment = query->segment;
+    for (int i = 0; i < segment->count; i++)
+        if (segment->sees[query->row * segment->count + i]) path[segment->depths[i]] = segment->base + i;
+}
+
+static int slot_at(const Segment *segment, const int *path, int position) {
+    return segment->sees && position >= segment->base ? path[position - segment->base] : position;
+}
+
+/* The values of a page of positions that a query sees, 0 for the others. */
+static const char *gather_values(const Work *work, const Query *query, const int *path, int page) {
+    const Segment *segment = query->segment;
+    int window = work->layer->window, panels = panels_of(work->model);
+    for (int pair = 0; pair < PAGE / 2; pair++) {
+        const char *from[2] = {NULL, NULL};
+        int shift[2] = {0, 0};
+        for (int i = 0; i < 2; i++) {
+            int position = page * PAGE + 2 * pair + i;
+            if (position > query->position || (window && query->position - position >= window)) continue;
+            int slot = slot_at(segment, path, position);
+            from[i] = values_of(work, segment, slot / PAGE) + slot % PAGE / 2 * 64;
+            shift[i] = slot % 2 * 16;
+        }
+        for (int v = 0; v < panels; v++) {
+            __m512i first = _mm512_setzero_si512(), second = first;
+            if (from[0]) first = _mm512_srl_epi32(_mm512_loadu_si512(from[0] + v * TILE), _mm_cvtsi32_si128(shift[0]));
+            if (from[1]) second = _mm512_srl_epi32(_mm512_loadu_si512(from[1] + v * TILE), _mm_cvtsi32_si128(shift[1]));
+            first = _mm512_mask_blend_epi16(0xaaaaaaaau, first, _mm512_slli_epi32(second, 16));
+            _mm512_storeu_si512(work->gathered + v * TILE + pair * 64, first);
+        }
+    }
+    return work->gathered;
+}
+
+/* Puts the scores of a tree's rows from a page on into the order of their positions. */
+static void gather_scores(const Work *work, int page) {
+    for (int q = 0; q < work->count; q++) {
+        const Query *query = &work->queries[q];
+        int first = page * PAGE, count = query->position + 1 - first, path[query->segment->count];
+        float gathered[count];
+        list_path(query, path);
+        for (int i = 0; i < count; i++) {
+            int slot = slot_at(query->segment, path, first + i);
+            gathered[i] = work->scores[slot / PAGE - work->begin][q][slot % PAGE];
+        }
+        for (int i = 0; i < count; i++) work->scores[page - work->begin + i / PAGE][q][i % PAGE] = gathered[i];
+    }
+}
+
+/* Continues the sums of `count` queries of one row from a page on, with the values of their own path. */
+static void add_path(const Work *work, int first, int count, int from, float *sums) {
+    const Query *query = &work->queries[first];
+    const long width = width_of(work->model);
+    int path[query->segment->count];
+    if (query->segment->sees) list_path(query, path);
+    memcpy(work->one, sums, 4 * (size_t)(count * width));
+    for (int page = from; page <= query->position / PAGE; page++)
+        add_values(work, first, page, page + 1, gather_values(work, query, path, page), work->one);
+    memcpy(sums, work->one, 4 * (size_t)(count * width));
+}
+
+/* Sums that are no numbers: a weight of 0 does not keep a NaN or an infinity out, so the row goes without masked values. */
+static void finish(const Work *work, const vec *totals, float *attended) {
+    const long width = width_of(work->model);
+    for (int q = 0; q < work->count; q++) {
+        const Query *query = &work->queries[q];
+        float *sums = work->out + q * width, total = sum(&totals[q]);
+        vec zeros = {0};
+        for (long i = 0; i < width; i += LANES) zeros = fused(load(sums + i), (vec){0}, zeros);
+        if (sum(&zeros) != 0) {
+            memset(sums, 0, 4 * (size_t)width);
+            add_path(work, q, 1, work->begin, sums);
+        }
+        float factor = 1.0f / total;
+        float *to = attended + ((long)(query->segment->start + query->row) * work->model->heads + query->head) *
+                                   work->model->head_dim;
+        for (int d = 0; d < work->model->head_dim; d++) to[d] = sums[d] * factor;
+    }
+}
+
+static float *lay_out(Work *work, float *memory) {
+    const Model *model = work->model;
+    work->tiles = (char *)memory;
+    work->gathered = work->tiles + (blocks_of(model) + 1l) * TWO_PARTS;
+    work->out = (float *)(work->gathered + panels_of(model) * TILE);
+    work->one = work->out + 2 * QUERIES * width_of(model);
+    return work->one + 2 * QUERIES * width_of(model);
+}
+
+/* Numbers of scratch memory for a context. */
+long tiled_scratch(const Model *model, long longest) {
+    Work work = {.model = model};
+    return lay_out(&work, NULL) - (float *)NULL + (longest / PAGE + 3) * QUERIES * PAGE;
+}
+
+/* Queries of a session that share a key head: query q belongs to row q / group. */
+void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after) {
+    int group = model->heads / model->kv_heads, highest = 0, lowest = segment->base + segment->count;
+    Work work = {.model = model, .layer = layer, .kv_head = kv_head, .count = count};
+    work.scores = (Scores *)lay_out(&work, memory);
+    for (int q = 0; q < count; q++) {
+        int row = (first + q) / group, position = segment->base + (segment->depths ? segment->depths[row] : row);
+        work.queries[q] = (Query){segment, row, kv_head * group + (first + q) % group, position};
+        if (position > highest) highest = position;
+        if (position < lowest) lowest = position;
+    }
+    if (layer->window && lowest >= layer->window) work.begin = (lowest + 1 - layer->window) / PAGE;
+    work.end = highest / PAGE + 1;
+    TileConfig config = {.palette = 1};
+    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 6 ? count : 16), config.bytes[t] = 64;
+    configure_tiles(&config);
+    prepare_queries(&work, qkv, qkv_stride);
+
+    vec peaks[QUERIES], totals[QUERIES] = {{0}};
+    for (int q = 0; q < count; q++) peaks[q] = spread(-INFINITY);
+    /* The pages of a tree's slots, and the first whose slots are not in the order of positions. */
+    int stored = segment->sees ? (segment->base + segment->count - 1) / PAGE + 1 : work.end;
+    int direct = segment->sees && segment->base / PAGE < work.end ? segment->base / PAGE : work.end;
+    if (direct < work.begin) direct = work.begin;
+    for (int page = work.begin; page < stored; page++) {
+        fetch(page + 1 < stored ? keys_of(&work, segment, page + 1) : values_of(&work, segment, work.begin), tiled_keys(model));
+        score(&work, 0, keys_of(&work, segment, page), (float *)work.scores[page - work.begin]);
+        if (page > work.begin && page - 1 < direct) mask_page(&work, page - 1, peaks);
+    }
+    if (stored - 1 < direct) mask_page(&work, stored - 1, peaks);
+    if (segment->sees) {
+        gather_scores(&work, direct);
+        for (int page = direct; page < work.end; page++) mask_page(&work, page, peaks);
+    }
+    float largest[QUERIES];
+    for (int q = 0; q < count; q++) {
+        largest[q] = -INFINITY;
+        for (int i = 0; i < 16; i++) largest[q] = peaks[q][i] > largest[q] ? peaks[q][i] : largest[q];
+    }
+    for (int page = work.begin; page < work.end; page++) weigh_page(&work, page, largest, totals);
+    memset(work.out, 0, 4 * (size_t)(QUERIES * width_of(model)));
+    add_values(&work, 0, work.begin, direct, NULL, work.out);
+    if (after) fetch(after, tiled_keys(model));
+    for (int q = 0, next; q < count && direct < work.end; q = next) {
+        for (next = q + 1; next < count && work.queries[next].row == work.queries[q].row;) next++;
+        add_path(&work, q, next - q, direct, work.out + q * width_of(model));
+    }
+    finish(&work, totals, attended);
+    release_tiles();
+}
+
+#else
+
+long tiled_keys(const Model *model) { return (void)model, 0; }
+long tiled_values(const Model *model) { return (void)model, 0; }
+long tiled_scratch(const Model *model, long longest) { return (void)model, (void)longest, 0; }
+char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
+    return (void)model, (void)layer, (void)page, (void)kv_head, (void)offset, (void)dim, NULL;
+}
+char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
+    return tiled_key(model, layer, page, kv_head, offset, dim);
+}
+void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
+                  const float *value) {
+    (void)model, (void)layer, (void)page, (void)kv_head, (void)offset, (void)key, (void)value;
+}
+void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after) {
+    (void)model, (void)layer, (void)segment, (void)kv_head, (void)first, (void)count, (void)qkv, (void)qkv_stride;
+    (void)attended, (void)memory, (void)after;
+}
+
+#endif
