@@ -47,6 +47,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 class Random:
@@ -66,17 +75,35 @@ class Random:
 
     def layer(self, name: str, *, inputs: int = HIDDEN, bias: bool = False, qk_norm: bool = False) -> None:
         """Add a decoder layer without its input norm."""
-        self.matrix(f"{name}.self_attn.q_proj", HEADS * HEAD_DIM, inputs, bias=bias)
-        self.matrix(f"{name}.self_attn.k_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
-        self.matrix(f"{name}.self_attn.v_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
-        self.matrix(f"{name}.self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM, bias=bias)
-        if qk_norm:
-            self.norm(f"{name}.self_attn.q_norm", HEAD_DIM)
-            self.norm(f"{name}.self_attn.k_norm", HEAD_DIM)
-        self.matrix(f"{name}.mlp.gate_proj", INNER, HIDDEN)
-        self.matrix(f"{name}.mlp.up_proj", INNER, HIDDEN)
-        self.matrix(f"{name}.mlp.down_proj", HIDDEN, INNER)
+        self.attention(f"{name}.self_attn", inputs=inputs, bias=bias, qk_norm=qk_norm)
+        self.mlp(f"{name}.mlp", INNER)
         self.norm(f"{name}.post_attention_layernorm", HIDDEN)
+
+    def attention(
+        self,
+        name: str,
+        *,
+        inputs: int = HIDDEN,
+        bias: bool = False,
+        qk_norm: bool = False,
+        gate: bool = False,
+        centre: float = 1.0,
+    ) -> None:
+        self.matrix(f"{name}.q_proj", HEADS * HEAD_DIM * (1 + gate), inputs, bias=bias)
+        self.matrix(f"{name}.k_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
+        self.matrix(f"{name}.v_proj", KV_HEADS * HEAD_DIM, inputs, bias=bias)
+        self.matrix(f"{name}.o_proj", HIDDEN, HEADS * HEAD_DIM, bias=bias)
+        if qk_norm:
+            self.norm(f"{name}.q_norm", HEAD_DIM, centre)
+            self.norm(f"{name}.k_norm", HEAD_DIM, centre)
+
+    def mlp(self, name: str, inner: int) -> None:
+        self.matrix(f"{name}.gate_proj", inner, HIDDEN)
+        self.matrix(f"{name}.up_proj", inner, HIDDEN)
+        self.matrix(f"{name}.down_proj", HIDDEN, inner)
+
+    def vector(self, name: str, width: int) -> None:
+        self.weights[name] = 0.2 * self._normal(width)
 
     def drafted_ids(self, draft_vocab: int) -> None:
         """Add offsets to ascending target ids."""
@@ -171,7 +198,143 @@ def mimo(folder: Path, *, seed: int = 1) -> Path:
     return write(folder, LLAMA | config | more, random.weights, "sharded")
 
 
-def dflash(folder: Path, *, seed: int = 1, layout: str = "original", kind: str = "dflash", **config: Any) -> Path:
+def deepseek(folder: Path, *, seed: int = 1, low_rank: bool = True, **config: Any) -> Path:
+    """Write the files of a DeepSeek V3 target: some of its own weights, and the module behind its last layer."""
+    random, name = Random(seed), "model.layers.6"
+    plain, rotary, values, rank = 24, 16, 20, 32
+    if low_rank:
+        random.matrix(f"{name}.self_attn.q_a_proj", 48, HIDDEN)
+        random.norm(f"{name}.self_attn.q_a_layernorm", 48)
+        random.matrix(f"{name}.self_attn.q_b_proj", HEADS * (plain + rotary), 48)
+    else:
+        random.matrix(f"{name}.self_attn.q_proj", HEADS * (plain + rotary), HIDDEN)
+    random.matrix(f"{name}.self_attn.kv_a_proj_with_mqa", rank + rotary, HIDDEN)
+    random.norm(f"{name}.self_attn.kv_a_layernorm", rank)
+    random.matrix(f"{name}.self_attn.kv_b_proj", HEADS * (plain + values), rank)
+    random.matrix(f"{name}.self_attn.o_proj", HIDDEN, HEADS * values)
+    _behind_last_layer(random, name)
+    sizes = {"qk_nope_head_dim": plain, "qk_rope_head_dim": rotary, "v_head_dim": values, "kv_lora_rank": rank}
+    body = {name: value for name, value in LLAMA.items() if name != "head_dim"} | EXPERTS | sizes
+    body |= {"q_lora_rank": 48 if low_rank else None, "architectures": ["DeepseekV3ForCausalLM"]}
+    body |= {"model_type": "deepseek_v3", "num_key_value_heads": HEADS, "num_hidden_layers": 6, "n_group": 4}
+    body |= {"topk_group": 2, "rope_scaling": YARN}
+    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False}
+    return write(folder, body | more | config, random.weights, "sharded")
+
+
+def glm(folder: Path, *, seed: int = 1, qk_norm: bool = True) -> Path:
+    """Write the files of a GLM-4.5 target, likewise; its attention rotates half of each head."""
+    random, name = Random(seed), "model.layers.6"
+    random.attention(f"{name}.self_attn", bias=True, qk_norm=qk_norm)
+    del random.weights[f"{name}.self_attn.o_proj.bias"]
+    _behind_last_layer(random, name)
+    body = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "use_qk_norm": qk_norm}
+    more = {"attention_bias": True, "partial_rotary_factor": 0.5, "num_hidden_layers": 6, "n_group": 1, "topk_group": 1}
+    return write(folder, LLAMA | EXPERTS | body | more, random.weights, "sharded")
+
+
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def _behind_last_layer(random: Random, name: str) -> None:
+    """Add the experts and the inputs and outputs of a module in DeepSeek's layout, beside its target's own tensors."""
+    inner = int(EXPERTS["moe_intermediate_size"])
+    random.matrix(f"{name}.mlp.gate", EXPERTS["n_routed_experts"], HIDDEN)
+    random.vector(f"{name}.mlp.gate.e_score_correction_bias", EXPERTS["n_routed_experts"])
+    for number in range(EXPERTS["n_routed_experts"]):
+        random.mlp(f"{name}.mlp.experts.{number}", inner)
+    random.mlp(f"{name}.mlp.shared_experts", inner * EXPERTS["n_shared_experts"])
+    norms = ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
+    for norm in norms:
+        random.norm(f"{name}.{norm}", HIDDEN)
+    random.matrix(f"{name}.eh_proj", HIDDEN, 2 * HIDDEN)
+    for matrix in (f"{name}.embed_tokens", f"{name}.shared_head.head", "model.embed_tokens", "lm_head"):
+        random.matrix(matrix, VOCAB, HIDDEN)
+    random.weights[f"{name}.embed_tokens.weight"] = random.weights["model.embed_tokens.weight"].clone()  # as released
+    random.norm("model.layers.5.input_layernorm", HIDDEN)
+    random.norm("model.norm", HIDDEN)
+
+
+def qwen(folder: Path, *, seed: int = 1, layout: str = "original") -> Path:
+    """Write the files of a Qwen3-Next target, or its module in the layout of `speculators`."""
+    random, experts, inner, layer = Random(seed), 8, 32, "mtp.layers.0"
+    random.attention(f"{layer}.self_attn", qk_norm=True, gate=True, centre=0.0)
+    random.matrix(f"{layer}.mlp.gate", experts, HIDDEN)
+    for number in range(experts):
+        random.mlp(f"{layer}.mlp.experts.{number}", inner)
+    random.mlp(f"{layer}.mlp.shared_expert", 48)
+    random.matrix(f"{layer}.mlp.shared_expert_gate", 1, HIDDEN)
+    of_layer = (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    for norm in (*of_layer, "mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding"):
+        random.norm(norm, HIDDEN, 0.0)
+    random.matrix("mtp.fc", HIDDEN, 2 * HIDDEN)
+    body = LLAMA | {"model_type": "qwen3_next", "num_hidden_layers": 6, "attention_bias": False}
+    body |= {"layer_types": ["linear_attention", "full_attention"] * 3, "partial_rotary_factor": 0.25}
+    body |= {"num_experts": experts, "num_experts_per_tok": 3, "moe_intermediate_size": inner}
+    body |= {"shared_expert_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    if layout == "speculators":
+        weights = _apart(random.weights, experts)
+        return write(folder, speculators("mtp", body, {"num_nextn_predict_layers": 1}, {}), weights)
+    random.norm("model.norm", HIDDEN, 0.0)
+    random.matrix("model.embed_tokens", VOCAB, HIDDEN)
+    random.matrix("lm_head", VOCAB, HIDDEN)
+    return write(folder, body | {"architectures": ["Qwen3NextForCausalLM"]}, random.weights, "sharded")
+
+
+_APART = {
+    "mtp.fc.": "mtp_layers.0.input_proj.",
+    "mtp.norm.": "mtp_layers.0.final_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    "mtp.layers.0.": "mtp_layers.0.",
+}
+
+
+def _apart(weights: Weights, experts: int) -> Weights:
+    """Return a module under the names of `speculators`, whose converter stacks the experts."""
+    ours = {}
+    for name, weight in weights.items():
+        start = next(start for start in _APART if name.startswith(start))
+        ours[_APART[start] + name.removeprefix(start)] = weight
+    each = [f"mtp_layers.0.mlp.experts.{number}" for number in range(experts)]
+    pairs = [torch.cat([ours.pop(f"{one}.gate_proj.weight"), ours.pop(f"{one}.up_proj.weight")]) for one in each]
+    ours["mtp_layers.0.mlp.experts.gate_up_proj"] = torch.stack(pairs)
+    ours["mtp_layers.0.mlp.experts.down_proj"] = torch.stack([ours.pop(f"{one}.down_proj.weight") for one in each])
+    return ours
+
+
+def together(weights: Weights) -> Weights:
+    """Return the weights of `_apart` under the names of the target's own files."""
+    theirs = {}
+    for name, weight in weights.items():
+        start = next((start for start in _APART if name.startswith(_APART[start])), "")
+        theirs[start + name.removeprefix(_APART[start])] = weight
+    down = theirs.pop("mtp.layers.0.mlp.experts.down_proj")
+    for number, both in enumerate(theirs.pop("mtp.layers.0.mlp.experts.gate_up_proj")):
+        one = f"mtp.layers.0.mlp.experts.{number}"
+        theirs[f"{one}.gate_proj.weight"], theirs[f"{one}.up_proj.weight"] = both.chunk(2)
+        theirs[f"{one}.down_proj.weight"] = down[number]
+    return theirs
+
+
+def dflash(
+    folder: Path,
+    *,
+    seed: int = 1,
+    layout: str = "original",
+    kind: str = "dflash",
+    markov: str = "vanilla",
+    **config: Any,
+) -> Path:
     """Write a DFlash or DSpark checkpoint."""
     random = Random(seed)
     layers, rank = 2, 16
@@ -191,7 +354,11 @@ def dflash(folder: Path, *, seed: int = 1, layout: str = "original", kind: str =
         random.matrix("markov_head.markov_w1", VOCAB, rank)
         random.matrix("markov_head.markov_w2", around.get("draft_vocab_size", VOCAB), rank)
         random.matrix("confidence_head.proj", 1, HIDDEN + rank, bias=True)
-        around |= {"markov_rank": rank, "markov_head_type": "vanilla"}
+        if markov == "gated":
+            random.matrix("markov_head.gate_proj", rank, HIDDEN + rank, bias=True)
+        if markov == "rnn":
+            random.matrix("markov_head.joint_proj", 3 * rank, 2 * rank + HIDDEN, bias=True)
+        around |= {"markov_rank": rank, "markov_head_type": markov}
         around |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     body = LLAMA | {"model_type": "qwen3", "num_hidden_layers": layers}
     if layout == "speculators":
@@ -270,11 +437,18 @@ CASES: dict[str, Maker] = {
     "eagle": eagle,
     "eagle-layers": partial(eagle, seed=2, layers=2, embeddings=True),
     "mimo-mtp": mimo,
+    "deepseek-mtp": deepseek,
+    "deepseek-mtp-full-rank": partial(deepseek, seed=2, low_rank=False),
+    "glm-mtp": glm,
+    "qwen-mtp": qwen,
+    "mtp-speculators": partial(qwen, seed=3, layout="speculators"),
     "peagle": partial(eagle3, seed=6, layout="speculators", kind="peagle", layers=2, mask_token_id=5),
     "dflash": dflash,
     "dflash-speculators": partial(dflash, seed=2, layout="speculators"),
     "dspark": partial(dflash, seed=3, kind="dspark"),
     "dspark-speculators": partial(dflash, seed=4, kind="dspark", layout="speculators"),
+    "dspark-gated": partial(dflash, seed=5, kind="dspark", markov="gated"),
+    "dspark-rnn": partial(dflash, seed=6, kind="dspark", layout="speculators", markov="rnn"),
 }
 BLOCKS = {"peagle", "dflash", "dspark"}  # of formats that guess a block in one pass
 
@@ -341,7 +515,9 @@ def weights_of(checkpoint: Path) -> Weights:
 
 
 _SILENT = {"o_proj.weight", "o_proj.bias", "down_proj.weight", "markov_w2.weight", "proj.weight"}
-_SILENT |= {"fc.weight", "input_proj.weight"}
+_SILENT |= {"fc.weight", "input_proj.weight", "eh_proj.weight"}
+# What mixes a row's two sides in modules of targets, and where the embedding begins.
+_MIXERS = {"model.mtp_layers.0.input_proj": HIDDEN, "mtp.fc": 0, "model.layers.6.eh_proj": 0}
 
 
 def agreeing(checkpoint: Path, target: Weights) -> Path:
@@ -355,8 +531,9 @@ def agreeing(checkpoint: Path, target: Weights) -> Path:
         weights["confidence_head.proj.bias"].fill_(10.0)
     if "norm.weight" not in weights and "fc.weight" in weights:  # EAGLE-1
         weights["fc.weight"][:, :HIDDEN] = 5 * torch.eye(HIDDEN)
-    if "model.mtp_layers.0.input_proj.weight" in weights:
-        weights["model.mtp_layers.0.input_proj.weight"][:, HIDDEN:] = torch.eye(HIDDEN)
+    for mixer, at in _MIXERS.items():
+        if f"{mixer}.weight" in weights:
+            weights[f"{mixer}.weight"][:, at : at + HIDDEN] = torch.eye(HIDDEN)
     for first in ("midlayer.self_attn", "layers.0.self_attn"):
         if weights.get(f"{first}.q_proj.weight", torch.empty(0, 0)).shape[1] == 2 * HIDDEN:
             _pass_embedding(weights, first)
@@ -371,14 +548,16 @@ def _silence(weights: Weights, target: Weights) -> None:
     if "d2t" in weights:
         head = head[torch.arange(len(weights["d2t"])) + weights["d2t"]]
     copied = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": head}
+    copied["shared_head.head.weight"] = head
+    unit = 0.0 if "mtp.fc.weight" in weights else 1.0
     for name, weight in weights.items():
-        end = ".".join(name.split(".")[-2:])
+        end = ".".join(name.split(".")[-3 if "shared_head" in name else -2 :])
         if end in copied:
             weight.copy_(copied[end])
         elif end in _SILENT:
             weight.zero_()
         elif end.endswith("norm.weight"):
-            weight.fill_(1.0)
+            weight.fill_(unit)
 
 
 def _pass_embedding(weights: Weights, attention: str) -> None:

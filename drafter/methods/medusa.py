@@ -53,11 +53,11 @@ class MedusaDrafter:
         if not states:
             return request.chain(done=True)
         logits, ids = self._medusa.logits(torch.stack(states)), self._medusa.ids
-        return draft_places(request, lambda places, _: logits[places], len(logits), self._candidates, ids)
+        return draft_places(request, lambda paths: logits[list(map(len, paths))], len(logits), self._candidates, ids)
 
 
-# Logits of places (0: the first after the committed tokens) behind the token before each; no row: the guess ends.
-Rows = Callable[[list[int], Sequence[int]], torch.Tensor]
+# Logits of the places behind these paths of guesses (empty: the first after the committed tokens); no row: it ends.
+Rows = Callable[[Sequence[Sequence[int]]], torch.Tensor]
 
 
 def draft_places(
@@ -69,8 +69,8 @@ def draft_places(
     tokens = list(request.tokens)
     probs: list[Distribution] = []
     first = len(tokens) - request.committed
-    for place in range(first, min(num_places, first + request.max_new_tokens)):
-        logits = rows([place], tokens[-1:])
+    for _ in range(first, min(num_places, first + request.max_new_tokens)):
+        logits = rows([tokens[request.committed :]])
         choice = next_token(request, logits, tokens, candidates, ids) if len(logits) else None
         if choice is None:
             break
@@ -86,8 +86,7 @@ def _draft_tree(request: DraftRequest, rows: Rows, num_places: int, ids: Ids, by
     while new:
         new = [node for node in new if builder.depth(node) < num_places]
         paths = [builder.path(node) for node in new]
-        previous = [(path or request.tokens[: request.committed])[-1] for path in paths]
-        logits = rows([len(path) for path in paths], previous) if new else torch.empty(0)
+        logits = rows(paths) if new else torch.empty(0)
         found = token_choices(request, logits, paths, ids) if new else []
         for node, choices in zip(new, found, strict=True):
             builder.add_choices(node, choices)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import structlog
 
@@ -21,7 +20,7 @@ from drafter.published.row_engine import RowEngine
 from outrider.base.openmp import release_threads
 from outrider.engine.loading.options import EngineOptions, pick_dtype
 from outrider.hidden_states.projection import PackedProjection
-from outrider.models.published_drafters import PUBLISHED
+from outrider.models.published_drafters import PUBLISHED, drafter_folder
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.protocol.hidden_states.messages import HiddenStates
@@ -91,13 +90,13 @@ def make(settings: DrafterSettings, progress: Callable[[str], None]) -> Publishe
 
 
 def _open(name: str) -> PublishedCheckpoint:
-    folder = Path(name).expanduser()
+    folder = drafter_folder(name)
     if not name or not folder.is_dir():
         raise StartupError(
-            f"kind {PUBLISHED} needs --model: there is no folder {name!r}; download the checkpoint and name its folder",
+            f"kind {PUBLISHED} needs --model: there is no folder {name!r}",
             field="model",
             value=name,
-            limit="a folder",
+            limit="a folder or a hub id",
         )
     return PublishedCheckpoint.open(folder)
 

@@ -103,16 +103,35 @@ class BlockDrafter:
         # Rejection and block verification need a length of guesses that does not depend on what is drawn.
         may_end = request.branches == 1 and not request.params.mode.needs_draft_probs
 
-        def rows(places: Sequence[int], previous: Sequence[int]) -> torch.Tensor:
+        states: dict[tuple[int, ...], torch.Tensor] = {}  # of the Markov head, after these tokens of the block
+        since = list(request.tokens[session.first + session.num_cached : request.committed])  # the anchor first
+
+        def state_before(history: tuple[int, ...]) -> torch.Tensor:
+            """Return the Markov head's state before the last of these tokens, which the pass for it follows."""
+            assert isinstance(module, PublishedDspark)
+            before, width = history[:-1], module.markov_head.state_width
+            if not before or not width:
+                return session.hidden.new_zeros(width)
+            if before not in states:
+                known, last = state_before(before)[None], torch.tensor(before[-1:], device=session.hidden.device)
+                states[before] = module.markov(known, last, session.hidden[len(before) - 1, None])[0][0]
+            return states[before]
+
+        def rows(paths: Sequence[Sequence[int]]) -> torch.Tensor:
             nonlocal certain
-            at = [place + skipped for place in places]
+            at = [len(path) + skipped for path in paths]
             if not isinstance(module, PublishedDspark):
                 return session.logits[at]
-            before = torch.tensor(previous, device=session.logits.device)
-            confidence = module.confidence(session.hidden[at], before) if may_end else None
+            histories = [(*since, *path) for path in paths]
+            previous = torch.tensor([history[-1] for history in histories], device=session.logits.device)
+            confidence = module.confidence(session.hidden[at], previous) if may_end else None
             if confidence is not None:
                 certain *= float(confidence)
-                at = at if certain >= _MIN_CONFIDENCE else []
-            return session.logits[at] + module.markov(before[: len(at)])
+                if certain < _MIN_CONFIDENCE:
+                    return session.logits[:0]
+            state = torch.stack([state_before(history) for history in histories])
+            following, bias = module.markov(state, previous, session.hidden[at])
+            states.update(zip(histories, following, strict=True))
+            return session.logits[at] + bias
 
         return rows

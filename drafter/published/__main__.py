@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from drafter.published.module import EMBEDDINGS, HEAD
+from outrider.models.published_drafters import drafter_folder
 from outrider.protocol.errors import OutriderError
 
 app = typer.Typer(name="outrider drafters", help="Examine published drafters.", no_args_is_help=True)
@@ -23,14 +23,14 @@ def drafters() -> None:
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint.")],
+    name: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the checkpoint, or its hub id.")],
     target: Annotated[str, typer.Option(help="Target to compare with: a directory, a .gguf file, a hub id.")] = "",
 ) -> None:
     """Say what a checkpoint is, what it needs of its target and, with --target, whether it fits.
 
     All weights are read and checked. Nothing of the checkpoint is executed.
     """
-    checkpoint = PublishedCheckpoint.open(folder.expanduser())
+    checkpoint = PublishedCheckpoint.open(drafter_folder(name))
     size = TargetSize.read(target, typer.echo) if target else None
     typer.echo(_description(checkpoint, size))
     if size is not None:

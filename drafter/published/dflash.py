@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from drafter.published.checkpoint_config import MAX_LAYERS, CheckpointConfig, refused
-from drafter.published.layers import DecoderShape, DraftLayer, linear, norm
+from drafter.published.layers import DecoderShape, DraftAttention, DraftLayer, linear, norm
+from drafter.published.markov import make_head
 from drafter.published.module import HEAD, PublishedModule, TargetNeeds, vocab_of
 from drafter.published.rows import CommittedRows, DraftKvCache, RowBatch, SessionRows
 
@@ -59,6 +60,7 @@ class PublishedDflash(PublishedModule):
         """Append the keys and values of committed tokens."""
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DraftLayer)
+            assert isinstance(layer.self_attn, DraftAttention)
             rows.append(number, *layer.self_attn.keys_and_values(projected, rows.positions))
         rows.advance()
 
@@ -94,31 +96,28 @@ class PublishedDspark(PublishedDflash):
         config = config.having(
             **{"sample_from_anchor": True, **config.values, **config.section("dflash_config").values}
         )
-        config.must_be("markov_head_type", "vanilla")
+        config.must_be("markov_head_type", "vanilla", "gated", "rnn")
         super().__init__(config, names)
-        rank = config.integer("markov_rank")
-        self.markov_head = nn.ModuleDict(
-            {
-                "markov_w1": nn.Embedding(self.needs.vocab, rank, device="meta"),
-                "markov_w2": linear(rank, self.draft_vocab),
-            }
-        )
+        rank, kind = config.integer("markov_rank"), config.text("markov_head_type", "vanilla")
+        self.markov_head = make_head(kind, self.needs.vocab, self.draft_vocab, rank, self.shape.hidden)
         self.confidence_head = None
         if config.flag("enable_confidence_head", False):
             self._with_markov = config.flag("confidence_head_with_markov", False)
             width = self.shape.hidden + rank * self._with_markov
             self.confidence_head = nn.ModuleDict({"proj": linear(width, 1, bias=True)})
 
-    def markov(self, previous: torch.Tensor) -> torch.Tensor:
-        """Return what the token before a guess adds to its logits.  # [guesses, draft vocab]"""
-        bias: torch.Tensor = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
-        return bias * self.logit_scale
+    def markov(
+        self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the head's states, and what the tokens before guesses add to their logits."""
+        state, bias = self.markov_head(state, previous, hidden)
+        return state, bias * self.logit_scale
 
     def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """Return the probability that each guess is accepted; None without that head."""
         if self.confidence_head is None:
             return None
-        parts = [hidden, self.markov_head["markov_w1"](previous)] if self._with_markov else [hidden]
+        parts = [hidden, self.markov_head.markov_w1(previous)] if self._with_markov else [hidden]
         return torch.sigmoid(self.confidence_head["proj"](torch.cat(parts, dim=-1))[:, 0])
 
 

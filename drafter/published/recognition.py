@@ -10,16 +10,20 @@ from drafter.published.checkpoint_config import CheckpointConfig, refused
 from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle import PublishedEagle
 from drafter.published.eagle3 import PublishedEagle3, PublishedPeagle
-from drafter.published.mimo_mtp import MimoMtp
+from drafter.published.layers import QWEN_NEXT
 from drafter.published.module import ModuleMaker
+from drafter.published.mtp.modules import DeepseekMtp, MimoMtp, QwenMtp, SpeculatorsMtp
 
 _MODULES: dict[str, ModuleMaker] = {
+    "deepseek-mtp": DeepseekMtp,
     "dflash": PublishedDflash,
     "dspark": PublishedDspark,
     "eagle": PublishedEagle,
     "eagle3": PublishedEagle3,
     "mimo-mtp": MimoMtp,
+    "mtp": SpeculatorsMtp,
     "peagle": PublishedPeagle,
+    "qwen3-next-mtp": QwenMtp,
 }
 # Architectures, and tensors that formats of other architectures do not have; the first sign that is found decides.
 _ARCHITECTURES = (("dspark", "DSpark"), ("dflash2", "^DFlash2"), ("dflash", "DFlash"))
@@ -86,7 +90,8 @@ def _by_files(config: CheckpointConfig, names: Collection[str]) -> str:
 def _unfolded(config: CheckpointConfig) -> CheckpointConfig:
     """Return the configuration of the layers with the settings around it, as vLLM 0.32 combines them."""
     layers = config.section("transformer_layer_config")
-    layers.must_be("model_type", *_LAYER_TYPES)
-    eagle3 = config.text("speculators_model_type") == "eagle3"
+    kind = config.text("speculators_model_type")
+    layers.must_be("model_type", *((QWEN_NEXT,) if kind == "mtp" else _LAYER_TYPES))
+    eagle3 = kind == "eagle3"
     outer = {name: value for name, value in config.values.items() if name not in _AROUND and value is not None}
     return layers.having(**{"norm_before_residual": eagle3, "sample_from_anchor": False, **outer})

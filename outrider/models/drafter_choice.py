@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME
-from outrider.models.published_drafters import PUBLISHED, is_published
+from outrider.models.published_drafters import PUBLISHED, drafter_folder, is_published
 
 _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
@@ -41,14 +41,15 @@ def best_drafter(target: str) -> str:
 
 
 def choose_drafter(text: str, target: str) -> tuple[str, str]:
-    """Return a drafter's kind and model, from KIND, KIND:MODEL, A+B or just a model."""
+    """Return a drafter's kind and model, from KIND, KIND:MODEL, A+B or just a model: a folder, a file or a hub id."""
     if text == AUTO:
         return best_drafter(target), ""
     kind, _, model = text.partition(":")
     if set(kind.split("+")) <= drafter_kinds():
         return kind, model
+    folder = drafter_folder(text)
     try:
-        method = json.loads((Path(text).expanduser() / CARD).read_text())["method"]
+        method = json.loads((folder / CARD).read_text())["method"]
     except (OSError, ValueError, KeyError, TypeError):
-        return PUBLISHED if is_published(Path(text).expanduser(), target) else "model", text
-    return SERVED_AS.get(method, method), text
+        return (PUBLISHED, str(folder)) if is_published(folder, text, target) else ("model", text)
+    return SERVED_AS.get(method, method), str(folder)

@@ -5,6 +5,7 @@ Imports no torch: the command line uses it too. `drafter.published` tells which 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import struct
@@ -12,15 +13,39 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from outrider.protocol.errors import StartupError
+
 PUBLISHED = "published"  # kind
 _MAX_BYTES = 64 << 20
 _ARCHITECTURE = re.compile(r"Eagle|DFlash|DSpark", re.IGNORECASE)
 # The projection of hidden states, which language models do not have; in a JSON text or in a pickle.
 _PROJECTION = re.compile(rb"(?<![\w.])(model\.)?(encoder\.)?fc\.weight(?!\w)")
-_MTP = re.compile(rb"(?<![\w.])model\.mtp_layers\.0\.input_proj\.weight(?!\w)")
+_MTP = re.compile(rb"(?<![\w.])(model\.mtp_layers\.0\.input_proj|mtp\.fc|model\.layers\.\d+\.eh_proj)\.weight(?!\w)")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
+_MASK = "mask_embedding.pt"  # never read: a checkpoint that has one is refused
 
 
-def is_published(folder: Path, target: str) -> bool:
+def drafter_folder(name: str) -> Path:
+    """Return the folder of a drafter. That of a hub id is downloaded once, to where transformers keep targets."""
+    folder = Path(name).expanduser()
+    if folder.exists() or not _HUB_ID.fullmatch(name):
+        return folder
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        folder = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", _MASK]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.bin", _MASK]))
+    except OSError as error:
+        raise StartupError(
+            f"cannot download the drafter {name}: {str(error).strip().splitlines()[0]}",
+            field="drafter",
+            value=name,
+            limit="a folder, or a hub id that can be reached",
+        ) from error
+    return folder
+
+
+def is_published(folder: Path, name: str, target: str) -> bool:
     """Return whether a folder holds a published drafter: apart from its target, or as a module within it."""
     try:
         config: Any = json.loads((folder / "config.json").read_text("utf-8"))
@@ -32,7 +57,8 @@ def is_published(folder: Path, target: str) -> bool:
         return False  # loading it as a model fails with the reason
     if _PROJECTION.search(names):
         return True
-    return Path(target).expanduser().resolve() == folder.resolve() and bool(_MTP.search(names))
+    is_target = name == target or Path(target).expanduser().resolve() == folder.resolve()
+    return is_target and bool(_MTP.search(names))
 
 
 def _tensor_names(folder: Path) -> bytes:

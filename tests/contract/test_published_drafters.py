@@ -30,6 +30,7 @@ LENGTH = 32
 KINDS: dict[str, published.Maker] = {
     "eagle": published.eagle,
     "mimo-mtp": published.mimo,
+    "deepseek-mtp": published.deepseek,
     "eagle3": partial(published.eagle3, attention_bias=True, draft_vocab=200),
     "peagle": partial(
         published.eagle3, layout="speculators", kind="peagle", draft_vocab=200, attention_bias=True, mask_token_id=5
@@ -88,7 +89,7 @@ async def test_text_is_the_targets_and_guesses_are_accepted(
     params: dict[str, Any] = {"max_tokens": LENGTH, "seed": 5}
     greedy, drawn = [await home.answer(gamma=0, temperature=t, **params) for t in (0.0, 1.0)]
     checkpoint = published.agreeing(KINDS[name](tmp_path), published.weights_of(target))
-    chosen = flags(checkpoint, checkpoint if name == "mimo-mtp" else target) | {"target": str(target)}
+    chosen = flags(checkpoint, checkpoint if name.endswith("-mtp") else target) | {"target": str(target)}
     assert (chosen["kind"], chosen["model"]) == ("published", str(checkpoint)), "no kind was named"
     async with drafter_serving(**chosen, coordinators=home.coordinator):
         await home.knows(1)

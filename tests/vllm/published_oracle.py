@@ -6,30 +6,38 @@ Its attention kernels are replaced by the plain formula, so that rows can be dro
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional
-from transformers import Qwen2Config
+from transformers import DeepseekV3Config, Glm4MoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
     init_distributed_environment,
     model_parallel_is_initialized,
+    parallel_state,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+from vllm.model_executor.models.glm4_moe_mtp import Glm4MoeMTP
 from vllm.model_executor.models.mimo_mtp import MiMoMTP
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+from vllm.model_executor.models.qwen3_next_mtp import Qwen3NextMTP
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from outrider.testing.toy_models import make_model
@@ -44,14 +52,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
+# Classes of modules within targets, and the configurations that they read.
+MODULES: dict[str, tuple[type, type[PretrainedConfig]]] = {
+    "deepseek": (DeepSeekMTP, DeepseekV3Config),
+    "glm": (Glm4MoeMTP, Glm4MoeConfig),
+    "mimo": (MiMoMTP, Qwen2Config),  # transformers do not know MiMo's, which is that of Qwen2 with more
+    "mtp": (Qwen3NextMTP, Qwen3NextConfig),
+    "qwen": (Qwen3NextMTP, Qwen3NextConfig),
+}
 
 
 class Oracle:
     """A drafter of vLLM with the interface of ours."""
 
-    def __init__(
-        self, target: Path, checkpoint: Path, method: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, target: Path, checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        method = METHODS.get(name.partition("-")[0].partition(".")[0])
         self._cached: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._length = 0
         oracle = self
@@ -62,6 +77,7 @@ class Oracle:
         monkeypatch.setattr(Attention, "forward", forward)
         monkeypatch.setattr(VllmConfig, "_validate_v1_model_runner", lambda _: None)  # no runner runs
         monkeypatch.setattr(DFlashQwen3Model, "_normalize_context_k", _normed_keys)
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # its kernels need a device
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # fails without an accelerator
         speculative = None if method is None else {**method, "model": str(checkpoint), "num_speculative_tokens": 3}
         config = EngineArgs(
@@ -71,12 +87,15 @@ class Oracle:
             if not model_parallel_is_initialized():
                 init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
+            monkeypatch.setattr(parallel_state, "_EP", parallel_state.get_tp_group())  # a toy target has no experts
             if speculative:
                 self._model = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
             else:
-                self._model = _mimo(config, checkpoint)
+                self._model = _module(config, checkpoint, *MODULES[name.partition("-")[0]])
+        self._config = config
         self._hidden = torch.empty(0)
         self._own = published.weights_of(checkpoint).keys()
+        self.markov: Any = None
 
     def share(self, matrix: torch.Tensor) -> None:
         """Use the target's embeddings and head where the checkpoint has none, as vLLM does."""
@@ -100,7 +119,8 @@ class Oracle:
             tokens = torch.cat([tokens, masks])
             hidden = torch.cat([hidden, combine(self._model.mask_hidden).expand(call.masks, -1)])
         positions = torch.arange(call.cut, call.cut + len(tokens))
-        output = self._model(tokens, positions, hidden)
+        with set_forward_context(None, self._config):
+            output = self._model(tokens, positions, hidden)
         output, self._hidden = output if isinstance(output, tuple) else (output, output)
         logits: torch.Tensor = self._model.compute_logits(output)
         return logits
@@ -120,8 +140,12 @@ class Oracle:
             logits: torch.Tensor = model.compute_logits(hidden[1:])
             return logits
         hidden = hidden[0 if getattr(model.config, "sample_from_anchor", True) else 1 :]
-        embedded = model.markov_embed(published.previous_tokens(call, len(hidden)))
-        logits = model.compute_draft_logits(hidden) + model.markov_bias(embedded)
+        previous = published.previous_tokens(call, len(hidden))
+        embedded = model.markov_embed(previous)
+        bias = model.markov_bias(embedded)
+        if self.markov is not None:
+            bias = self.markov.block_bias(prev_token_ids=previous[None], hidden_states=hidden[None])[0]
+        logits = model.compute_draft_logits(hidden) + bias
         return torch.cat([logits, model.compute_confidence(hidden, embedded)[:, None]], dim=-1)
 
     def _store(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, _: object, slots: torch.Tensor) -> None:
@@ -160,16 +184,57 @@ def _normed_keys(model: DFlashQwen3Model, keys: torch.Tensor) -> torch.Tensor:
     return torch.stack([layer.self_attn.k_norm(each) for layer, each in zip(model.layers, keys, strict=True)])
 
 
-def _mimo(config: Any, checkpoint: Path) -> Any:
-    """Return the module of MiMo; transformers do not know its configuration, which is that of Qwen2 with more."""
-    values = json.loads((checkpoint / "config.json").read_text())
-    del values["model_type"], values["architectures"]
-    config.model_config.hf_config = Qwen2Config(**values)
+def _module(config: Any, checkpoint: Path, kind: Any, settings: type[PretrainedConfig]) -> Any:
+    """Return a module that lies within a target."""
+    values, weights = json.loads((checkpoint / "config.json").read_text()), published.weights_of(checkpoint)
+    if "speculators_model_type" in values:
+        values, weights = values["transformer_layer_config"], published.together(weights)
+    for name in ("model_type", "architectures"):
+        values.pop(name, None)
+    read = settings(**values)
+    config.model_config.hf_config = config.model_config.hf_text_config = read
+    drafting = {"draft_model_config": SimpleNamespace(hf_config=read), "enable_adaptive_verification": False}
+    config.speculative_config = SimpleNamespace(**drafting)
     with set_default_torch_dtype(torch.float32):
-        model = MiMoMTP(vllm_config=config)
-    model.load_weights(published.weights_of(checkpoint).items())
+        model = kind(vllm_config=config)
+    model.load_weights(weights.items())
     process_weights_after_loading(model, config.model_config, torch.device("cpu"))
     return model.eval()
+
+
+def _readable(checkpoint: Path) -> Path:
+    """Return a checkpoint that vLLM reads: with the plain Markov head in the place of others."""
+    weights, values = published.weights_of(checkpoint), json.loads((checkpoint / "config.json").read_text())
+    if values.get("markov_head_type", "vanilla") == "vanilla":
+        return checkpoint
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(_OTHER_HEADS)}
+    return published.write(checkpoint.parent / "plain", values | {"markov_head_type": "vanilla"}, kept)
+
+
+_OTHER_HEADS = ("markov_head.gate_proj", "markov_head.joint_proj")
+
+
+def _markov(checkpoint: Path) -> Any:
+    """Return a Markov head of the `speculators` library, for the kinds that vLLM does not have.
+
+    SPECULATORS names the library's folder: its release 0.9 needs other versions than vLLM's environment has.
+    """
+    weights = published.weights_of(checkpoint)
+    own = {name.removeprefix("markov_head."): weight for name, weight in weights.items() if "markov_head" in name}
+    kind = "gated" if "gate_proj.weight" in own else "rnn" if "joint_proj.weight" in own else ""
+    if not kind:
+        return None
+    file = Path(os.environ["SPECULATORS"], "models", "dspark", "model_definitions.py")
+    spec = importlib.util.spec_from_file_location("speculators_dspark", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vocab, rank = own["markov_w1.weight"].shape
+    sizes = {"verifier_vocab_size": vocab, "draft_vocab_size": len(own["markov_w2.weight"]), "markov_rank": rank}
+    head = module.MarkovHead(**sizes, hidden_size=published.HIDDEN, head_type=kind)
+    head.load_state_dict(own)
+    return head
 
 
 def reference(
@@ -178,7 +243,8 @@ def reference(
     """Return the checkpoint of a case, and its calls with vLLM's logits and drafted ids."""
     checkpoint = CASES[name](folder / name)
     target = make_model(folder / "target", seed=7, hidden=published.target_hidden(checkpoint), layers=6, context=1024)
-    oracle = Oracle(target, checkpoint, METHODS.get(name.partition("-")[0].partition(".")[0]), monkeypatch)
+    oracle = Oracle(target, _readable(checkpoint), name, monkeypatch)
+    oracle.markov = _markov(checkpoint)
     oracle.share(published.target_embeddings())
     return checkpoint, [(call, *oracle.drafted(oracle.run(call))) for call in published.calls(name, checkpoint)]
 

@@ -33,9 +33,11 @@ from tests.emulated_cuda import emulated_cuda
 from tests.published import CASES, DRAFT_VOCAB, HIDDEN, VOCAB, weights_of, write
 
 PROMPT = [3, 17, 8, 55, 21, 9, 30, 4]
-FINAL = ("eagle", "eagle-layers", "mimo-mtp")  # formats on final states
+MTP = ("mimo-mtp", "deepseek-mtp", "glm-mtp", "qwen-mtp", "mtp-speculators")
+FINAL = ("eagle", "eagle-layers", *MTP)  # formats on final states
 ROWS = (*FINAL, "eagle3", "eagle3-bare", "eagle3-modelopt", "eagle3.1-speculators")  # that guess token by token
-BLOCKS = ("peagle", "dflash", "dflash-speculators", "dspark", "dspark-speculators")  # that guess several at once
+# That guess several tokens at once.
+BLOCKS = ("peagle", "dflash", "dflash-speculators", "dspark", "dspark-speculators", "dspark-gated", "dspark-rnn")
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,11 @@ def expected_in_block(module: Any, states: torch.Tensor, tokens: Sequence[int], 
     module.commit(RowBatch([SessionRows(cache, len(states))], states.device), states)
     logits = module.logits(module.block([cache], [tokens[-1]])[0])[len(path)]
     if isinstance(module, PublishedDspark):
-        logits = logits + module.markov(torch.tensor([[*tokens, *path][-1]]))[0]
+        (hidden,) = module.block([cache], [tokens[-1]])
+        state = torch.zeros(1, module.markov_head.state_width)
+        for place, token in enumerate([tokens[-1], *path]):
+            state, bias = module.markov(state, torch.tensor([token]), hidden[place, None])
+        logits = logits + bias[0]
     return int(module.ids[logits.argmax()])
 
 

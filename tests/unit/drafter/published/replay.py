@@ -56,4 +56,8 @@ class Replay:
             return logits
         previous = previous_tokens(call, len(logits))
         confidence = self._module.confidence(hidden, previous)
-        return torch.cat([logits + self._module.markov(previous), confidence[:, None]], dim=-1)
+        state = torch.zeros(1, self._module.markov_head.state_width)
+        for place in range(len(logits)):
+            state, bias = self._module.markov(state, previous[place, None], hidden[place, None])
+            logits[place] += bias[0]
+        return torch.cat([logits, confidence[:, None]], dim=-1)

@@ -17,7 +17,21 @@ from drafter.published.__main__ import app, main
 from drafter.published.loading import PublishedCheckpoint, TargetSize
 from outrider.protocol.errors import ModelMismatch, StartupError
 from outrider.testing.toy_models import make_model
-from tests.published import CASES, HIDDEN, LLAMA, VOCAB, Maker, dflash, eagle, eagle3, mimo, write
+from tests.published import (
+    CASES,
+    HIDDEN,
+    LLAMA,
+    VOCAB,
+    Maker,
+    deepseek,
+    dflash,
+    eagle,
+    eagle3,
+    mimo,
+    qwen,
+    weights_of,
+    write,
+)
 
 SPECFORGE = {"projector_type": "dspark", "mask_token_id": 5, "target_layer_ids": [1, 3]}
 TARGET = TargetSize("toy", HIDDEN, VOCAB, 6)
@@ -115,6 +129,10 @@ def test_formats_are_recognised(values: dict[str, Any], name: str, tmp_path: Pat
     [
         (eagle, "eagle"),
         (mimo, "mimo-mtp"),
+        (CASES["deepseek-mtp"], "deepseek-mtp"),
+        (CASES["glm-mtp"], "deepseek-mtp"),
+        (CASES["qwen-mtp"], "qwen3-next-mtp"),
+        (CASES["mtp-speculators"], "mtp"),
         (CASES["peagle"], "peagle"),
         (dflash, "dflash"),
         (CASES["dflash-speculators"], "dflash"),
@@ -148,13 +166,42 @@ def test_captured_layers_that_a_block_drafter_does_not_list_are_spread(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "name"),
-    [("mtp.fc.weight", "qwen3-next-mtp"), ("model.layers.61.eh_proj.weight", "deepseek-mtp")],
+    ("make", "values", "reason"),
+    [
+        (deepseek, {"model_type": "deepseek_v32"}, "model_type 'deepseek_v32'"),
+        (deepseek, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (deepseek, {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        (deepseek, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (deepseek, {"n_group": 3}, "n_group 3"),
+        (deepseek, {"attention_bias": True}, "attention_bias"),
+        (deepseek, {"num_hidden_layers": 7}, "has no "),
+        (qwen, {"model_type": "qwen3_5"}, "model_type 'qwen3_5'"),
+        (qwen, {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        (qwen, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (qwen, {"num_experts": 9}, r"has no layer\.mlp\.experts\.8"),
+        (partial(qwen, layout="speculators"), {"transformer_layer_config": LLAMA}, "model_type 'llama'"),
+    ],
 )
-def test_modules_of_other_targets_are_named_and_refused(tensor: str, name: str, tmp_path: Path) -> None:
-    write(tmp_path, LLAMA, {tensor: torch.zeros(1)})
-    with pytest.raises(StartupError, match=f"has the format {name}, which is not supported"):
+def test_modules_of_other_targets_are_refused(make: Maker, values: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = make(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    with pytest.raises(StartupError, match=reason):
         PublishedCheckpoint.open(tmp_path)
+
+
+def test_a_modules_own_embeddings_and_head_come_before_those_of_its_target(tmp_path: Path) -> None:
+    weights = weights_of(deepseek(tmp_path))
+    weights["model.layers.6.embed_tokens.weight"] *= 2
+    write(tmp_path, json.loads((tmp_path / "config.json").read_text()), weights, "sharded")
+    loaded = PublishedCheckpoint.open(tmp_path).load()
+    assert torch.equal(loaded.embed_tokens.weight, weights["model.layers.6.embed_tokens.weight"])
+    assert torch.equal(loaded.lm_head.weight, weights["model.layers.6.shared_head.head.weight"])
+    for name in ("embed_tokens", "shared_head.head"):
+        del weights[f"model.layers.6.{name}.weight"]
+    write(tmp_path, json.loads((tmp_path / "config.json").read_text()), weights, "sharded")
+    loaded = PublishedCheckpoint.open(tmp_path).load()
+    assert torch.equal(loaded.embed_tokens.weight, weights["model.embed_tokens.weight"])
+    assert torch.equal(loaded.lm_head.weight, weights["lm_head.weight"])
 
 
 @pytest.mark.parametrize(

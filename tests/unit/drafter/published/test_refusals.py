@@ -253,7 +253,7 @@ def test_a_mask_token_beyond_the_vocabulary(token: int | None, tmp_path: Path) -
     [
         ("block_size", 1),
         ("block_size", 1 << 20),
-        ("markov_head_type", "gated"),
+        ("markov_head_type", "linear"),
         ("markov_rank", 0),
         ("use_swa", True),
         ("sliding_window_non_causal", False),
