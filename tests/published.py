@@ -438,7 +438,7 @@ CASES: dict[str, Maker] = {
     "eagle-layers": partial(eagle, seed=2, layers=2, embeddings=True),
     "mimo-mtp": mimo,
     "deepseek-mtp": deepseek,
-    "deepseek-mtp-full-rank": partial(deepseek, seed=2, low_rank=False),
+    "deepseek-mtp-full": partial(deepseek, seed=2, low_rank=False),
     "glm-mtp": glm,
     "qwen-mtp": qwen,
     "mtp-speculators": partial(qwen, seed=3, layout="speculators"),

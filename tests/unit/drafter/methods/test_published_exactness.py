@@ -16,7 +16,7 @@ from outrider.protocol.speculation import Distribution
 from tests.unit.drafter.methods.published_sessions import Sessions, drafter_of, p_value
 from tests.unit.outrider.speculation.test_exactness import LOWEST_P
 
-DRAWS = 160
+DRAWS = 110
 SURELY = 1e-9
 
 
@@ -36,7 +36,7 @@ def test_seeded_draws_follow_the_target(name: str, tmp_path: Path, monkeypatch: 
     assert sessions.accepted > DRAWS // 2
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dspark-rnn"])
+@pytest.mark.parametrize("name", ["dspark-rnn"])
 def test_probabilities_that_were_not_drawn_from_are_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
