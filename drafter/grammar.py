@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from outrider.models.hub import DEFAULT, DEFAULT_NAME, default_path, locate
 from outrider.models.tokenizer import tokenizer_json
@@ -21,6 +21,9 @@ from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher, Masks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = structlog.get_logger(__name__)
 
@@ -99,6 +102,8 @@ class TargetGrammars:
 
     def _tokenizers(self) -> Iterator[PreTrainedTokenizerBase]:
         """Yield the tokenizers that are available locally; nothing is downloaded."""
+        from transformers import AutoTokenizer  # here: half a second, for sessions with a grammar alone
+
         for name in self._names:
             try:
                 path = _local_path(name)

@@ -24,7 +24,8 @@ from typing import IO, Any, NoReturn
 from outrider.base.openmp import wait_briefly
 
 _LIBRARIES = ("torch", "numpy", "pydantic", "typer", "structlog", "llguidance", "tokenizers", "transformers")
-_LIBRARIES_WITHOUT_TORCH = ("coordinator.api.service", "outrider.runtime.worker")
+_LIBRARIES_WITHOUT_TORCH = ("coordinator.api.service", "drafter.service", "outrider.runtime.worker", "transformers")
+_CLASSES_WITHOUT_TORCH = ("AutoTokenizer", "PreTrainedTokenizerFast")
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "LlamaForCausalLM", "PreTrainedModel")
 _POLL_S = 0.01
 
@@ -108,6 +109,8 @@ def _load() -> None:
     importlib.import_module("outrider.base.no_torch")
     for name in _LIBRARIES_WITHOUT_TORCH:
         importlib.import_module(name)
+    for name in _CLASSES_WITHOUT_TORCH:
+        getattr(sys.modules["transformers"], name)
 
 
 def _serve() -> None:
