@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 import uvicorn
 from packaging.requirements import Requirement
@@ -100,6 +101,16 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("without", "module"), [("torch", "verifier.__main__"), ("transformers", "drafter.service, coordinator.__main__")]
+)
+def test_services_load_what_takes_long_where_it_is_needed(without: str, module: str) -> None:
+    """A verifier's wrong flags are told before torch is there, and a drafter that copies needs no tokenizer."""
+    script = f"import sys; sys.modules[{without!r}] = None; import {module}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_uvicorn_stays_within_the_versions_that_its_subclasses_were_tested_with() -> None:
