@@ -116,7 +116,7 @@ class PairEstimate:
 
     def expect(self, acceptance: list[float]) -> None:
         """Expect this acceptance by position, whatever was seen before."""
-        self._known_acceptance = acceptance
+        self._known_acceptance, self.renewed = acceptance, True  # until the next choice of a plan
         self._accepted = [DecayedMean(FORGETTING, 0.0, trials=0.0) for _ in range(self._positions)]
 
     def start_from(self, history: PairHistory) -> None:

@@ -46,7 +46,7 @@ COMPARE_STEPS_SLOW = 6  # the same for a plan that is clearly slower than plain 
 CLEARLY_SLOWER = 0.85
 # The credit of speculation on cores that drafter and verifier share, in plain steps:
 MAX_CREDIT = 6.0  # after gains: what may be lost before a change of the text ends speculation
-REFILL = 0.015  # per plain step,
+REFILL = 0.012  # per plain step,
 REFILLED = 0.6  # at most, and at the beginning; with less, no probe begins, nor speculation that was suspended
 LONGEST_ROUND = 4.0  # a longer round counts as this: other load has delayed it
 READ_STEPS = 4  # after a plan that did not wait yet
@@ -111,6 +111,7 @@ class Controller:
         self._probe_steps_left = 0
         self._since_choice = 0
         self._choice_due = True  # before the next regular choice
+        self._idle = False  # plain steps on shared cores: they change little, and a choice takes the verifier's time
         self._since_plan = 0
         self._since_retry = 0
         self._retry_after = RETRY_AFTER
@@ -188,15 +189,16 @@ class Controller:
             return PlanChoice(PLAIN, 0.0, 0.0)
         if self._fixed_plan is not None:
             return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
-        every = DECIDE_EVERY if self._since_plan < SETTLED_AFTER else DECIDE_EVERY_SETTLED
-        if not (self._choice_due or self._probe_steps_left or self._since_choice >= every):
+        every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
+        pair = self._estimator.pair
+        if not (self._choice_due or pair.renewed or self._probe_steps_left or self._since_choice >= every):
             return None
         self._plain_steps += DECIDE_EVERY_SETTLED if self._choice_due else self._since_choice
-        self._since_choice, self._choice_due = 0, False
+        self._since_choice, self._choice_due, pair.renewed = 0, False, False
         # Drafting ahead on the verifier's own cores slows the verifier.
         ahead = not drafter.shares_cores or self._fixed.ahead
         self._candidates = [plan for plan in self._allowed if ahead or not plan.ahead]
-        self._estimator.pair.ratios.recover(self.plan.mode)
+        pair.ratios.recover(self.plan.mode)
         self._conditions = self._estimator.conditions(drafter)
         return self._choose_adaptive(self._conditions)
 
@@ -219,6 +221,7 @@ class Controller:
         ):
             return PlanChoice(PLAIN, 0.0, self._expected_plain)
         choice = choose_plan(conditions, self._candidates, self.plan if self.plan in self._candidates else PLAIN)
+        self._idle = conditions.shares_cores and not choice.plan.gamma
         if choice.plan.gamma:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER

@@ -53,7 +53,8 @@ class SimulatedDrafter:
             self._flush()
             return
         self._busy = True
-        draft_ms = self._world.world.draft_ms + self._world.delay_ms()
+        draft_ms = self._world.world.draft_ms
+        draft_ms += self._world.delay_ms(draft_ms)
         self._world.after(draft_ms, partial(self._finish_step, self._open.guess, draft_ms))
 
     def _finish_step(self, before: Guess, draft_ms: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from outrider.protocol.cost_curve import CostCurve
 
+_LONGEST_HICCUP = 16.0  # times the least one
 _BRANCH_SHARES = (0.65, 0.25, 0.10)  # of `gain`, by rank after the first guess
 
 
@@ -25,8 +26,10 @@ class World:
     overhead_ms: float = 1.2  # of a round through three services
     shared: bool = False  # drafter and verifier run on the same cores
     burden: float = 1.0  # factor of the time of steps with guesses, which the published cost curve does not show
-    hiccups: float = 0.0  # share of steps and drafts that other load on the machine delays
-    hiccup_ms: float = 12.0  # at most
+    hiccups: float = 0.0  # by other load on the machine, per plain step's time of steps and drafts
+    hiccup_ms: float = 12.0  # at most, or with `tail` the least
+    tail: float = 0.0  # exponent of their Pareto distribution; 0: they are uniform
+    late: float = 0.0  # share of messages that wait for a core
 
     def chances(self) -> list[float]:
         """Return the chance of each of the drafter's candidates to be right, by rank."""
@@ -67,11 +70,18 @@ class SimulatedWorld:
 
     def _one_way_ms(self) -> float:
         world = self.world
-        return (world.rtt_ms + world.overhead_ms) / 2 + self._jitter.uniform(0, world.jitter_ms)
+        own_ms = (world.rtt_ms + world.overhead_ms) / 2 + self._jitter.uniform(0, world.jitter_ms)
+        return own_ms + self._hiccup_ms(world.late)
 
-    def delay_ms(self) -> float:
-        """Return how long other load on the machine delays the next step or draft."""
-        return self._load.uniform(0.0, self.world.hiccup_ms) if self._load.random() < self.world.hiccups else 0.0
+    def delay_ms(self, work_ms: float) -> float:
+        """Return how long other load on the machine delays a step or draft that takes so long without."""
+        return self._hiccup_ms(self.world.hiccups * work_ms / self.world.cost.at(1))
+
+    def _hiccup_ms(self, chance: float) -> float:
+        if self._load.random() >= chance:
+            return 0.0
+        most = self._load.paretovariate(self.world.tail) if self.world.tail else self._load.random()
+        return self.world.hiccup_ms * min(most, _LONGEST_HICCUP)
 
     def right_rank(self, position: int) -> int:
         """Return the rank of the drafter's candidate that is right after a correct path; −1: none is."""

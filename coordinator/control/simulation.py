@@ -114,7 +114,7 @@ class Simulation:
         waited_ms = self.now - self._idle_since
         self.result.waited_ms += waited_ms
         step_ms = self.world.cost.at(1 + len(block.tokens)) * (self.world.burden if block.tokens else 1.0)
-        step_ms += self._world.delay_ms()
+        step_ms += self._world.delay_ms(step_ms)
         self._world.after(step_ms, lambda: self._finish_step(block, waited_ms, step_ms))
 
     def _finish_step(self, block: Guess, waited_ms: float, step_ms: float) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from coordinator.control.estimator import BestDrafter, CostLine, Estimator, Pair
 from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.simulated_world import World
 from coordinator.control.simulation import Simulation
-from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, throughput
+from coordinator.control.throughput_model import PLAIN, Conditions, Mode, PlanChoice, SpeculationPlan, throughput
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
@@ -729,6 +730,43 @@ def test_nobody_drafts_ahead_on_the_verifiers_own_cores_unless_told_to() -> None
         decide(made, 0.5, shares_cores=True)
         assert made.plan.ahead is ahead
         assert any(choice.plan.ahead for choice in made.best_per_mode()) is ahead
+
+
+def beside_a_drafter(made: Controlled) -> None:
+    """One plain step on cores that are shared with a drafter."""
+    drafter = drafter_of(made.estimator, 0.5, shares_cores=True)
+    made.observe(verdict(), drafter)
+    made.decide(drafter)
+
+
+def test_while_plain_steps_win_on_shared_cores_the_choice_takes_little_of_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = []
+
+    def choose_plan(*arguments: Any) -> PlanChoice:
+        chosen.append(arguments)
+        return gamma_choose_plan(*arguments)
+
+    gamma_choose_plan = gamma.choose_plan
+    monkeypatch.setattr(gamma, "choose_plan", choose_plan)
+    made = controller(FixedChoices(branches=1), acceptance=0.02)
+    made._credit = 0.1  # no probes for some tens of steps
+    for _ in range(40):
+        beside_a_drafter(made)
+    assert set(made.tallies) == {PLAIN}
+    assert 1 <= len(chosen) <= 1 + 40 / gamma.DECIDE_EVERY_SETTLED
+
+
+def test_another_kind_of_text_is_followed_at_once() -> None:
+    made = controller(FixedChoices(branches=1), acceptance=0.02)
+    made._credit = 0.1
+    for _ in range(6):
+        beside_a_drafter(made)
+    assert made.plan == PLAIN
+    made.estimator.pair.expect([0.95] * 16)
+    beside_a_drafter(made)
+    assert made.plan.gamma > 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
-from coordinator.control.simulated_world import World
+from coordinator.control.simulated_world import SimulatedWorld, World
 from coordinator.control.simulation import Simulation, SimulationResult
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms, window
 from outrider.protocol.cost_curve import CostCurve
@@ -274,6 +274,34 @@ def test_a_text_that_pays_is_found_in_spite_of_its_history() -> None:
     poor = seen(replace(ONE_MACHINE, acceptance=0.2, draft_ms=1.0))
     copying = replace(ONE_MACHINE, acceptance=0.92, draft_ms=0.05)
     assert statistics.median(beside_plain(copying, 66, poor)) > 1.7
+
+
+# One other process on the cores: steps and drafts are delayed as long as they are, messages wait for a core, and a step
+# with guesses takes longer than the cost curve says. The second world has delays of many times a step.
+BUSY = replace(ONE_MACHINE, hiccups=0.5, hiccup_ms=6.0, late=0.15, burden=1.1)
+STRAINED = replace(ONE_MACHINE, hiccups=0.3, hiccup_ms=2.0, tail=1.5, late=0.3, burden=1.25)
+
+
+def over_plain(world: World, tokens: int, history: PairHistory | None, seeds: int = 24) -> float:
+    """Control left to itself over plain decoding, all seeds together: a delay by chance is no gain and no loss."""
+    load = SimulatedWorld(world, 12_345)
+    plain_ms = world.cost.at(1) + statistics.fmean(load.delay_ms(world.cost.at(1)) for _ in range(20_000))
+    runs = [Simulation(world, seed=seed, history=history).run(tokens) for seed in range(seeds)]
+    return sum(run.tokens for run in runs) * plain_ms / sum(run.ms for run in runs)
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.4])
+@pytest.mark.parametrize("world", [BUSY, STRAINED], ids=["busy", "strained"])
+def test_on_a_busy_machine_no_text_is_slower_than_plain(world: World, acceptance: float) -> None:
+    """Neither a short answer that starts from the history of another text, nor a long one."""
+    text = replace(world, acceptance=acceptance, gain=0.2)
+    copied = PairHistory(acceptance=[0.85] * GAMMA_MAX, draft_ms=world.draft_ms, tree_gain=0.3)
+    assert over_plain(text, 66, copied) > 0.96
+    assert over_plain(text, 400, None, seeds=6) > 0.97
+
+
+def test_on_a_busy_machine_copies_are_still_faster() -> None:
+    assert over_plain(replace(BUSY, acceptance=0.85), 400, None, seeds=4) > 1.5
 
 
 def test_on_one_machine_nothing_is_drafted_beside_a_step() -> None:
