@@ -34,10 +34,10 @@ from tests.unit.outrider.speculation.test_exactness import Path as Text
 from tests.unit.outrider.speculation.test_exactness import chi_square
 
 IDS = 3
-LENGTH = 4
+LENGTH = 3
 PROMPT = (0, 1, 2, 1)
 # By the last token.
-TARGET = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.2, 0.3], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
+TARGET = torch.tensor([[0.3, 0.4, 0.3], [0.4, 0.3, 0.3], [0.3, 0.25, 0.45]], dtype=torch.float64).log()
 KINDS: dict[str, published.Maker] = {
     "eagle": published.eagle,
     "eagle3": partial(published.eagle3, draft_vocab=None),
