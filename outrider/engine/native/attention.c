@@ -258,12 +258,14 @@ void attention(const Model *model, const Layer *layer, const Step *step, const T
     for (const Task *task = tasks; task <= last; task++) {
         if ((task->before + task->cost / 2) * threads / (last->before + last->cost) != thread) continue;
         const Task *next = task < last ? task + 1 : task;
-        int page = step->segments[next->segment].table[0];
-        (model->tiled_cache ? attend_in_tiles : attend)(
-            model, layer, &step->segments[task->segment], task->kv_head, task->first, task->count, step->mixed, stride,
-            step->attended, step->scores + thread * step->scores_per_thread,
-            model->tiled_cache ? tiled_key(model, layer, page, next->kv_head, 0, 0)
-                               : key_at(model, layer, page, next->kv_head, 0));
+        const Segment *segment = &step->segments[task->segment], *after = &step->segments[next->segment];
+        float *memory = step->scores + thread * step->scores_per_thread;
+        if (model->tiled_cache)
+            attend_in_tiles(model, layer, segment, task->kv_head, task->first, task->count, step->mixed, stride,
+                            step->attended, memory, after, next->kv_head);
+        else
+            attend(model, layer, segment, task->kv_head, task->first, task->count, step->mixed, stride, step->attended,
+                   memory, key_at(model, layer, after->table[0], next->kv_head, 0));
     }
 #pragma omp barrier
 }

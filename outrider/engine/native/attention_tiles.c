@@ -13,6 +13,7 @@
 #if TILES
 
 #define TWO_PARTS (2 * TILE)
+#define FEW_PAGES 64 /* that are fetched a phase ahead: of values while scores are computed, of the next task's keys after */
 typedef float Scores[QUERIES][PAGE]; /* of a page; weights take their place: 32 first parts, then the second ones */
 
 typedef struct {
@@ -25,6 +26,8 @@ typedef struct {
     const Model *model;
     const Layer *layer;
     int kv_head, count, begin, end; /* queries; pages */
+    const Segment *after; /* and the key head of the next task */
+    int after_head;
     Query queries[QUERIES];
     char *tiles, *gathered; /* of queries: [blocks of dimensions][2 parts]; values of a page */
     float *out, *one;       /* sums, and those of some rows alone: [2 · QUERIES][panels · 16] */
@@ -91,10 +94,21 @@ static void prepare_queries(Work *work, const float *qkv, long stride) {
     }
 }
 
+/* What is read next, and after that: a tile of each is fetched beside each tile of now. */
+typedef struct {
+    const char *next, *later;
+} Coming;
+
+INLINE void fetch_tile(Coming coming, int tile) {
+    for (int i = 0; i < TILE && coming.next; i += 64) __builtin_prefetch(coming.next + tile * TILE + i, 0, 3);
+    for (int i = 0; i < TILE && coming.later; i += 64) __builtin_prefetch(coming.later + tile * TILE + i, 0, 2);
+}
+
 /* Scores of queries from `first` on, as many as tiles have rows. */
-INLINE void score_half(const char *queries, const char *keys, const int blocks, float *to) {
+INLINE void score_half(const char *queries, const char *keys, const int blocks, Coming coming, int half, float *to) {
     TILE_ZERO(0);
     for (int d = 0; d < blocks; d++, queries += TWO_PARTS, keys += TILE) {
+        fetch_tile(coming, half * blocks + d);
         TILE_LOAD(6, keys, 64);
         TILE_LOAD(2, queries, 64);
         TILE_LOAD(3, queries + TILE, 64);
@@ -104,21 +118,10 @@ INLINE void score_half(const char *queries, const char *keys, const int blocks, 
     TILE_STORE(0, to, 4 * PAGE);
 }
 
-INLINE void score_page(const char *queries, const char *keys, const int blocks, float *to) {
-    score_half(queries, keys, blocks, to);
-    score_half(queries, keys + blocks * TILE, blocks, to + 16);
-}
-
-static void score(const Work *work, int first, const char *keys, float *to) {
-    const char *queries = work->tiles + first * 64;
-    if (blocks_of(work->model) == 2)
-        score_page(queries, keys, 2, to);
-    else
-        score_page(queries, keys, blocks_of(work->model), to);
-}
-
-INLINE void fetch(const char *from, long size) {
-    for (long i = 0; i < size; i += 64) __builtin_prefetch(from + i, 0, 2);
+static void score_page(const Work *work, const char *keys, Coming coming, float *to) {
+    int blocks = blocks_of(work->model);
+    score_half(work->tiles, keys, blocks, coming, 0, to);
+    score_half(work->tiles, keys + blocks * TILE, blocks, coming, 1, to + 16);
 }
 
 /* Masks what the queries do not see of a page, by position, and finds their largest scores. */
@@ -162,10 +165,18 @@ static void weigh_page(const Work *work, int page, const float *peaks, vec *tota
 
 #define ADD_PANEL(tile, with)                                     \
     if (panels > tile) {                                          \
+        fetch_tile(coming, v + tile);                             \
         TILE_LOAD(with, values + tile * TILE, 64);                \
         TILE_DOT(tile, 4, with);                                  \
         TILE_DOT(tile, 5, with);                                  \
     }
+
+/* Keys that the next task begins with. */
+static const char *next_keys(const Work *work, int page) {
+    const Segment *segment = work->after;
+    if (page >= FEW_PAGES || page * PAGE >= segment->base + segment->count) return NULL;
+    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->after_head);
+}
 
 /* Adds the values of pages to the sums of queries from `first` on: those of their segment's pages, or `gathered` ones. */
 static void add_values(const Work *work, int first, int from, int end, const char *gathered, float *sums) {
@@ -181,7 +192,8 @@ static void add_values(const Work *work, int first, int from, int end, const cha
         for (int page = from; page < end; page++) {
             const char *weights = (const char *)work->scores[page - work->begin][first];
             const char *values = (gathered ? gathered : values_of(work, segment, page)) + v * TILE;
-            if (!gathered && page + 1 < end) fetch(values_of(work, segment, page + 1) + v * TILE, panels * TILE);
+            const Coming coming = {gathered || page + 1 == end ? NULL : values_of(work, segment, page + 1),
+                                   gathered ? NULL : next_keys(work, page - from)};
             TILE_LOAD(4, weights, 4 * PAGE);
             TILE_LOAD(5, weights + 64, 4 * PAGE);
             ADD_PANEL(0, 6)
@@ -295,9 +307,11 @@ long tiled_scratch(const Model *model, long longest) {
 
 /* Queries of a session that share a key head: query q belongs to row q / group. */
 void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after) {
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
+                     int after_head) {
     int group = model->heads / model->kv_heads, highest = 0, lowest = segment->base + segment->count;
-    Work work = {.model = model, .layer = layer, .kv_head = kv_head, .count = count};
+    Work work = {.model = model, .layer = layer, .kv_head = kv_head, .count = count, .after = after,
+                 .after_head = after_head};
     work.scores = (Scores *)lay_out(&work, memory);
     for (int q = 0; q < count; q++) {
         int row = (first + q) / group, position = segment->base + (segment->depths ? segment->depths[row] : row);
@@ -319,8 +333,9 @@ void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segm
     int direct = segment->sees && segment->base / PAGE < work.end ? segment->base / PAGE : work.end;
     if (direct < work.begin) direct = work.begin;
     for (int page = work.begin; page < stored; page++) {
-        fetch(page + 1 < stored ? keys_of(&work, segment, page + 1) : values_of(&work, segment, work.begin), tiled_keys(model));
-        score(&work, 0, keys_of(&work, segment, page), (float *)work.scores[page - work.begin]);
+        Coming coming = {page + 1 < stored ? keys_of(&work, segment, page + 1) : NULL,
+                         page - work.begin < FEW_PAGES ? values_of(&work, segment, page) : NULL};
+        score_page(&work, keys_of(&work, segment, page), coming, (float *)work.scores[page - work.begin]);
         if (page > work.begin && page - 1 < direct) mask_page(&work, page - 1, peaks);
     }
     if (stored - 1 < direct) mask_page(&work, stored - 1, peaks);
@@ -336,7 +351,6 @@ void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segm
     for (int page = work.begin; page < work.end; page++) weigh_page(&work, page, largest, totals);
     memset(work.out, 0, 4 * (size_t)(QUERIES * width_of(model)));
     add_values(&work, 0, work.begin, direct, NULL, work.out);
-    if (after) fetch(after, tiled_keys(model));
     for (int q = 0, next; q < count && direct < work.end; q = next) {
         for (next = q + 1; next < count && work.queries[next].row == work.queries[q].row;) next++;
         add_path(&work, q, next - q, direct, work.out + q * width_of(model));
@@ -361,9 +375,10 @@ void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head,
     (void)model, (void)layer, (void)page, (void)kv_head, (void)offset, (void)key, (void)value;
 }
 void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after) {
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
+                     int after_head) {
     (void)model, (void)layer, (void)segment, (void)kv_head, (void)first, (void)count, (void)qkv, (void)qkv_stride;
-    (void)attended, (void)memory, (void)after;
+    (void)attended, (void)memory, (void)after, (void)after_head;
 }
 
 #endif

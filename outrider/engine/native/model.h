@@ -127,7 +127,8 @@ char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head,
 void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
                   const float *value);
 void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const char *after);
+                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
+                     int after_head);
 void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks);
 int64_t outrider_scratch(const Model *model, Step *step);
 int outrider_forward(const Model *model, Step *step);
