@@ -40,12 +40,9 @@ KINDS: dict[str, published.Maker] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose next token depends on the last one more than on those before."""
-    folder = make_model(
-        tmp_path_factory.mktemp("models") / "target", seed=7, hidden=published.HIDDEN, layers=6, sharpness=2.0
-    )
+def near_table(folder: Path) -> Path:
+    """Write a target whose next token depends on the last one more than on those before."""
+    folder = make_model(folder, seed=7, hidden=published.HIDDEN, layers=6, sharpness=2.0)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -53,6 +50,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 weight.mul_(0.001)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return near_table(tmp_path_factory.mktemp("models") / "target")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
