@@ -29,7 +29,7 @@ from outrider.v1 import coordinator_pb2 as pb
 from tests.cluster import Output as Answer
 from tests.cluster import Redis, ask, client, failure, follow, generate, in_process
 from tests.conftest import Models
-from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.contract.conftest import HEARTBEAT_MS, verifier_serving
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -76,11 +76,6 @@ async def both(
             await stack.enter_async_context(verifier_serving(each, folder, coordinators=address, **named))
         pool = service.sessions.worker_pool
         assert await soon(lambda: len(pool.connections()) == 2, 20)
-        for kind, model in (("model", models.draft), ("suffix", "")):
-            await stack.enter_async_context(
-                drafter_serving(kind=kind, model=str(model), device="cpu", coordinators=address)
-            )
-        assert await soon(lambda: len(pool.connections()) == 4, 20)
         yield Both(address, service, {"target": alone(models.target), "words": alone(models.other_vocabulary)})
 
 
@@ -98,14 +93,6 @@ async def test_each_model_answers_as_it_does_alone(both: Both, api: AsyncOpenAI)
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0}
         found = await api.completions.create(model=name, **body, extra_body={"ignore_eos": True})
         assert (found.choices[0].text, found.model) == (both.texts[model], model)
-
-
-async def test_drafters_guess_for_the_targets_that_they_fit(both: Both) -> None:
-    given: dict[str, Any] = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "gamma": 3}
-    async with client(both.address) as stub:
-        for model, kind, guesses in (("target", "model", True), ("words", "suffix", True), ("words", "model", False)):
-            stats = (await generate(stub, ask(PROMPT, model=model, drafter=kind, **given))).stats
-            assert (stats.accepted_tokens > 0) is guesses, "the drafting model has the vocabulary of one"
 
 
 async def test_models_are_listed_with_their_aliases(api: AsyncOpenAI) -> None:

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from coordinator.workers.known_workers import KnownWorkers
+from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection, worker_error
 from outrider.hidden_states.parts import spec_to_proto
 from outrider.protocol.errors import InvalidRequest, ModelMismatch, OutriderError, PeerLost, ProtocolViolation
@@ -89,7 +90,7 @@ class ProjectionDelivery:
         verifiers = self._workers.of(Role.VERIFIER)
         self._forget_others(verifiers, [spec for _, spec in drafters])
         for drafter, spec in drafters:
-            for verifier in verifiers:
+            for verifier in (each for each in verifiers if fits(drafter.info.model, each.info.model)):
                 pair = (verifier.info.worker_id, drafter.info.worker_id)
                 known = _delivery(verifier.info, spec) in self._delivered
                 if not known and pair not in self._running and not self._obstacle(verifier.info, drafter.info):
@@ -99,8 +100,7 @@ class ProjectionDelivery:
         """Forget what was delivered for others; refusals stay, as a refused drafter would come back at once."""
         self._delivered &= {_delivery(each.info, spec) for each in verifiers for spec in specs}
         present = {each.info.worker_id for each in verifiers}
-        refused = [(pair, why) for pair, why in self._refused.items() if pair[0] in present]
-        self._refused = dict(refused[-MAX_REFUSED:])
+        self._refused = dict([entry for entry in self._refused.items() if entry[0][0] in present][-MAX_REFUSED:])
 
     async def _deliver(self, verifier: WorkerConnection, drafter: WorkerConnection, spec: StateSpec) -> None:
         pair = (verifier.info.worker_id, drafter.info.worker_id)
