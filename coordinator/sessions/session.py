@@ -20,6 +20,7 @@ from coordinator.admission.seats import Seats
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
+from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.sessions.detokenizer import TextStream
 from coordinator.sessions.drafting import Drafting, DraftingContext
 from coordinator.sessions.output import SessionOutput
@@ -70,7 +71,8 @@ class Session:
         self._tenant = tenant()
         self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)), durable)
         self._task: asyncio.Task[None] | None = None
-        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity)
+        prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
+        self._verifiers = VerifierChooser(context.worker_pool, context.worker_wait_s, target.identity, prefix)
         self.drafting = Drafting(record, target.info, context.drafting, self.stats)
         missing = len(record.tokens) - len(record.logprobs)
         self.output.append(record.tokens, record.kinds, [*record.logprobs, *[None] * missing])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from coordinator.placement.choice import with_prefix
+from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection
 from coordinator.workers.worker_pool import POLL_S, WorkerPool
@@ -33,8 +36,9 @@ class NoVerifier(Unavailable):
 class VerifierChooser:
     """Choice of verifiers for one session: those of its target, none that rejected it or sent invalid replies."""
 
-    def __init__(self, worker_pool: WorkerPool, wait_s: float, target: str) -> None:
+    def __init__(self, worker_pool: WorkerPool, wait_s: float, target: str, prompt: PromptPrefix | None = None) -> None:
         """Set how long to wait for a verifier; `target` is the identity of the session's."""
+        self._prompt = prompt or PromptPrefix(())
         self._worker_pool = worker_pool
         self._target = target
         self._wait_s = wait_s
@@ -46,11 +50,13 @@ class VerifierChooser:
         if connection is None:
             excluded = f"; this session has excluded {len(self._excluded)}" if self._excluded else ""
             raise NoVerifier(f"no verifier has been available for {self._wait_s:g} s{excluded}", retry_after_ms=5000)
+        connection.prefixes.record(self._prompt, connection.info.load.kv_tokens_total)
         return connection
 
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
-        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer=prefer)
+        pick = partial(with_prefix, self._prompt)
+        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer=prefer, pick=pick)
 
     def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
         """Record a verifier's failure and return the error that it means for the session."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 import structlog
 
+from coordinator.placement.sent_prefixes import SentPrefixes
 from coordinator.workers.worker_channel import WorkerChannel
 from outrider.base.rpc_status import error_from_rpc
 from outrider.multiplex.calls import SessionCall
@@ -56,6 +57,7 @@ class WorkerConnection:
         """Open the channel; `access` is called before each use, because keys and certificates change."""
         self.info = info
         self.streams: set[Stream] = set()  # of this coordinator's sessions
+        self.prefixes = SentPrefixes()  # of prompts, for verifiers
         self.silent_s = 0.0  # since the last message or answer to a probe, in ticks of `liveness`
         self.round_trip_ms = 0.0
         self.registrations = 0  # streams over which it reports to this coordinator
@@ -99,10 +101,14 @@ class WorkerConnection:
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
 
+    @property
+    def load(self) -> int:
+        """Return the number of sessions, by this coordinator's count or the worker's report, whichever is higher."""
+        return max(self.sessions, self.info.load.sessions) + self.info.load.waiting
+
     def occupancy(self) -> float:
-        """Return the share of its capacity in use, by this coordinator's count or its report, whichever is higher."""
-        load = max(self.sessions, self.info.load.sessions) + self.info.load.waiting
-        return load / max(1, self.info.capacity)
+        """Return the share of its capacity in use."""
+        return self.load / max(1, self.info.capacity)
 
     def record_failure(self) -> None:
         """Stop using the worker for a moment, doubled with each failure in a row."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
 
+from coordinator.placement.choice import least_loaded
 from coordinator.workers.compatibility import Compatibility
 from coordinator.workers.fleet_keys import FleetKeys
 from coordinator.workers.known_workers import KnownWorkers
@@ -87,15 +88,20 @@ class WorkerPool:
                 await self.workers.drop(worker_id)
 
     def choose(
-        self, role: Role, fits: Callable[[WorkerConnection], bool] = lambda _: True, *, prefer: str = ""
+        self,
+        role: Role,
+        fits: Callable[[WorkerConnection], bool] = lambda _: True,
+        *,
+        prefer: str = "",
+        pick: Callable[[Sequence[WorkerConnection]], WorkerConnection] = least_loaded,
     ) -> WorkerConnection | None:
-        """Return, of the usable workers that fit, the preferred one or else the least loaded."""
+        """Return, of the usable workers that fit, the preferred one or else what `pick` returns."""
         usable = [each for each in self.workers.of(role) if self.usable(each) and fits(each)]
         usable = [each for each in usable if not each.is_silent] or usable
         chosen = next((each for each in usable if each.info.worker_id == prefer), None)
         if chosen is not None or not usable:
             return chosen
-        return min(usable, key=lambda each: (each.occupancy(), each.round_trip_ms))
+        return pick(usable)
 
     async def wait_for(
         self, seconds: float, choose: Callable[[], WorkerConnection | None], *, poll_s: float = POLL_S

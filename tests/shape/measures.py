@@ -19,6 +19,7 @@ _TRAINED = "outrider/train/published/"
 _PUBLISHED = ("drafter/published/", "drafter/methods/published", "outrider/models/published_drafters.py")
 _ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
 _TARGETS = ("coordinator/workers/targets/", "outrider/launch/targets.py")  # several in one fleet
+_PLACEMENT = "coordinator/placement/"
 _AGENTS = "coordinator/api/http/agents/"
 _KINDS = "coordinator/sessions/text_kinds/"
 _MULTIPLEX = "outrider/multiplex/"
@@ -94,7 +95,8 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     kinds = sum(source.lines for source in product if source.path.startswith(_KINDS))
     lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states - kinds
     multiplex = sum(source.lines for source in product if source.path.startswith(_MULTIPLEX))
-    lines -= targets + trained + multiplex
+    placement = sum(source.lines for source in product if source.path.startswith(_PLACEMENT))
+    lines -= targets + trained + multiplex + placement
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -107,6 +109,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield Measure("lines of published drafters", published, 2_120)
     yield Measure("lines of training in published formats", trained, 420)
     yield Measure("lines of the agents' API", agents, 1_640)
+    yield Measure("lines of placement", placement, 160)
     yield Measure("lines of several targets", targets, 300)
     yield Measure("lines of multiplexed streams", multiplex, 750)
     yield Measure("lines of hidden states", states, 1_100)

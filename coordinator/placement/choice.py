@@ -1,0 +1,68 @@
+"""Choice of a worker: by load, and for verifiers by the prefix that they may have cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from coordinator.placement.sent_prefixes import PromptPrefix, SentPrefixes
+from outrider.protocol.fleet import WorkerInfo
+
+_IMBALANCE = 1.2  # times its share of the sessions that a verifier may have for the sake of prefixes
+_SLACK = 2  # sessions above that: few sessions are never far from their share
+_NEAR_MS = 5.0  # round trips that differ by less count as equal
+
+
+class PlacedWorker(Protocol):
+    """Worker that may be chosen."""
+
+    info: WorkerInfo
+    prefixes: SentPrefixes
+    round_trip_ms: float
+
+    @property
+    def load(self) -> int:
+        """Return the number of its sessions, waiting ones included."""
+        ...
+
+    def occupancy(self) -> float: ...
+
+
+WorkerT = TypeVar("WorkerT", bound=PlacedWorker)
+
+
+def least_loaded(usable: Sequence[WorkerT]) -> WorkerT:
+    return min(usable, key=lambda each: (each.occupancy(), each.round_trip_ms))
+
+
+def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
+    """Return a verifier with most of the prompt, or the least loaded one if those have too many sessions."""
+    roomy = [each for each in usable if _has_room(each, prefix)] or usable
+    found = {id(each): each.prefixes.found(prefix) for each in roomy}
+    fair = [each for each in roomy if found[id(each)] and _within_share(each, roomy)]
+    if fair:
+        most = max(found[id(each)] for each in fair)
+        return least_loaded([each for each in fair if found[id(each)] == most])
+    return min(
+        roomy,
+        key=lambda each: (
+            each.occupancy(),
+            each.round_trip_ms // _NEAR_MS,
+            len(each.prefixes),  # new prefixes spread over idle verifiers
+            each.round_trip_ms,
+        ),
+    )
+
+
+def _has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:
+    """Return whether the session would run at once: cache for it is free, and no other session waits."""
+    load = each.info.load
+    fits = not load.kv_tokens_total or load.kv_tokens_used + prefix.num_tokens <= load.kv_tokens_total
+    return fits and not load.waiting and each.occupancy() < 1.0
+
+
+def _within_share(each: PlacedWorker, others: Sequence[PlacedWorker]) -> bool:
+    """Return whether one more session leaves a verifier near its share, by capacity, of all sessions."""
+    capacity = sum(max(1, other.info.capacity) for other in others)
+    share = (1 + sum(other.load for other in others)) * max(1, each.info.capacity) / capacity
+    return each.load + 1 <= _IMBALANCE * share + _SLACK
