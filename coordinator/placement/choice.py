@@ -21,18 +21,26 @@ class PlacedWorker(Protocol):
     round_trip_ms: float
 
     @property
-    def load(self) -> int:
-        """Return the number of its sessions, waiting ones included."""
+    def sessions(self) -> int:
+        """Return the number of this coordinator's sessions on it."""
         ...
-
-    def occupancy(self) -> float: ...
 
 
 WorkerT = TypeVar("WorkerT", bound=PlacedWorker)
 
 
+def load_of(worker: PlacedWorker) -> int:
+    """Return the number of sessions, by this coordinator's count or the worker's report, whichever is higher."""
+    return max(worker.sessions, worker.info.load.sessions) + worker.info.load.waiting
+
+
+def occupancy(worker: PlacedWorker) -> float:
+    """Return the share of its capacity in use."""
+    return load_of(worker) / max(1, worker.info.capacity)
+
+
 def least_loaded(usable: Sequence[WorkerT]) -> WorkerT:
-    return min(usable, key=lambda each: (each.occupancy(), each.round_trip_ms))
+    return min(usable, key=lambda each: (occupancy(each), each.round_trip_ms))
 
 
 def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
@@ -46,7 +54,7 @@ def with_prefix(prefix: PromptPrefix, usable: Sequence[WorkerT]) -> WorkerT:
     return min(
         roomy,
         key=lambda each: (
-            each.occupancy(),
+            occupancy(each),
             each.round_trip_ms // _NEAR_MS,
             len(each.prefixes),  # new prefixes spread over idle verifiers
             each.round_trip_ms,
@@ -58,11 +66,11 @@ def _has_room(each: PlacedWorker, prefix: PromptPrefix) -> bool:
     """Return whether the session would run at once: cache for it is free, and no other session waits."""
     load = each.info.load
     fits = not load.kv_tokens_total or load.kv_tokens_used + prefix.num_tokens <= load.kv_tokens_total
-    return fits and not load.waiting and each.occupancy() < 1.0
+    return fits and not load.waiting and occupancy(each) < 1.0
 
 
 def _within_share(each: PlacedWorker, others: Sequence[PlacedWorker]) -> bool:
     """Return whether one more session leaves a verifier near its share, by capacity, of all sessions."""
     capacity = sum(max(1, other.info.capacity) for other in others)
-    share = (1 + sum(other.load for other in others)) * max(1, each.info.capacity) / capacity
-    return each.load + 1 <= _IMBALANCE * share + _SLACK
+    share = (1 + sum(load_of(other) for other in others)) * max(1, each.info.capacity) / capacity
+    return load_of(each) + 1 <= _IMBALANCE * share + _SLACK

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from coordinator.placement.choice import with_prefix
+from coordinator.placement.choice import occupancy, with_prefix
 from coordinator.placement.sent_prefixes import PromptPrefix
 from coordinator.workers.targets.fit import fits
 from coordinator.workers.worker_connection import WorkerConnection
@@ -55,8 +55,7 @@ class VerifierChooser:
 
     def available(self, prefer: str = "") -> WorkerConnection | None:
         """Return an available verifier that is not excluded."""
-        pick = partial(with_prefix, self._prompt)
-        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer=prefer, pick=pick)
+        return self._worker_pool.choose(Role.VERIFIER, self._fits, prefer, partial(with_prefix, self._prompt))
 
     def record_failure(self, connection: WorkerConnection, error: OutriderError) -> OutriderError:
         """Record a verifier's failure and return the error that it means for the session."""
@@ -134,5 +133,5 @@ class DrafterChooser:
             self.suits(connection.info)
             and connection.info.worker_id not in self._excluded
             and connection.info.model.fingerprint not in self._models
-            and (not self._models or connection.occupancy() < 1.0)
+            and (not self._models or occupancy(connection) < 1.0)
         )

@@ -101,15 +101,6 @@ class WorkerConnection:
     def usable(self) -> bool:
         return not self.info.draining and time.monotonic() >= self._not_before
 
-    @property
-    def load(self) -> int:
-        """Return the number of sessions, by this coordinator's count or the worker's report, whichever is higher."""
-        return max(self.sessions, self.info.load.sessions) + self.info.load.waiting
-
-    def occupancy(self) -> float:
-        """Return the share of its capacity in use."""
-        return self.load / max(1, self.info.capacity)
-
     def record_failure(self) -> None:
         """Stop using the worker for a moment, doubled with each failure in a row."""
         self._failures += 1

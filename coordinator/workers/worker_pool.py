@@ -24,6 +24,8 @@ from outrider.protocol.fleet import ModelInfo, Role, WorkerInfo
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.1
+Fits = Callable[[WorkerConnection], bool]
+Pick = Callable[[Sequence[WorkerConnection]], WorkerConnection]
 
 
 class WorkerPool:
@@ -87,14 +89,7 @@ class WorkerPool:
                 log.warning("drafter removed: does not fit the target", worker=worker_id, error=error.message)
                 await self.workers.drop(worker_id)
 
-    def choose(
-        self,
-        role: Role,
-        fits: Callable[[WorkerConnection], bool] = lambda _: True,
-        *,
-        prefer: str = "",
-        pick: Callable[[Sequence[WorkerConnection]], WorkerConnection] = least_loaded,
-    ) -> WorkerConnection | None:
+    def choose(self, role: Role, fits: Fits, prefer: str = "", pick: Pick = least_loaded) -> WorkerConnection | None:
         """Return, of the usable workers that fit, the preferred one or else what `pick` returns."""
         usable = [each for each in self.workers.of(role) if self.usable(each) and fits(each)]
         usable = [each for each in usable if not each.is_silent] or usable

@@ -20,7 +20,7 @@ SYSTEM, OWN = 8, 1  # blocks of a system prompt, and of a request's own
 @dataclass(eq=False)
 class Verifier:
     name: str
-    load: int = 0
+    sessions: int = 0
     capacity: int = 64
     reported: WorkerLoad = IDLE
     round_trip_ms: float = 1.0
@@ -29,9 +29,6 @@ class Verifier:
     @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.name, Role.VERIFIER, "", ModelInfo("m", "f"), capacity=self.capacity, load=self.reported)
-
-    def occupancy(self) -> float:
-        return self.load / self.capacity
 
 
 def prompt(system: int, own: int) -> PromptPrefix:
@@ -56,14 +53,14 @@ def run(pick: Any, *, seed: int, at_once: int, systems: int = 20, number: int = 
     hits = possible = 0
     for own, system in enumerate(order):
         while len(running) >= at_once:
-            running.pop(rng.randrange(len(running))).load -= 1
+            running.pop(rng.randrange(len(running))).sessions -= 1
         each = prompt(system, own)
         chosen = pick(each, verifiers)
         hits += chosen.prefixes.found(each)
         possible += infinite.found(each)
         sent(chosen, each)
         infinite.record(each, 0)
-        chosen.load += 1
+        chosen.sessions += 1
         placed[chosen.name] += 1
         running.append(chosen)
     return hits / possible, max(placed.values()) / (number / 3)
@@ -93,11 +90,11 @@ def test_a_busy_verifier_is_left_for_a_free_one() -> None:
     for full in (
         Verifier("waiting", reported=WorkerLoad(waiting=1)),
         Verifier("without cache", reported=WorkerLoad(kv_tokens_used=900, kv_tokens_total=1000)),
-        Verifier("without seats", load=64),
-        Verifier("above its share", load=5),
+        Verifier("without seats", sessions=64),
+        Verifier("above its share", sessions=5),
     ):
         assert with_prefix(known, [sent(full, known), free]) is free
-    both = [sent(Verifier("a", load=1), known), Verifier("b")]
+    both = [sent(Verifier("a", sessions=1), known), Verifier("b")]
     assert with_prefix(known, both) is both[0]
     assert with_prefix(prompt(2, 0), both) is both[1]
 
@@ -112,18 +109,18 @@ def test_where_all_are_full_the_prefix_counts_again() -> None:
 
 
 def test_more_of_the_prompt_counts_more() -> None:
-    verifiers = [sent(Verifier("a"), prompt(1, 1)), sent(Verifier("b", load=1), prompt(1, 2))]
+    verifiers = [sent(Verifier("a"), prompt(1, 1)), sent(Verifier("b", sessions=1), prompt(1, 2))]
     assert with_prefix(prompt(1, 2), verifiers) is verifiers[1]
     assert with_prefix(prompt(1, 3), verifiers) is verifiers[0], "the same of both"
 
 
 def test_a_larger_verifier_has_a_larger_share() -> None:
-    large = sent(Verifier("large", load=12, capacity=96), prompt(1, 0))
-    assert with_prefix(prompt(1, 1), [large, Verifier("small", load=4, capacity=32)]) is large
+    large = sent(Verifier("large", sessions=12, capacity=96), prompt(1, 0))
+    assert with_prefix(prompt(1, 1), [large, Verifier("small", sessions=4, capacity=32)]) is large
 
 
 def test_a_new_verifier_takes_new_prompts_and_a_far_one_none_without_need() -> None:
-    old, new = sent(Verifier("old", load=3), prompt(1, 0)), Verifier("new")
+    old, new = sent(Verifier("old", sessions=3), prompt(1, 0)), Verifier("new")
     assert with_prefix(prompt(2, 0), [old, new]) is new
     far = Verifier("far", round_trip_ms=50.0)
     assert with_prefix(prompt(2, 0), [sent(Verifier("near"), prompt(1, 0)), far]).name == "near"
