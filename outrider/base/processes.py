@@ -1,10 +1,11 @@
-"""Preparation of child processes."""
+"""Signals that end processes."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 import sys
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -14,3 +15,24 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """Make the kernel send a signal to this new child when its parent dies, in whatever way. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, by)
+
+
+def end_on_signals() -> None:
+    """End this process on SIGTERM and SIGHUP as on Ctrl-C: with KeyboardInterrupt.
+
+    A shell without job control starts background jobs with SIGINT ignored, and Python keeps that; scripts that send
+    SIGINT expect a stop. A SIGHUP that `nohup` ignores stays ignored.
+    """
+    ending = False
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        nonlocal ending
+        # A closing terminal sends SIGHUP twice; a second Ctrl-C stops at once.
+        if not ending or number == signal.SIGINT:
+            ending = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)

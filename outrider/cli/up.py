@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -15,6 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from outrider.base.config import deprecated_options, option, redis_url
+from outrider.base.processes import end_on_signals
 from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
@@ -149,7 +148,7 @@ def up(
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
     for old, replacement in deprecated_options(engine, compile):
         console.print(f"{old} is deprecated, use {replacement}", style="yellow")
-    _end_on_signals()
+    end_on_signals()
     try:
         with Starting(console) as view, stack(plan, view.tick) as running:
             view.done()
@@ -185,7 +184,7 @@ def demo(
     """Start all services, answer two prompts with plain and speculative decoding, and compare speed and text."""
     console = Console(highlight=False)
     plan = LaunchPlan(target=target, drafters=(choose_drafter(drafter, target),), port=port, device=device, dtype=dtype)
-    _end_on_signals()
+    end_on_signals()
     with Starting(console) as view, stack(plan, view.tick) as running:
         view.done()
         with Client(running.endpoints) as client:
@@ -301,25 +300,3 @@ class Starting:
             mark = "[green]●[/green]" if child.ready.is_set() else self._spinner
             table.add_row(mark, child.name, child.state, child.address)
         return Group(table)
-
-
-def _end_on_signals() -> None:
-    """Stop everything on SIGTERM and SIGHUP as on Ctrl-C.
-
-    A shell without job control starts background jobs with SIGINT ignored, and Python keeps that; scripts that send
-    SIGINT expect a stop. A SIGHUP that `nohup` ignores stays ignored.
-    """
-    ending = False
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        nonlocal ending
-        if (
-            not ending or number == signal.SIGINT
-        ):  # a closing terminal sends SIGHUP twice; a second Ctrl-C stops at once
-            ending = True
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, interrupt)

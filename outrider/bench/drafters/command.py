@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.base.config import option
+from outrider.base.processes import end_on_signals
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
 from outrider.bench.drafters import peers, setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
@@ -85,7 +86,8 @@ def drafters(
     """Measure speed-up and acceptance of each drafter by kind of prompt, greedy and sampled.
 
     All candidates answer the same prompts in turn: plain Outrider, each drafter and, in greedy mode, other engines with
-    the same weights. The command fails if guesses have changed a text. Ctrl-C ends it with the results so far.
+    the same weights. The command fails if guesses have changed a text. Ctrl-C and
+    SIGTERM end it with the results so far.
     """
     chosen = setups.parse(drafter_list or _shipped_drafters(target))
     if vllm_python is not None and not os.access(vllm_python, os.X_OK):
@@ -97,6 +99,7 @@ def drafters(
     data = import_on_use("torch", "models", "outrider.train.data")
     texts = data.read_prompts(prompts) if prompts is not None else data.shipped("heldout")
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
+    end_on_signals()
     with turn_progress() as turns:
         comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, busy, turns)
     _report(comparison, chosen, where | {"busy_processes": busy}, json_file, plot_file)

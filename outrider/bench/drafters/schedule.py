@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -102,7 +101,7 @@ class Schedule:
             measure(short)
 
     def run(self, requests: Sequence[BenchRequest], progress: TurnProgress) -> list[Trial]:
-        """Measure all requests; after Ctrl-C return those that every candidate has answered."""
+        """Measure all requests; after an interruption return those that every candidate has answered."""
         turns = [(request, list(self.candidates(request))) for request in requests]
         total = sum(len(candidates) for _, candidates in turns)
         progress.set_text(f"{total} answers")
@@ -150,13 +149,8 @@ class TurnProgress:
 
 @contextlib.contextmanager
 def turn_progress() -> Iterator[TurnProgress]:
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield TurnProgress(progress)

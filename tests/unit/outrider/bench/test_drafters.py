@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outrider.bench.drafters import setups
+from outrider.bench.drafters import command, setups
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
     PLAIN,
@@ -226,6 +230,18 @@ class InterruptedSchedule(Schedule):
         raise KeyboardInterrupt
 
 
+class TerminatedSchedule(InterruptedSchedule):
+    """The same, with a fixed γ too, ended by SIGTERM."""
+
+    def candidates(self, request: BenchRequest) -> Iterator[tuple[Candidate, Measure]]:
+        yield from super().candidates(request)
+        yield Candidate(OUTRIDER, "ngram", 4), lambda _: answer(15, stats=guessed([2], [1], 2))
+
+    def interrupted(self, request: BenchRequest) -> TimedAnswer:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("SIGTERM has no effect")
+
+
 def test_an_interruption_keeps_what_all_candidates_have_answered(capsys: pytest.CaptureFixture[str]) -> None:
     schedule = InterruptedSchedule({}, [], 4)
     requests = [replace(REQUEST, number=number) for number in range(4)]
@@ -238,6 +254,29 @@ def test_an_interruption_keeps_what_all_candidates_have_answered(capsys: pytest.
     ]
     assert "the results are those of 4 of 8 answers" in capsys.readouterr().err
     assert [row["speedup_vs_plain"] for row in Comparison(runs).rows()] == [1, 2]
+
+
+def test_sigterm_keeps_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `timeout` and job schedulers end a long benchmark."""
+    requests = [replace(REQUEST, number=number) for number in range(4)]
+
+    def measure(*arguments: Any) -> tuple[Comparison, dict[str, Any]]:
+        return Comparison(TerminatedSchedule({}, [], 4).run(requests, arguments[-1])), {}
+
+    monkeypatch.setattr(command, "_measure", measure)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        command.drafters(drafter_list="ngram", json_file=tmp_path / "rows.json")
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["drafter"], row["answers"], row["speedup_vs_plain"]) for row in rows] == [
+        (PLAIN, 2, 1),
+        ("ngram", 2, 2),
+    ]
 
 
 def test_quick_is_less_of_the_same() -> None:

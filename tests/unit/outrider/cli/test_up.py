@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +44,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[LaunchPlan]:
         yield
 
     monkeypatch.setattr(up, "stack", pretend)
-    monkeypatch.setattr(up, "_end_on_signals", lambda: None)
+    monkeypatch.setattr(up, "end_on_signals", lambda: None)
     return caught
 
 
@@ -143,34 +142,3 @@ def test_a_variable_of_a_service_is_told(plans: list[LaunchPlan]) -> None:
 )
 def test_the_example_shows_how_to_trust(plan: LaunchPlan, flags: str) -> None:
     assert up._tls_flags(plan) == flags
-
-
-@pytest.fixture
-def handlers() -> Iterator[Callable[[int], None]]:
-    """Send a signal to ourselves; the handlers from before come back."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    yield signal.raise_signal
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_each_signal_ends_it_and_only_ctrl_c_hastens(handlers: Callable[[int], None], first: signal.Signals) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell leaves it for what ends in &
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-    up._end_on_signals()
-    with pytest.raises(KeyboardInterrupt):
-        handlers(first)
-    handlers(signal.SIGTERM)
-    handlers(signal.SIGHUP)
-    with pytest.raises(KeyboardInterrupt):
-        handlers(signal.SIGINT)
-
-
-def test_nohup_means_it(handlers: Callable[[int], None]) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    up._end_on_signals()
-    handlers(signal.SIGHUP)
-    with pytest.raises(KeyboardInterrupt):
-        handlers(signal.SIGTERM)
