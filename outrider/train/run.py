@@ -110,7 +110,8 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
         ends_digest=target_weights.digest,
         shape=dict(method.shape),
         data=asdict(recipe)
-        | {"temperatures": list(recipe.temperatures), "tokens": sum(len(example.tokens) for example in examples)},
+        | {"temperatures": list(recipe.temperatures), "layers": list(recipe.layers)}
+        | {"tokens": sum(len(example.tokens) for example in examples)},
         training={
             "tokens": training.tokens,
             "steps": training.step,
