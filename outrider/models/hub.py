@@ -90,6 +90,14 @@ def locate_safetensors(name: str, progress: Progress) -> Path | str:
     return target
 
 
+def gguf_of(name: str, progress: Progress) -> Path:
+    """Return a target's GGUF file."""
+    found = locate(name, progress)
+    if not isinstance(found, Path) or not (found / GGUF).exists():
+        raise StartupError(f"{name} has no GGUF file", field="target", value=name, limit="a .gguf file")
+    return (found / GGUF).resolve()
+
+
 def _indexed(folder: Path, find: Callable[[Progress], Path], progress: Progress) -> Path:
     """Return the folder of a GGUF file; make it unless it is there for the same content."""
     if _is_current(folder):

@@ -131,6 +131,7 @@ def test_bad_prompts_get_one_clear_line(tmp_path: Path) -> None:
         (("--drafters", "ngram,crystal-ball"), ("--drafters", "crystal-ball", "one of", "ngram")),
         (("--modes", "greedy,typical"), ("--modes", "typical", "some of greedy, coupled, block")),
         (("--vllm-python", "no/such/python"), ("--vllm-python", "no/such/python", "a Python interpreter")),
+        (("--llama-python", "no/such/python"), ("--llama-python", "no/such/python", "a Python interpreter")),
     ],
 )
 def test_bad_flags_get_one_clear_line(flags: tuple[str, ...], words: tuple[str, ...]) -> None:

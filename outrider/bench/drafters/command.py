@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +19,13 @@ from outrider.base.processes import end_on_signals
 from outrider.bench.common.report import Row, check_files, import_on_use, write_json
 from outrider.bench.drafters import peers, setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, Comparison
-from outrider.bench.drafters.peers import Peer, Weights
+from outrider.bench.drafters.peers import Peer, PeerRecipe, Weights
 from outrider.bench.drafters.schedule import DraftersExtent, Schedule, TurnProgress, bench_requests, turn_progress
 from outrider.bench.drafters.setups import PLAIN_SETUP, DrafterSetup
 from outrider.launch.options import Dtype, Engine, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan, Stack
 from outrider.models.drafter_choice import best_drafter, drafter_kinds
-from outrider.models.hub import DEFAULT, locate_safetensors
+from outrider.models.hub import DEFAULT, gguf_of, locate_safetensors
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.speculation import MAX_GAMMA
 
@@ -78,6 +78,11 @@ def drafters(
     vllm_python: Annotated[
         Path | None, option("--vllm-python", "Python interpreter with vLLM; adds vLLM to the comparison.")
     ] = None,
+    vllm_dtype: Annotated[str, option("--vllm-dtype", "vLLM's dtype; default: the target's here.")] = "",
+    llama_python: Annotated[
+        Path | None,
+        option("--llama-python", "Python interpreter with llama-cpp-python; adds llama.cpp, for a GGUF target."),
+    ] = None,
     busy: Annotated[int, option("--busy", "Processes that compute without pause beside the benchmark.", min=0)] = 0,
     quick: Annotated[bool, option("--quick", "Fewer and shorter answers: nine minutes.")] = False,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
@@ -90,8 +95,9 @@ def drafters(
     SIGTERM end it with the results so far.
     """
     chosen = setups.parse(drafter_list or _shipped_drafters(target))
-    if vllm_python is not None and not os.access(vllm_python, os.X_OK):
-        raise InvalidRequest.of("--vllm-python", vllm_python, "a Python interpreter")
+    for flag, python in (("--vllm-python", vllm_python), ("--llama-python", llama_python)):
+        if python is not None and not os.access(python, os.X_OK):
+            raise InvalidRequest.of(flag, python, "a Python interpreter")
     check_files(json_file, plot_file)
     check_engine(engine, "")
     setups.check_kinds(chosen, sorted(drafter_kinds()))
@@ -101,7 +107,15 @@ def drafters(
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     end_on_signals()
     with turn_progress() as turns:
-        comparison, where = _measure(plan, chosen, texts, extent, early_exit, vllm_python, busy, turns)
+
+        def others(weights: Weights) -> list[PeerRecipe]:
+            recipes = [peers.transformers_recipe(weights, early_exit)]
+            recipes += peers.vllm_recipes(weights, vllm_python, vllm_dtype) if vllm_python is not None else []
+            if llama_python is not None:
+                recipes += peers.llama_recipes(weights, llama_python, gguf_of(target, turns.set_text))
+            return recipes
+
+        comparison, where = _measure(plan, chosen, texts, extent, others, busy, turns)
     _report(comparison, chosen, where | {"busy_processes": busy}, json_file, plot_file)
 
 
@@ -116,8 +130,7 @@ def _measure(
     chosen: Sequence[DrafterSetup],
     texts: Sequence[Any],
     extent: DraftersExtent,
-    early_exit: int | None,
-    vllm_python: Path | None,
+    peer_recipes: Callable[[Weights], list[PeerRecipe]],
     busy: int,
     turns: TurnProgress,
 ) -> tuple[Comparison, dict[str, Any]]:
@@ -140,8 +153,7 @@ def _measure(
             context=min(longest, info.context_length),
             eos=info.eos_token_ids,
         )
-        recipes = [peers.transformers_recipe(weights, early_exit)]
-        recipes += peers.vllm_recipes(weights, vllm_python) if vllm_python is not None else []
+        recipes = peer_recipes(weights)
         turns.set_text(f"starting {', '.join(recipe.engine for recipe in recipes)}")
         others = exits.enter_context(peers.peers(recipes, weights))
         schedule = Schedule(clients, others, extent.gamma)

@@ -102,12 +102,12 @@ class Comparison:
         summary: dict[str, Any] = {
             "drafter": name,
             "speedup_vs_plain": {kind: row["speedup_vs_plain"] for kind, row in own.items()},
-            "speedup_vs_best_transformers": {kind: self._against(name, "transformers", kind) for kind in own},
             "acceptance_first": {kind: row["acceptance_first"] for kind, row in own.items()},
             "acceptance_length": {kind: row["acceptance_length"] for kind, row in own.items()},
         }
-        if any(run.candidate.engine == "vllm" for run in self.runs):
-            summary["speedup_vs_best_vllm"] = {kind: self._against(name, "vllm", kind) for kind in own}
+        for engine in sorted({run.candidate.engine for run in self.runs} - {OUTRIDER}):
+            against = {kind: self._against(name, engine, kind) for kind in own}
+            summary[f"speedup_vs_best_{engine.replace('.', '_')}"] = against
         summary["differences"] = self.differences()
         return summary
 
@@ -141,6 +141,8 @@ class Comparison:
             "speedup_vs_plain": _median(self._speedups(timed)),
             "texts_equal": all(equal) if equal else None,
         }
+        if len(speedups := self._speedups(timed)) > 1:
+            row["speedup_quartiles"] = statistics.quantiles(speedups, method="inclusive")
         stats = [run.answer.stats for run in timed if run.answer.stats is not None]
         if fixed:
             row |= {"adaptive": adaptive_gamma(stats), "gamma": fixed[0].candidate.gamma}

@@ -1,7 +1,7 @@
 """Process of another engine that answers one prompt at a time over a pipe.
 
 `peers` starts this file with an interpreter that has the engine; Outrider need not be installed there. It needs the
-standard library, and torch with transformers, or vllm. Each message is one line with a JSON object.
+standard library, and torch with transformers, or vllm, or llama_cpp. Each message is one line with a JSON object.
 """
 
 from __future__ import annotations
@@ -113,7 +113,33 @@ def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     return {"version": vllm.__version__}, answer
 
 
-_ENGINES = {"transformers": _transformers, "vllm": _vllm}
+def _llama(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    llama_cpp = importlib.import_module("llama_cpp")
+    lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+    engine = llama_cpp.Llama(
+        spec["model"],
+        n_ctx=spec["context"],
+        n_threads=spec["threads"] or len(os.sched_getaffinity(0)),
+        draft_model=lookup(num_pred_tokens=10) if spec["way"] == "lookup" else None,
+        flash_attn=True,
+        verbose=False,
+    )
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        engine.reset()  # otherwise it would keep the keys and values of an equal prompt
+        tokens: list[int] = []
+        clock = _Clock()
+        for token in engine.generate(request["prompt"], temp=0.0):
+            tokens.append(token)
+            clock.reached(len(tokens))
+            if token in request["eos"] or len(tokens) == request["max_tokens"]:
+                break
+        return {"tokens": tokens, "times": clock.times}
+
+    return {"version": llama_cpp.__version__}, answer
+
+
+_ENGINES = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,25 +50,26 @@ class Weights:
 
 def transformers_recipe(weights: Weights, early_exit: int | None) -> PeerRecipe:
     ways = {"generate": "plain", "prompt lookup": "lookup", "early exit": "early_exit"}
-    spec = {
-        "engine": "transformers",
-        "model": weights.model,
-        "dtype": weights.dtype,
-        "device": weights.device,
-        "threads": weights.threads,
-        "early_exit": early_exit,
-    }
-    return PeerRecipe("transformers", Path(sys.executable), ways, spec)
+    return PeerRecipe("transformers", Path(sys.executable), ways, {**asdict(weights), "early_exit": early_exit})
 
 
-def vllm_recipes(weights: Weights, python: Path) -> list[PeerRecipe]:
-    """Return one engine for each decoding method: vLLM fixes it at startup."""
-    spec = {"engine": "vllm", "model": weights.model, "dtype": weights.dtype, "context": weights.context}
+def vllm_recipes(weights: Weights, python: Path, dtype: str) -> list[PeerRecipe]:
+    spec = asdict(replace(weights, dtype=dtype or weights.dtype))
     environment = vllm_environment(python, weights)
-    return [
-        PeerRecipe("vllm", python, {shown: way}, {**spec, "way": way}, environment)
-        for shown, way in (("generate", "plain"), ("n-gram", "ngram"))
-    ]
+    return _one_per_way("vllm", python, {"generate": "plain", "n-gram": "ngram"}, spec, environment)
+
+
+def llama_recipes(weights: Weights, python: Path, gguf: Path) -> list[PeerRecipe]:
+    """Return the engines of llama.cpp, which read the target's own file."""
+    spec = asdict(replace(weights, model=str(gguf)))
+    return _one_per_way("llama.cpp", python, {"generate": "plain", "prompt lookup": "lookup"}, spec, {})
+
+
+def _one_per_way(
+    engine: str, python: Path, ways: Mapping[str, str], spec: Mapping[str, Any], environment: Mapping[str, str]
+) -> list[PeerRecipe]:
+    """Return one engine for each decoding method: it is fixed at startup."""
+    return [PeerRecipe(engine, python, {shown: way}, {**spec, "way": way}, environment) for shown, way in ways.items()]
 
 
 def vllm_environment(python: Path, weights: Weights) -> dict[str, str]:
@@ -107,7 +108,7 @@ class Peer:
         self._weights = weights
         self._log = log
         self._process = subprocess.Popen(
-            [str(recipe.python), str(_WORKER), json.dumps(dict(recipe.spec))],
+            [str(recipe.python), str(_WORKER), json.dumps({"engine": recipe.engine, **recipe.spec})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

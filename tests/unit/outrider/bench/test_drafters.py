@@ -24,7 +24,13 @@ from outrider.bench.drafters.comparison import (
     adaptive_gamma,
     best_drafter,
 )
-from outrider.bench.drafters.peers import Weights, transformers_recipe, vllm_environment, vllm_recipes
+from outrider.bench.drafters.peers import (
+    Weights,
+    llama_recipes,
+    transformers_recipe,
+    vllm_environment,
+    vllm_recipes,
+)
 from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, bench_requests, turn_progress
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
@@ -115,6 +121,7 @@ def test_speedups_are_medians_of_ratios_within_a_turn() -> None:
     )
     rows = {row["drafter"]: row for row in comparison.rows()}
     assert rows["a"]["speedup_vs_plain"] == pytest.approx(1.5)
+    assert rows["a"]["speedup_quartiles"] == [pytest.approx(1.5), pytest.approx(1.5), pytest.approx(5.75)]
     assert rows["a"]["tokens_per_s"] == pytest.approx(60.0)
     assert rows[PLAIN]["speedup_vs_plain"] == pytest.approx(1.0)
     summary = comparison_with_acceptance(comparison).summary()
@@ -307,7 +314,7 @@ def test_peers_load_the_same_weights(tmp_path, monkeypatch) -> None:  # type: ig
     library.touch()
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    plain, ngram = vllm_recipes(weights, python)
+    plain, ngram = vllm_recipes(weights, python, "")
     assert (plain.spec["way"], ngram.spec["way"]) == ("plain", "ngram")
     assert plain.spec["context"] == 512
     assert str(library) in plain.environment["LD_PRELOAD"]
@@ -315,3 +322,6 @@ def test_peers_load_the_same_weights(tmp_path, monkeypatch) -> None:  # type: ig
     assert plain.environment["OMP_NUM_THREADS"] == "2"
     assert "VLLM_CPU_KVCACHE_SPACE" not in plain.environment, "what the user has set stays"
     assert "OMP_NUM_THREADS" not in vllm_environment(python, replace(weights, threads=0)), "as many as the others"
+    assert vllm_recipes(weights, python, "bfloat16")[0].spec["dtype"] == "bfloat16"
+    gguf = tmp_path / "model.gguf"
+    assert [recipe.spec["model"] for recipe in llama_recipes(weights, python, gguf)] == [str(gguf)] * 2
