@@ -12,18 +12,23 @@ from tests.shape import guesses, imports, layout, params, rounds, sentences, sou
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 _NOT_THE_PRODUCT = "loadtest"  # measures the product from outside
-# A capability newer than the target of product lines has a measure of its own.
-_VLLM = ("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py")
-_KERNELS = "outrider/speculation/triton_"
-_TRAINED = "outrider/train/published/"
-_PUBLISHED = ("drafter/published/", "drafter/methods/published", "outrider/models/published_drafters.py")
-_ATTACHED = ("coordinator/attachment/", "outrider/engine/vllm/attached/")  # guesses for a server that is not ours
-_TARGETS = ("coordinator/workers/targets/", "outrider/launch/targets.py")  # several in one fleet
-_PLACEMENT = "coordinator/placement/"
-_AGENTS = "coordinator/api/http/agents/"
-_KINDS = "coordinator/sessions/text_kinds/"
 _MULTIPLEX = "outrider/multiplex/"
-_STATES = "/hidden_states"  # of several layers: in each room, a folder or file of that name
+# Each has lines of its own beside the product's: capabilities newer than that target, and the benchmarks, which users
+# install apart. A file counts for the first whose pattern is part of its path; the number is the target.
+_APART: dict[str, tuple[Sequence[str], int]] = {
+    "lines of the attached mode": (("coordinator/attachment/", "outrider/engine/vllm/attached/"), 900),
+    "lines of the vLLM adapter": (("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py"), 1_500),
+    "lines of published drafters": (("drafter/published/", "methods/published", "models/published_drafters.py"), 2_120),
+    "lines of training in published formats": (("outrider/train/published/",), 420),
+    "lines of the agents' API": (("coordinator/api/http/agents/",), 1_640),
+    "lines of several targets": (("coordinator/workers/targets/", "outrider/launch/targets.py"), 300),
+    "lines of placement": (("coordinator/placement/",), 160),
+    "lines of multiplexed streams": ((_MULTIPLEX,), 750),
+    "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
+    "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
+    "lines of hidden states": (("/hidden_states",), 1_100),
+    "lines of benchmarks": (("outrider/bench/",), 3_650),
+}
 
 
 @dataclass(frozen=True)
@@ -83,20 +88,12 @@ def _shapes(typed: Sequence[sources.Source], product: Sequence[sources.Source]) 
 def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     folders = layout.modules_by_folder(product)
     measured = [package for package in sources.packages() if package != _NOT_THE_PRODUCT]
-    attached = sum(source.lines for source in product if source.path.startswith(_ATTACHED))
-    adapter = sum(source.lines for source in product if source.path.startswith(_VLLM))
-    adapter -= sum(source.lines for source in product if source.path.startswith(_ATTACHED[1]))
-    kernels = sum(source.lines for source in product if source.path.startswith(_KERNELS))
-    published = sum(source.lines for source in product if source.path.startswith(_PUBLISHED))
-    trained = sum(source.lines for source in product if source.path.startswith(_TRAINED))
-    agents = sum(source.lines for source in product if source.path.startswith(_AGENTS))
-    targets = sum(source.lines for source in product if source.path.startswith(_TARGETS))
-    states = sum(source.lines for source in product if _STATES in source.path)
-    kinds = sum(source.lines for source in product if source.path.startswith(_KINDS))
-    lines = layout.lines_of(product, measured) - attached - adapter - kernels - published - agents - states - kinds
-    multiplex = sum(source.lines for source in product if source.path.startswith(_MULTIPLEX))
-    placement = sum(source.lines for source in product if source.path.startswith(_PLACEMENT))
-    lines -= targets + trained + multiplex + placement
+    apart = dict.fromkeys(_APART, 0)
+    for source in product:
+        found = (name for name, (patterns, _) in _APART.items() if any(part in source.path for part in patterns))
+        if (name := next(found, None)) is not None:
+            apart[name] += source.lines
+    lines = layout.lines_of(product, measured) - sum(apart.values())
     beside = layout.lines_of(product, [_NOT_THE_PRODUCT])
     full = [f"{folder}: {number} modules" for number, folder in folders]
     yield Measure("modules in a folder, at most", folders[0][0], 14, full)
@@ -104,17 +101,7 @@ def _layout(product: Sequence[sources.Source]) -> Iterable[Measure]:
     yield _count(f"classes over {layout.BIG_CLASS_METHODS} methods", layout.big_classes(product), 8)
     yield _count("class names used more than once", layout.repeated_class_names(product), 0)
     yield Measure("product lines", lines, 23_500, note=f"and {beside} in {_NOT_THE_PRODUCT}", step=500)
-    yield Measure("lines of the vLLM adapter", adapter, 1_500)
-    yield Measure("lines of the attached mode", attached, 900)
-    yield Measure("lines of published drafters", published, 2_120)
-    yield Measure("lines of training in published formats", trained, 420)
-    yield Measure("lines of the agents' API", agents, 1_640)
-    yield Measure("lines of placement", placement, 160)
-    yield Measure("lines of several targets", targets, 300)
-    yield Measure("lines of multiplexed streams", multiplex, 750)
-    yield Measure("lines of hidden states", states, 1_100)
-    yield Measure("lines of Triton kernels", kernels, 300)
-    yield Measure("lines of kinds of text", kinds, 170)
+    yield from (Measure(name, apart[name], target) for name, (_, target) in _APART.items())
 
 
 def _cycles(product: Sequence[sources.Source]) -> Iterable[Measure]:
