@@ -11,7 +11,9 @@ from rich.table import Table
 from outrider.base.config import option
 from outrider.bench.common.report import Row, Times, write_json
 from outrider.bench.common.timed_output import TimedOutput, timed
+from outrider.bench.overhead.concurrent_rounds import ENDLESS, measure_rounds, show_rounds
 from outrider.client.sync import Client
+from outrider.launch.services import read_assignments
 from outrider.launch.stack import LaunchPlan, stack
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -21,17 +23,23 @@ _WARM_UP_ROUNDS = 50
 def overhead(
     rounds: Annotated[int, option("--rounds", "Rounds to measure.", min=100)] = 2000,
     gamma: Annotated[int, option("--gamma", "Tokens guessed per round.", min=1)] = 4,
+    sessions: Annotated[str, option("--sessions", "Also measure so many sessions at once, such as 1,16,64,256.")] = "",
+    seconds: Annotated[float, option("--seconds", "Duration of each measurement of --sessions.", min=1)] = 5.0,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Measure what the three services add to a full draft → verify → commit round.
 
     The services and sockets are real. The mock engines answer at once, so all measured time is overhead.
     """
-    plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1)
+    counts = [int(part) for part in sessions.split(",") if part]
+    room = [f"{service}.max-sessions={max([64, *counts])}" for service in ("coordinator", "verifier", "drafter")]
+    room.append(f"verifier.kv-tokens={2 * ENDLESS * max([1, *counts])}")
+    plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1, overrides=read_assignments(room))
     with stack(plan) as running, Client(running.endpoints) as client:
         _rounds(client, _WARM_UP_ROUNDS, gamma)
         speculative = _rounds(client, rounds, gamma)
         plain = _rounds(client, rounds, 0)
+        together = [measure_rounds(running, count, seconds, gamma) for count in counts]
         trips = {worker.kind: worker.round_trip_ms for worker in client.server().workers}
     stats = speculative.finished.stats
     rows = [
@@ -51,8 +59,11 @@ def overhead(
         "round_p99_ms": rows[0]["p99_ms"],
         "tokens_per_round": len(speculative.tokens) / rows[0]["rounds"],
         "parts": parts,
+        "sessions": together,
     }
     _show(rows, summary)
+    if together:
+        show_rounds(Console(), together)
     if json_file is not None:
         write_json(json_file, rows, summary)
 
