@@ -15,9 +15,11 @@ from outrider.bench.overhead.concurrent_rounds import ENDLESS, measure_rounds, s
 from outrider.client.sync import Client
 from outrider.launch.services import read_assignments
 from outrider.launch.stack import LaunchPlan, stack
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import SamplingParams
 
 _WARM_UP_ROUNDS = 50
+_MOST_SESSIONS = 1024
 
 
 def overhead(
@@ -31,7 +33,11 @@ def overhead(
 
     The services and sockets are real. The mock engines answer at once, so all measured time is overhead.
     """
-    counts = [int(part) for part in sessions.split(",") if part]
+    given = sessions.split(",") if sessions else []
+    if not all(part.strip().isdecimal() and 0 < int(part) <= _MOST_SESSIONS for part in given):
+        limit = f"numbers from 1 to {_MOST_SESSIONS}, separated by commas"
+        raise InvalidRequest.of("--sessions", sessions, limit)
+    counts = [int(part) for part in given]
     room = [f"{service}.max-sessions={max([64, *counts])}" for service in ("coordinator", "verifier", "drafter")]
     room.append(f"verifier.kv-tokens={2 * ENDLESS * max([1, *counts])}")
     plan = LaunchPlan(drafters=(("mock", ""),), engine="mock", port=0, threads=1, overrides=read_assignments(room))
