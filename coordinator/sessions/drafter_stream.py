@@ -125,7 +125,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())
         self._unsent: tuple[int, ...] = ()  # committed tokens
-        self._unsent_states = HiddenStateWindow()
+        self._unsent_states: HiddenStateWindow | None = None
         self._position = 0  # after them
 
     async def guesses(self) -> AsyncIterator[common.Guess]:
@@ -164,6 +164,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self._unsent, self._position = (*self._unsent, *tokens), position + len(tokens)
         states = hidden_states if self.joined and self.wants_hidden_states else None
         if states is not None:
+            self._unsent_states = self._unsent_states or HiddenStateWindow()
             self._unsent_states.add(states)
         of_prompt = states is not None and states.count > len(tokens)
         if of_prompt or self.plan.gamma or len(self._unsent) >= _MAX_UNSENT_TOKENS:
@@ -172,8 +173,8 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
 
     def _send_committed(self) -> None:
         position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
-        unsent = self._unsent_states.contents()
-        self._unsent_states.clear()
+        window, self._unsent_states = self._unsent_states, None
+        unsent = None if window is None else window.contents()
         states = None if unsent is None else convert.hidden_states_to_proto(unsent)
         self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 

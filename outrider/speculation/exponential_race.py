@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.protocol.sampling_params import SamplingParams
-from outrider.speculation import noise, sampling, triton_race
+from outrider.speculation import acceptance, noise, sampling, triton_race
 from outrider.speculation.sampling import Cuts
 
 _CANDIDATES = 64  # likeliest ids that guesses are taken from: the others almost never win
@@ -22,7 +22,7 @@ Choice = tuple[int, float]  # a token, and the logarithm of its probability to w
 
 def shared_draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int]) -> list[int]:
     """Return the token drawn from each row of a request's adjusted logits at its absolute position.  # [rows, vocab]"""
-    drawn = sampling.likeliest(logits) if params.greedy else coupled_draws(logits, [params] * len(logits), positions)
+    drawn = acceptance.likeliest(logits) if params.greedy else coupled_draws(logits, [params] * len(logits), positions)
     return [int(token) for token in drawn.tolist()]
 
 

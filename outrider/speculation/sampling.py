@@ -93,11 +93,6 @@ class Continuations:
         return self.history is not None and self.params.penalised
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest token of each row, the first of equal ones. On a CPU NumPy is 15 times as fast as torch."""
-    return torch.as_tensor((logits.float().numpy() if logits.device.type == "cpu" else logits).argmax(-1))
-
-
 def adjust(
     logits: torch.Tensor, params: SamplingParams, history: History | None, paths: Sequence[Sequence[int]]
 ) -> torch.Tensor:

@@ -98,12 +98,12 @@ class _StepRows:
 
     def draw(self, members: Sequence[int], needs: _Needs) -> torch.Tensor:
         """Return the target's own token at each row, as a drafter with its noise draws too.  # [rows]"""
-        adjusted = self._adjusted(members, needs)
+        rows = self._adjusted(members, needs) if needs.adjusted else self._select(self._logits, members)
         if needs.cuts is None:
-            return sampling.likeliest(adjusted)
+            return acceptance.likeliest(rows)
         blocks = [self._blocks[index] for index in members]
         positions = [block.position + depth for block in blocks for depth in (0, *block.shape.depths)]
-        return coupled_draws(adjusted, self._params(members), positions)
+        return coupled_draws(rows, self._params(members), positions)
 
     def verify_drawn(self, members: Sequence[int], needs: _Needs) -> list[Outcome]:
         """Verify guesses that drafters drew from their own distributions."""
@@ -141,7 +141,7 @@ class _StepRows:
     def _adjusted(self, members: Sequence[int], needs: _Needs) -> torch.Tensor:
         """Return the members' rows with bias, penalties and grammars."""
         rows = self._select(self._logits, members)
-        if not needs.adjusted:
+        if not needs.adjusted:  # verify_drawn asks in any case
             return rows
         sessions = [(self._sessions[index], self._blocks[index].paths) for index in members]
         return sampling.adjust_all(

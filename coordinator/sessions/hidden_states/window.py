@@ -17,9 +17,6 @@ class HiddenStateWindow:
         self._newest: HiddenStates | None = None  # how the rows are to be read
         self._rows = bytearray()
 
-    def clear(self) -> None:
-        self._rows.clear()
-
     def add(self, states: HiddenStates) -> None:
         if not states.width:
             return

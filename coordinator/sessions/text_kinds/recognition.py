@@ -42,11 +42,15 @@ class TextRecogniser:
 
     def read(self, tokens: Sequence[int]) -> bool:
         """Read what is new of the answer's tokens; return whether the kind has changed."""
-        if not self._latest:
-            for token in self._prompt[-_MAX_PROMPT:]:
-                self._repeats(token)
-        for token in tokens[self._read :]:
-            self._repeated.add(self._repeats(token))
+        prompt = () if self._latest else self._prompt[-_MAX_PROMPT:]
+        for index, token in enumerate((*prompt, *tokens[self._read :])):
+            sequence = (*self._latest, token)
+            self._latest = sequence[-2:]
+            repeats = sequence in self._known  # the same two tokens were followed by it before
+            if len(sequence) == 3 and len(self._known) < _MAX_KNOWN:
+                self._known.add(sequence)
+            if index >= len(prompt):
+                self._repeated.add(repeats)
         self._read, self.due = len(tokens), len(tokens) + READ_EVERY
         copying, fresh = self.kinds[1:]
         bound = FRESH if self.kind == copying else COPYING
@@ -55,13 +59,3 @@ class TextRecogniser:
 
     def _named(self, text: str) -> str:
         return f"{'cold' if self.cold else 'warm'} {text}"
-
-    def _repeats(self, token: int) -> bool:
-        """Add a token; return whether the same two tokens before it were followed by it already."""
-        sequence = (*self._latest, token)
-        self._latest = sequence[-2:]
-        if sequence in self._known:
-            return True
-        if len(sequence) == 3 and len(self._known) < _MAX_KNOWN:
-            self._known.add(sequence)
-        return False

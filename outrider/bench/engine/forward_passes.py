@@ -25,7 +25,7 @@ from outrider.engine.native.build import library
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import locate_safetensors
 from outrider.protocol.errors import StartupError
-from outrider.speculation.sampling import likeliest
+from outrider.speculation.acceptance import likeliest
 
 Key = tuple[str, int, int]  # kind of step, context, number of tokens or sessions
 Step = Callable[[], float]  # runs one step, returns its milliseconds

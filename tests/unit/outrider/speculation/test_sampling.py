@@ -18,7 +18,8 @@ from transformers.generation import logits_process as theirs
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import WHOLE
 from outrider.speculation import noise, sampling
-from outrider.speculation.sampling import History, likeliest
+from outrider.speculation.acceptance import likeliest
+from outrider.speculation.sampling import History
 
 VOCAB = 40
 CPU = torch.device("cpu")
