@@ -32,6 +32,7 @@ ROUNDS = 48
 STRETCH = 4
 NEARLY = 0.9
 GAMMA = 4
+_COMMIT = "coordinator/sessions/drafting.py Drafting.commit"  # ends a round; what the client gets may come in bursts
 _WHOLE_ROUND = [TokenKind.ACCEPTED] * GAMMA + [TokenKind.BONUS]
 _STAND_INS = ("mock", "instant")  # names that the engine and the drafter without a model have had
 _NEVER_US = 10_000_000
@@ -91,10 +92,13 @@ def measure() -> Rounds:
         try:
             cluster.start()
             cluster.begin()
-            edges = asyncio.run(_session(cluster.address))
+            whole_until = asyncio.run(_session(cluster.address))
             traces = cluster.end()
         finally:
             cluster.stop()
+    edges = [at for at in _times(traces["coordinator-0"], _COMMIT) if at <= whole_until][-ROUNDS:]
+    if len(edges) < ROUNDS:
+        raise RuntimeError(f"{_COMMIT} ran {len(edges)} times in {ROUNDS} rounds: it should run once in each")
     return Rounds({name: steady(trace, edges) for name, trace in traces.items()})
 
 
@@ -110,20 +114,24 @@ def _drafter() -> str:
     return next(name for name in _STAND_INS if any(f'@drafter("{name}")' in text for text in texts))
 
 
-async def _session(address: str) -> list[int]:
-    """Return the times at which a client got what one round after the other had committed."""
+def _times(trace: Trace, function: str) -> list[int]:
+    return [at for at, number in trace.runs if trace.functions[number] == function]
+
+
+async def _session(address: str) -> int:
+    """Return when a client had got `ROUNDS` whole rounds, one after the other."""
     request = ask([1, 2, 3], gamma=GAMMA, patience_us=_NEVER_US, temperature=0.0, max_tokens=_LONG, ignore_eos=True)
-    times: list[int] = []
+    rounds = 0
     async with client(address) as stub:
         call = stub.Generate(request, timeout=_SESSION_S)
         async for reply in call:
             if reply.WhichOneof("message") == "chunk":
                 whole = [TokenKind(kind) for kind in reply.chunk.kinds] == _WHOLE_ROUND
                 # Rounds before the drafter has joined are plain; two at once are no single round.
-                times = [*times, time.monotonic_ns()] if whole else []
-            if len(times) > ROUNDS:
+                rounds = rounds + 1 if whole else 0
+            if rounds > ROUNDS:
                 call.cancel()
-                return times
+                return time.monotonic_ns()
     raise RuntimeError(f"the stream ended without {ROUNDS} whole rounds one after the other")
 
 
