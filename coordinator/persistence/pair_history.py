@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 WRITE_EVERY_S = 2.0
 SHARE = 0.3  # weight of a session in the history
-MAX_PAIRS = 1024  # in memory; as many as drafters of one coordinator, see `registrations.MAX_WORKERS`
+MAX_PAIRS = 8 * 1024  # in memory; a pair has one for each kind of text that it has drafted
 PairKey = tuple[str, str]  # fingerprints of target and drafter
 
 

@@ -195,7 +195,8 @@ class SessionManager:
         self.targets.check_any()
         record, stored_as_finished = await self.ended.load(session_id)
         if (target := self.targets.of(record.model)) is None:
-            raise Conflict(f"session {session_id} belongs to another target", field="session_id", value=session_id)
+            message = f"no verifier of the target of session {session_id} has reported; is one starting?"
+            raise Unavailable(message, field="session_id", value=session_id, retry_after_ms=500)
         self.store.check(record, target.info)
         if not record.finished:
             if self._draining:

@@ -65,7 +65,8 @@ def plan_targets(targets: Sequence[str], drafters: Sequence[str], number: int, e
     plans = [_read_target(text) for text in targets or (DEFAULT,)]
     if len(plans) > 1:
         plans = [plan if plan.name else replace(plan, name=_own_name(plan.model)) for plan in plans]
-        _refuse_repeated([plan.name for plan in plans])
+        _refuse_repeated("name", [plan.name for plan in plans])
+        _refuse_repeated("model", [plan.model for plan in plans])
     names = {plan.name for plan in plans}
     given = [_read_drafter(text, names) for text in drafters or (AUTO,)]
     chosen_for = []
@@ -105,12 +106,11 @@ def _own_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
-def _refuse_repeated(names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise StartupError(
-                f"two targets have the name {name}; name them: --target NAME=MODEL", field="target", value=name
-            )
+def _refuse_repeated(what: str, given: Sequence[str]) -> None:
+    for each in given:
+        if given.count(each) > 1:
+            message = f"two targets have the {what} {each}; give each its own: --target NAME=MODEL"
+            raise StartupError(message, field="target", value=each)
 
 
 def _drafter_for(engine: str, drafter: str, target: str) -> tuple[str, str]:

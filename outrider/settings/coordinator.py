@@ -15,7 +15,7 @@ class CoordinatorSettings(Settings, DrafterKey):
     http_port: int = Field(
         8000, ge=-1, le=65535, description="Port of the HTTP API and the playground; 0: any free one, -1: none."
     )
-    served_model_name: str = Field("", description="Name of the default target in the HTTP API; empty: its own.")
+    served_model_name: str = Field("", description="Name of the default target for clients; empty: its own.")
     default_model: str = Field("", description="Target of requests without a model; empty: the first that registers.")
     alias: str = Field("", description="Further names of targets, NAME=MODEL, separated by commas.")
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = Field(

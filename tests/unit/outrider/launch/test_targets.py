@@ -65,9 +65,11 @@ def test_a_target_without_a_drafter_of_its_own_has_the_best_one() -> None:
     assert [plan.drafters for plan in plans] == [(("ngram", ""),), DEFAULT_DRAFTER]
 
 
-def test_two_targets_of_one_name_are_refused() -> None:
-    with pytest.raises(StartupError, match="two targets have the name a; name them: --target NAME=MODEL"):
+def test_two_targets_of_one_name_or_model_are_refused() -> None:
+    with pytest.raises(StartupError, match="two targets have the name a; give each its own: --target NAME=MODEL"):
         plan_targets(["a=x", "a=y"], [], 1, "auto")
+    with pytest.raises(StartupError, match="two targets have the model x"):
+        plan_targets(["a=x", "b=x"], [], 1, "auto")
 
 
 def test_the_mock_engine_has_its_own_drafter() -> None:
