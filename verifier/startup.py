@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,8 @@ def follow(settings: VerifierSettings, rank: int) -> None:
     """Run this machine's processes of a model whose verifier is on another machine."""
     set_up_logs(settings.log_level, as_json=settings.log_json, service="verifier")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    options = vllm_options(settings, Path(locate_safetensors(settings.target, log.info)))
+    options = vllm_options(settings)  # refused before a download
+    options = replace(options, model=Path(locate_safetensors(settings.target, log.info)))
     log.info("running processes of a verifier on another machine", node_rank=rank)
     run_ranks(options)
     log.error("a process of the model ended, so this machine's end too", node_rank=rank)

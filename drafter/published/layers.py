@@ -81,7 +81,11 @@ def _rotary(config: CheckpointConfig, head_dim: int, part: float | None) -> Llam
     if part is None:
         rope.must_be("partial_rotary_factor", 1.0, 1)
     else:
-        head_dim = int(head_dim * min(1.0, rope.number("partial_rotary_factor", part)))
+        part = rope.number("partial_rotary_factor", part)
+        rotated_width = int(head_dim * part)
+        if rotated_width % 2 or not 2 <= rotated_width <= head_dim:
+            raise config.wrong("partial_rotary_factor", part, f"an even share of {head_dim} dimensions")
+        head_dim = rotated_width
         given.pop("partial_rotary_factor", None)
     given["rope_type"] = rope.text("rope_type", rope.text("type", "default"))
     rope.having(rope_type=given["rope_type"]).must_be("rope_type", *_ROPE_KINDS)

@@ -32,12 +32,14 @@ def drafter_folder(name: str) -> Path:
         return folder
     hub: Any = importlib.import_module("huggingface_hub")
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", _MASK]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.bin", _MASK]))
-    except OSError as error:
+        for weights in ("*.safetensors", "*.bin"):
+            wanted = ["*.json", weights, _MASK]
+            folder = Path(hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+            if any(folder.glob(weights)):
+                break
+    except (OSError, ValueError) as error:  # ValueError: an id that the hub cannot have
         raise StartupError(
-            f"cannot download the drafter {name}: {str(error).strip().splitlines()[0]}",
+            f"cannot download the drafter {name}: {str(error).strip().partition(chr(10))[0]}",
             field="drafter",
             value=name,
             limit="a folder, or a hub id that can be reached",

@@ -19,6 +19,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: CheckpointConfig, shape: DecoderShape) -> None:
         super().__init__()
         config.must_be("attention_bias", False)
+        config.must_be("rope_interleave", True)
         self._shape = shape  # its head dimension is that of the rotated part
         self._plain = config.integer("qk_nope_head_dim")
         self._values = config.integer("v_head_dim", at_most=self._plain + shape.head_dim)
@@ -35,7 +36,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = norm(self._rank, shape.eps)
         self.kv_b_proj = linear(self._rank, heads * (self._plain + self._values))
         self.o_proj = linear(heads * self._values, hidden)
-        self._sharpness = _sharpness(shape.rotary.config.rope_parameters)
+        self._sharpness = _sharpness(config.having(**shape.rotary.config.rope_parameters))
 
     def forward(self, inputs: torch.Tensor, rows: RowBatch, layer: int) -> torch.Tensor:
         queries = self.q_proj(inputs) if hasattr(self, "q_proj") else self._low_rank_queries(inputs)
@@ -61,7 +62,8 @@ class LatentAttention(nn.Module):
         return torch.cat([plain, rotated(halves, self._shape.rotary, rows.positions)], dim=-1)
 
 
-def _sharpness(rope: dict[str, float | str]) -> float:
+def _sharpness(rope: CheckpointConfig) -> float:
     """Return the factor of all scores by which YaRN makes up for a longer context."""
-    factor, weight = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
-    return 1.0 if factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
+    if rope.text("rope_type") != "yarn" or not rope.values.get("mscale_all_dim"):
+        return 1.0
+    return (0.1 * rope.number("mscale_all_dim", 1.0) * math.log(max(1.0, rope.number("factor", 1.0))) + 1.0) ** 2

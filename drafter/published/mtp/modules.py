@@ -126,7 +126,7 @@ class QwenMtp(MtpModule):
         super().__init__(config, names, prefix)
 
     def _layer(self, config: CheckpointConfig, shape: DecoderShape, names: Collection[str]) -> DraftLayer:
-        fused = any(name.endswith("experts.gate_up_proj") for name in names)
+        fused = any(name.endswith("experts.gate_up_proj") for name in self._own)
         return DraftLayer(shape, mlp=QwenExperts(config, shape.hidden, fused=fused))
 
 

@@ -107,13 +107,12 @@ def drafters(
     plan = LaunchPlan(target=target, device=device, dtype=dtype, threads=threads, engine=engine)
     end_on_signals()
     with turn_progress() as turns:
+        gguf = None if llama_python is None else gguf_of(target, turns.set_text)
 
         def others(weights: Weights) -> list[PeerRecipe]:
             recipes = [peers.transformers_recipe(weights, early_exit)]
             recipes += peers.vllm_recipes(weights, vllm_python, vllm_dtype) if vllm_python is not None else []
-            if llama_python is not None:
-                recipes += peers.llama_recipes(weights, llama_python, gguf_of(target, turns.set_text))
-            return recipes
+            return recipes + (peers.llama_recipes(weights, llama_python, gguf) if llama_python and gguf else [])
 
         comparison, where = _measure(plan, chosen, texts, extent, others, busy, turns)
     _report(comparison, chosen, where | {"busy_processes": busy}, json_file, plot_file)

@@ -116,10 +116,12 @@ def _vllm(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 def _llama(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     llama_cpp = importlib.import_module("llama_cpp")
     lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding
+    threads = spec["threads"] or len(os.sched_getaffinity(0))
     engine = llama_cpp.Llama(
         spec["model"],
         n_ctx=spec["context"],
-        n_threads=spec["threads"] or len(os.sched_getaffinity(0)),
+        n_threads=threads,
+        n_threads_batch=threads,  # also of steps that check guesses
         draft_model=lookup(num_pred_tokens=10) if spec["way"] == "lookup" else None,
         flash_attn=True,
         verbose=False,

@@ -26,7 +26,7 @@ def overhead(
     rounds: Annotated[int, option("--rounds", "Rounds to measure.", min=100)] = 2000,
     gamma: Annotated[int, option("--gamma", "Tokens guessed per round.", min=1)] = 4,
     sessions: Annotated[str, option("--sessions", "Also measure so many sessions at once, such as 1,16,64,256.")] = "",
-    seconds: Annotated[float, option("--seconds", "Duration of each measurement of --sessions.", min=1)] = 5.0,
+    seconds: Annotated[float, option("--seconds", "Duration of each measurement of --sessions.", min=1, max=15)] = 5.0,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
 ) -> None:
     """Measure what the three services add to a full draft → verify → commit round.

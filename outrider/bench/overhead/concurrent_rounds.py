@@ -16,6 +16,7 @@ from outrider.bench.common.report import Row, Times
 from outrider.client.aio import AsyncClient
 from outrider.client.events import Tokens
 from outrider.launch.stack import Stack
+from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import TokenKind
 
@@ -56,15 +57,16 @@ async def _measure(running: Stack, sessions: int, seconds: float, gamma: int) ->
     try:
         async with asyncio.timeout(_START_S):
             while len(counts.arrivals) < sessions:
-                if failed := next((task for task in reading if task.done()), None):
-                    failed.result()
+                _check_running(reading)
                 await asyncio.sleep(0.05)
             while counts.tokens <= gamma * counts.rounds:  # until every session has its drafter
+                _check_running(reading)
                 counts.reset()
                 await asyncio.sleep(_SETTLE_S)
         counts.reset()
         before = _cpu_seconds(running)
         await asyncio.sleep(seconds)
+        _check_running(reading)
         elapsed, after = time.perf_counter() - counts.started_at, _cpu_seconds(running)
         gaps = [1000 * (b - a) for times in counts.arrivals.values() for a, b in itertools.pairwise(times)]
     finally:
@@ -84,6 +86,14 @@ async def _measure(running: Stack, sessions: int, seconds: float, gamma: int) ->
         "p99_ms": Times(gaps).p99,
         "cpu_us_per_token": {name: 1e6 * spent / max(1, counts.tokens) for name, spent in cpu_s.items()},
     }
+
+
+def _check_running(reading: Sequence[asyncio.Task[None]]) -> None:
+    """Raise the error of a session that has failed, or OutriderError for one that has ended."""
+    for session, task in enumerate(reading):
+        if task.done():
+            task.result()
+            raise OutriderError(f"session {session} ended before its rounds were measured")
 
 
 async def _read(client: AsyncClient, session: int, gamma: int, counts: _Counts) -> None:

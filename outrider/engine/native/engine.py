@@ -86,7 +86,7 @@ class NativeEngine(PagedEngine):
 
     @property
     def arithmetic(self) -> str:
-        cache = ["bfloat16 cache" + " in tiles" * self._model.tiled_cache] * (self.cache_dtype == torch.bfloat16)
+        cache = ["bfloat16 cache" + " in tiles 1" * self._model.tiled_cache] * (self.cache_dtype == torch.bfloat16)
         return kernel_arithmetic(self._library.outrider_arithmetic(), *["tiles 2"] * self._tiled, *cache)
 
     def use_cache(self, dtype: torch.dtype) -> None:

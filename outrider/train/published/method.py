@@ -79,6 +79,8 @@ class Eagle3Method:
         outputs = self.module.unroll(batch.layer_states, batch.tokens, batch.starts, batch.lengths)
         chosen = sample_positions(batch, generator)
         chosen[:, : steps - 1] = False
+        if not chosen.any():
+            return 0.0 * next(iter(outputs)).sum()
         probs = self._drafted.probs(batch.wanted[chosen])
         total = torch.zeros((), device=batch.tokens.device)
         for step, output in enumerate(islice(outputs, steps)):

@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from outrider.base.config import command
 from outrider.engine.loading import selection
+from outrider.protocol.errors import StartupError
 from outrider.settings.verifier import VerifierSettings
 from tests.conftest import Models
 from tests.emulated_cuda import emulated_cuda
 from verifier.service import VerifierService
-from verifier.startup import build
+from verifier.startup import build, follow
 
 
 def _built(folder: Path, **given: object) -> VerifierService:
@@ -53,3 +54,12 @@ def test_a_size_has_a_least() -> None:
     app = typer.Typer()
     app.command()(command(VerifierSettings, lambda settings: None, "verifier"))
     assert CliRunner().invoke(app, ["--kv-tokens", "63"]).exit_code == 2
+
+
+def test_options_are_refused_before_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifier.startup.locate_safetensors", lambda *_: pytest.fail("downloads"))
+    monkeypatch.setattr("verifier.vllm_target.check_installed", lambda: None)
+    monkeypatch.setattr("verifier.startup.set_up_logs", lambda *_, **__: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(StartupError, match="int8"):
+        follow(VerifierSettings(engine="vllm", quantization="int8"), 1)

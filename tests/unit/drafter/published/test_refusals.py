@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from drafter.published.loading import PublishedCheckpoint
 from drafter.published.weight_files import read_finite, weight_entries
 from outrider.protocol.errors import StartupError
-from tests.published import VOCAB, Weights, dflash, eagle3, weights_of, write
+from tests.published import CASES, VOCAB, Weights, dflash, eagle3, weights_of, write
 
 Change = Callable[[Weights], object]
 
@@ -233,6 +233,27 @@ def test_settings_out_of_bounds_or_not_implemented(name: str, value: object, tmp
     shown = {"eagle_config": r"eagle_|fc\.weight", "rope_scaling": "rope_"}
     with pytest.raises(StartupError, match=shown.get(name, name)):
         PublishedCheckpoint.open(configured(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        ("deepseek-mtp", "mscale_all_dim", "one"),
+        ("deepseek-mtp", "mscale_all_dim", float("nan")),
+        ("deepseek-mtp", "rope_interleave", False),
+        ("glm-mtp", "partial_rotary_factor", 0.01),
+        ("glm-mtp", "partial_rotary_factor", 3 / 32),
+        ("glm-mtp", "partial_rotary_factor", 1.5),
+    ],
+)
+def test_settings_of_mtp_modules(module: str, name: str, value: object, tmp_path: Path) -> None:
+    folder = CASES[module](tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": value}
+    config |= {"rope_parameters": None, "rope_scaling": yarn} if name == "mscale_all_dim" else {name: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=name):
+        PublishedCheckpoint.open(folder)
 
 
 def test_layer_ids_of_another_number(tmp_path: Path) -> None:

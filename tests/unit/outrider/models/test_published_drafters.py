@@ -110,5 +110,16 @@ def test_a_hub_id_is_downloaded_and_recognised(files: str, tmp_path: Path, monke
     assert choose_drafter(_Hub.name, "default") == (kind, folder), "it is kept, and found without the hub"
 
 
+@pytest.mark.parametrize("error", [OSError(), ValueError("no such id\nmore")])
+def test_any_refusal_of_the_hub_is_told_on_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **options: object) -> str:
+        assert options["ignore_patterns"] == ["*/*"], "folders within a checkpoint are not read"
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(StartupError, match=r"cannot download the drafter somebody/else: (no such id)?$"):
+        choose_drafter("somebody/else", "default")
+
+
 def test_it_joins_other_kinds() -> None:
     assert choose_drafter("suffix+published:folder", "default") == ("suffix+published", "folder")

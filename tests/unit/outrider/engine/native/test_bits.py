@@ -36,6 +36,8 @@ GOLDEN = {
     "relu int8": "996d3f47a4ef4d9b",
     "silu bfloat16 cache": "142e79e45944576e",
 }
+# The same for attention in AMX tiles, by its name in the fingerprint.
+TILED_CACHE, TILED_GOLDEN = "bfloat16 cache in tiles 1", "2e9a0d00b7be6f26"
 
 
 class Numbers:
@@ -107,17 +109,25 @@ def digests() -> dict[str, str]:
     found = {}
     for activation in ("silu", "gelu_tanh", "gelu", "relu"):
         for kind in ("float32", "bfloat16", "int8", *["bfloat16 cache"] * (activation == "silu")):
-            info = ModelInfo("m", "f", vocab_size=VOCAB)
-            runs = NativeEngine(model(activation), info, kv_tokens=256, weights=kind.split()[0], threads=1)
+            runs = engine(activation, kind.split()[0])
             runs.use_cache(torch.bfloat16 if "cache" in kind else torch.float32)
-            digest = hashlib.sha256()
-            for rows in (SessionTokens("s", TOKENS), SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1))):
-                logits = runs.extend([rows]).logits[0]
-                assert logits.isfinite().all()
-                assert logits.std() > 0.1
-                digest.update(logits.numpy().astype("<f4").tobytes())
-            found[f"{activation} {kind}"] = digest.hexdigest()[:16]
+            found[f"{activation} {kind}"] = digest_of(runs)
     return found
+
+
+def engine(activation: str, weights: str, tiles: bool = False) -> NativeEngine:
+    info = ModelInfo("m", "f", vocab_size=VOCAB)
+    return NativeEngine(model(activation), info, kv_tokens=256, weights=weights, threads=1, tiles=tiles)
+
+
+def digest_of(runs: NativeEngine) -> str:
+    digest = hashlib.sha256()
+    for rows in (SessionTokens("s", TOKENS), SessionTokens("s", [1, 2, 3, 4, 5], (-1, -1, 0, 1, 1))):
+        logits = runs.extend([rows]).logits[0]
+        assert logits.isfinite().all()
+        assert logits.std() > 0.1
+        digest.update(logits.numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:16]
 
 
 LEVELS = ["native"] + [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
@@ -135,3 +145,13 @@ def test_bits_change_only_with_the_kernels_version(level: str, monkeypatch: pyte
         "the kernels' results have other bits, or another version, than those kept here: raise ARITHMETIC in "
         f"forward.c, and put the new version and digests into {Path(__file__).name}: {found}"
     )
+
+
+def test_bits_of_attention_in_tiles_change_only_with_its_version() -> None:
+    if not build.library().outrider_tiles():
+        pytest.skip("this processor has no AMX tiles")
+    runs = engine("silu", "float32", tiles=True)
+    runs.use_cache(torch.bfloat16)
+    digest = digest_of(runs)
+    assert f", {TILED_CACHE}, " in runs.arithmetic, "raise the version in engine.py together with the digest here"
+    assert digest == TILED_GOLDEN, "other bits: raise the version of the cache in tiles in engine.py, and put both here"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from drafter.published.loading import PublishedCheckpoint, TargetSize
@@ -22,11 +22,12 @@ from outrider.testing.toy_models import make_model
 from outrider.train import loop, run
 from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
-from outrider.train.data import DataProgress
+from outrider.train.data import DataProgress, Example
 from outrider.train.loop import Report
+from outrider.train.methods.interface import Batch
 from outrider.train.published.checkpoint import MODEL, published_weights, save_config
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape, frozen_head_loss
-from outrider.train.published.method import state_layers
+from outrider.train.published.method import Eagle3Method, state_layers
 from outrider.train.run import TrainingOrder
 
 STEPS, PLACES = 4, 17
@@ -201,3 +202,17 @@ def test_the_loss_behind_a_constant_head_is_torchs() -> None:
     loss = frozen_head_loss(found, head, probs)
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(torch.autograd.grad(loss, found)[0], wanted_grad)
+
+
+def test_a_batch_without_a_chosen_position_has_a_loss_of_zero(trained: Trained) -> None:
+    target = AutoModelForCausalLM.from_pretrained(trained.target)
+    weights = read_embeddings_and_head(str(trained.target), lambda _: None)
+    wide, drawn = target.config.hidden_size, torch.Generator().manual_seed(0)
+    final, tokens, at = torch.randn(9, wide, generator=drawn), torch.arange(10), torch.tensor([9])
+    layers = torch.randn(9, len(state_layers(target.config.num_hidden_layers)) * wide, generator=drawn).bfloat16()
+    examples = [Example(tokens, 2, final, layers)]
+    method = Eagle3Method(target, weights, torch.arange(64), examples, layers=1, steps=2)
+    batch = Batch(tokens[:1], final[None], layers[None], tokens[None, 1:], final[None], at * 0, at, at)
+    loss = method.loss(batch, drawn, 1.0)
+    loss.backward()
+    assert loss == 0
