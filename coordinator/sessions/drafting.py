@@ -107,11 +107,11 @@ class Drafting:
         self._passed_at = -1
         load = verifier.connection.info.load
         self._estimator.attach_verifier(load.cost, load.sessions)
-        try:
-            async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
+        async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
+            try:
                 yield
-        finally:
-            self._verifier = None
+            finally:
+                self._verifier = None  # drafters that end from here on steer no verifier
 
     def commit(self, verdict: Verdict) -> None:
         """Learn from a verdict, send its tokens to the drafters and choose the next plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from outrider.v1 import multiplex_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
+MAX_HEADER_BYTES = 1024  # with its key
+WRITE_TIMEOUT_S = 30.0  # for a batch, from its first frame to its place in the connection
 MAX_ENDING = 8192  # streams that we have ended and the worker has not
 
 Metadata = Sequence[tuple[str, str]]
@@ -43,8 +46,10 @@ class SharedStream:
     def start(self, metadata: Metadata) -> MultiplexedStream:
         self._last += 1
         stream = MultiplexedStream(self._last, self._streams, self._frames, self._window, self._max_message_bytes)
-        size = sum(len(key) + len(text) for key, text in metadata)
-        headers = [pb.StreamHeader(key=key, header=text) for key, text in metadata]
+        # A header beyond the worker's limits would end the sessions of all.
+        sound = [(key, text) for key, text in metadata if len(key) + len(text.encode()) <= MAX_HEADER_BYTES]
+        size = sum(len(key) + len(text.encode()) for key, text in sound)
+        headers = [pb.StreamHeader(key=key, header=text) for key, text in sound]
         self._frames.add(self._last, size).open.CopyFrom(pb.OpenStream(headers=headers))
         return stream
 
@@ -82,7 +87,12 @@ class SharedStream:
     async def _write(self, call: Any) -> None:
         while (batch := await self._frames.next()) is not None:
             try:
-                await call.write(batch)
+                async with asyncio.timeout(self._frames.made_at + WRITE_TIMEOUT_S - time.monotonic()):
+                    await call.write(batch)
+            except TimeoutError:
+                log.warning("shared stream ended: worker does not read", seconds=WRITE_TIMEOUT_S)
+                call.cancel()
+                return
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 return  # the reader raises the error
 
@@ -134,7 +144,9 @@ class WorkerCalls:
             log.debug("shared stream not opened: channel closed")
         except grpc.aio.AioRpcError as error:
             self._shares = self._shares and error.code() is not grpc.StatusCode.UNIMPLEMENTED
-            log.debug("shared stream ended", status=error.code().name, error=error.details())
+            refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT  # it says that we violated the protocol
+            report = log.warning if refused else log.debug
+            report("shared stream ended", status=error.code().name, error=error.details())
         except ProtocolViolation as error:
             self._shares = False
             log.warning("shared stream ended: protocol violation", error=error.message)

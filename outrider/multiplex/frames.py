@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from outrider.v1 import multiplex_pb2 as pb
@@ -18,7 +19,8 @@ class FrameQueue:
     """Frames to send. Those that are added within one tick of the event loop leave in one batch."""
 
     def __init__(self) -> None:
-        self._batches: deque[pb.SessionFrames] = deque([pb.SessionFrames(window=WINDOW_BYTES)])
+        self.made_at = time.monotonic()  # the batch that `next` returned last
+        self._batches = deque([(self.made_at, pb.SessionFrames(window=WINDOW_BYTES))])
         self._room = 0  # bytes, in the last batch
         self._added = asyncio.Event()
         self._closed = False
@@ -27,11 +29,11 @@ class FrameQueue:
         """Return a new frame, to be filled at once with content of at most `size` bytes."""
         needed = size + _FRAME_BYTES
         if needed > self._room:
-            self._batches.append(pb.SessionFrames())
+            self._batches.append((time.monotonic(), pb.SessionFrames()))
             self._room = MAX_BATCH_BYTES
         self._room -= needed
         self._added.set()
-        return self._batches[-1].frames.add(stream=stream)
+        return self._batches[-1][1].frames.add(stream=stream)
 
     async def next(self) -> pb.SessionFrames | None:
         """Wait for the next batch; return None after the end."""
@@ -40,7 +42,7 @@ class FrameQueue:
                 return None
             self._added.clear()
             await self._added.wait()
-        batch = self._batches.popleft()
+        self.made_at, batch = self._batches.popleft()
         if not self._batches:
             self._room = 0
         return batch

@@ -137,14 +137,17 @@ class CoordinatorSessions:
         elif number not in self._streams:
             raise InvalidRequest.of("frame.stream", number, "a stream that is open")
         stream = self._streams[number]
+        ended = stream.end_sent  # the handler ends, or was cancelled before
         stream.receive(frame)
-        if (stream.end_received is not None or stream.end_sent) and number in self._running:
+        if (stream.end_received is not None or stream.end_sent) and not ended and number in self._running:
             self._running[number].cancel()
 
     def _start(self, frame: pb.SessionFrame) -> None:
         self._last += 1
         if frame.stream != self._last:
             raise InvalidRequest.of("frame.stream", frame.stream, f"{self._last}, the next one")
+        if len(self._streams) > 2 * self._limits.max_streams:  # refused ones too, until the coordinator ends them
+            raise InvalidRequest.of("streams", len(self._streams), f"at most {2 * self._limits.max_streams}")
         max_bytes = self._limits.max_message_mib * 1024 * 1024
         stream = MultiplexedStream(self._last, self._streams, self.frames, self._window, max_bytes)
         headers = tuple((header.key, header.header) for header in frame.open.headers)

@@ -14,7 +14,7 @@ from outrider.v1 import multiplex_pb2 as pb
 
 MIN_CREDIT = WINDOW_BYTES // 2
 MAX_END_BYTES = 16 * 1024
-MAX_WINDOW_BYTES = 64 * 1024 * 1024
+MAX_WINDOW_BYTES = 1024 * 1024  # of the peer, which has as much of each session buffered here
 
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -44,7 +44,8 @@ class MultiplexedStream:
         self._unconfirmed = 0  # bytes read since the last credit
         self._parts: list[bytes] = []  # of a message that is incomplete
         self._parts_bytes = 0
-        self._unread: deque[tuple[bytes, int]] = deque()  # messages, with what their last parts cost
+        self._parts_cost = 0  # of these, until it is confirmed
+        self._unread: deque[tuple[bytes, int]] = deque()  # messages, with what is to be confirmed
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None  # of the reader
         self._blocked: asyncio.Future[None] | None = None  # of the writer
@@ -57,7 +58,9 @@ class MultiplexedStream:
     # Sending.
 
     def send(self, message: bytes) -> None:
-        """Send a message; what exceeds the window waits for credit."""
+        """Send a message; what exceeds the window waits for credit. After our end, do nothing."""
+        if self.end_sent or self._failure is not None:
+            return
         if not self._unsent and self._window > 0 and len(message) <= PART_BYTES:
             self._send_part(message, False)
             return
@@ -136,6 +139,9 @@ class MultiplexedStream:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         message, cost = self._unread.popleft()
+        if not self._unread:  # the next message may be larger than the window
+            cost += self._parts_cost
+            self._parts_cost = 0
         self._confirm(cost)
         return message
 
@@ -144,6 +150,8 @@ class MultiplexedStream:
             raise InvalidRequest.of("frame.payload", "another one", "within the window of the stream")
         if len(part) > PART_BYTES:
             raise InvalidRequest.of("frame.payload", f"{len(part)} bytes", f"at most {PART_BYTES}")
+        if more and len(part) != PART_BYTES:
+            raise InvalidRequest.of("frame.payload", f"{len(part)} bytes", f"{PART_BYTES}, as the message continues")
         cost = len(part) + PART_COST
         self._peer_window -= cost
         if self.end_sent:
@@ -154,12 +162,15 @@ class MultiplexedStream:
             self.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, limit)
             return
         self._parts.append(part)
-        if more:
+        if more and not self._unread:
             self._confirm(cost)  # the size of a message is bounded already
             return
+        self._parts_cost += cost
+        if more:
+            return
         message = part if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts, self._parts_bytes = [], 0
-        self._unread.append((message, cost))
+        self._unread.append((message, self._parts_cost))
+        self._parts, self._parts_bytes, self._parts_cost = [], 0, 0
         _resolve(self._waiting)
 
     def refuse(self, code: grpc.StatusCode, details: str) -> None:

@@ -63,11 +63,11 @@ def check_fields(message: Any, where: str = "") -> None:
                 check_fields(getattr(message, field.name), f"{place}.")
             continue
         content = getattr(message, field.name)
+        if field.most is not None and len(content) > field.most:
+            raise InvalidRequest.of(place, f"{len(content)} entries", f"at most {field.most} entries")
         if field.message:
             for index, one in enumerate(content):
                 check_fields(one, f"{place}[{index}].")
-        elif field.most is not None and len(content) > field.most:
-            raise InvalidRequest.of(place, f"{len(content)} entries", f"at most {field.most} entries")
         elif field.longest is not None:
             _check_texts(field, place, content)
 
@@ -89,9 +89,9 @@ def _bounded_fields(kind: Descriptor) -> tuple[_Field, ...]:
 
 def _field(one: FieldDescriptor) -> _Field | None:
     repeated = one.is_repeated
+    most = MOST.get(one.name) if repeated else None
     if one.message_type is not None:
         bounded = not one.message_type.GetOptions().map_entry and _bounded_fields(one.message_type)
-        return _Field(one.name, repeated, message=True) if bounded else None
+        return _Field(one.name, repeated, most=most, message=True) if bounded else None
     longest = LONGEST.get(one.name, OTHER) if one.type in _TEXTS else None
-    most = MOST.get(one.name) if repeated else None
     return None if longest is None and most is None else _Field(one.name, repeated, longest, most)

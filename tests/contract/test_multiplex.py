@@ -11,11 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.workers.worker_connection import worker_error
 from outrider.base.aio import until as soon
 from outrider.base.grpc_options import channel_options
 from outrider.engine.loading.loader import LoadedModel
+from outrider.multiplex import client
 from outrider.multiplex.calls import SessionCall
 from outrider.multiplex.client import WorkerCalls
 from outrider.multiplex.frames import MAX_BATCH_BYTES, PART_BYTES, WINDOW_BYTES
@@ -62,13 +64,13 @@ class Shared:
         self._decode = decode
         self.calls = WorkerCalls(f"outrider.v1.{service}", "none", 32 * 2**20)
 
-    async def start(self) -> Typed:
+    async def start(self, *metadata: tuple[str, str]) -> Typed:
         self.calls.keep_open(self._channel)
         assert await soon(lambda: self.calls.shared is not None, 10)
-        return Typed(self.calls.start(self._channel, ()), self._decode)
+        return Typed(self.calls.start(self._channel, metadata), self._decode)
 
-    async def verify(self) -> Verify:
-        return Verify(await self.start())
+    async def verify(self, *metadata: tuple[str, str]) -> Verify:
+        return Verify(await self.start(*metadata))
 
     @property
     def num_open(self) -> int:
@@ -182,11 +184,72 @@ async def test_a_cancelled_session_is_freed_and_the_others_go_on(verifier: str, 
         for name, stream in (("left", left), ("stays", stays)):
             await stream.open(prompt, session_id=name, max_tokens=300, gamma=4, draft_wait_us=100_000)
         left.call.cancel()
+        await left.steer(gamma=0)  # late: nothing is sent after the end
         assert (await failure_of(left)).code() is grpc.StatusCode.CANCELLED
         assert await soon_free(verifier, sessions=1)
         assert await soon(lambda: shared.num_open == 1, 5)
         await stays.steer(gamma=0)
         assert len(await read_all(stays)) == 300
+
+
+@pytest.mark.parametrize("text", ["x" * 1025, "\u2603" * 1000], ids=["long", "long in bytes"])
+async def test_a_header_beyond_the_limits_ends_no_session(verifier: str, prompt: list[int], text: str) -> None:
+    async with sharing(verifier) as shared:
+        good, bad = await shared.verify(), await shared.verify(("tracestate", text), ("x-request-id", "one"))
+        for name, stream in (("good", good), ("bad", bad)):
+            await stream.open(prompt, session_id=name, max_tokens=8)
+            assert len(await read_all(stream)) == 8
+
+
+@asynccontextmanager
+async def worker_whose_sessions(behaviour: Any) -> AsyncIterator[str]:
+    """Serve the method `Sessions` of a verifier with this behaviour."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        behaviour, pb.SessionFrames.FromString, pb.SessionFrames.SerializeToString
+    )
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("outrider.v1.Verifier", {"Sessions": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def test_a_worker_that_does_not_read_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not read is not kept for ever."""
+    monkeypatch.setattr(client, "WRITE_TIMEOUT_S", 0.2)
+
+    async def silent(batches: Any, context: Any) -> AsyncIterator[pb.SessionFrames]:
+        yield FIRST
+        await asyncio.sleep(3600)
+
+    async with worker_whose_sessions(silent) as address, sharing(address) as shared:
+        calls = [await shared.start() for _ in range(64)]
+        with capture_logs() as lines:
+            for call in calls:
+                call.raw.send(b"x" * WINDOW_BYTES)
+            failures = [await failure_of(Verify(call)) for call in calls]
+        assert {failure.code() for failure in failures} == {grpc.StatusCode.UNAVAILABLE}
+        assert "shared stream ended: worker does not read" in [line["event"] for line in lines]
+        assert await soon(lambda: shared.calls.shared is None, 5)
+
+
+async def test_a_worker_that_refuses_our_frames_is_reported() -> None:
+    async def refusing(batches: Any, context: Any) -> AsyncIterator[pb.SessionFrames]:
+        yield FIRST
+        await anext(batches)  # the window
+        await anext(batches)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "frame.stream")
+
+    async with worker_whose_sessions(refusing) as address, sharing(address) as shared:
+        with capture_logs() as lines:
+            assert (await failure_of(Verify(await shared.start()))).code() is grpc.StatusCode.UNAVAILABLE
+            assert await soon(lambda: bool(lines), 5)
+    assert ("warning", "INVALID_ARGUMENT") in [(line["log_level"], line.get("status")) for line in lines]
 
 
 async def test_a_lost_stream_loses_each_of_its_sessions(verifier: str, prompt: list[int]) -> None:

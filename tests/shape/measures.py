@@ -23,7 +23,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of the agents' API": (("coordinator/api/http/agents/",), 1_640),
     "lines of several targets": (("coordinator/workers/targets/", "outrider/launch/targets.py"), 300),
     "lines of placement": (("coordinator/placement/",), 160),
-    "lines of multiplexed streams": ((_MULTIPLEX,), 750),
+    "lines of multiplexed streams": ((_MULTIPLEX,), 760),
     "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
     "lines of hidden states": (("/hidden_states",), 1_100),

@@ -117,6 +117,8 @@ async def test_a_session_that_has_ended_gives_no_credit() -> None:
         pb.SessionFrame(stream=1),
         pb.SessionFrame(stream=1, more=True),
         pb.SessionFrame(stream=1, payload=b"x" * (PART_BYTES + 1)),
+        pb.SessionFrame(stream=1, payload=b"", more=True),
+        pb.SessionFrame(stream=1, payload=b"x" * (PART_BYTES - 1), more=True),
         pb.SessionFrame(stream=1, credit=1),
         pb.SessionFrame(stream=1, credit=WINDOW_BYTES),
         pb.SessionFrame(stream=1, end=pb.StreamEnd(status=99)),
@@ -160,6 +162,34 @@ async def test_frames_of_one_tick_leave_in_one_batch() -> None:
     assert await frames.next() is None
 
 
+async def test_large_messages_that_nobody_reads_use_up_the_window() -> None:
+    """Only the parts of the message that is read next are credited before it is complete."""
+    (sender, outgoing), (receiver, back) = make_stream(), make_stream()
+    for _ in range(8):
+        sender.send(b"x" * MIB)
+    for _ in range(100):
+        for frame in await taken(outgoing):
+            receiver.receive(frame)
+        for frame in await taken(back):
+            sender.receive(frame)
+    held = sum(len(message) for message, _ in receiver._unread) + receiver._parts_bytes
+    assert MIB <= held <= MIB + WINDOW_BYTES + PART_BYTES
+    assert sender.num_unsent
+
+
+@pytest.mark.parametrize("how", ["ended", "failed"])
+async def test_nothing_is_sent_after_our_own_end(how: str) -> None:
+    stream, frames = make_stream()
+    if how == "ended":
+        stream.end(grpc.StatusCode.CANCELLED)
+    else:
+        stream.fail(ConnectionError("lost"))
+    for size in (1, 3 * PART_BYTES):
+        stream.send(b"x" * size)
+    assert not [frame for frame in await taken(frames) if frame.HasField("payload")]
+    assert not stream.num_unsent
+
+
 @pytest.mark.parametrize(
     "batch", [pb.SessionFrames(), pb.SessionFrames(frames=[pb.SessionFrame(payload=b"x" * (MAX_BATCH_BYTES + 1))])]
 )
@@ -168,7 +198,7 @@ def test_a_batch_that_is_empty_or_too_large_is_refused(batch: pb.SessionFrames) 
         check_batch(batch)
 
 
-@pytest.mark.parametrize("window", [0, WINDOW_BYTES - 1, 2**31])
+@pytest.mark.parametrize("window", [0, WINDOW_BYTES - 1, MIB + 1, 2**31])
 def test_a_window_that_cannot_be_is_refused(window: int) -> None:
     with pytest.raises(InvalidRequest, match="window"):
         check_window(pb.SessionFrames(window=window))

@@ -41,6 +41,12 @@ def test_a_traced_hop_is_told_of_our_span() -> None:
     assert dict(RequestContext("r-1", TRACE).metadata(Ours())) == {REQUEST_ID: "r-1", "traceparent": "ours"}
 
 
+@pytest.mark.parametrize("unsound", ["x" * 513, "ü", "line\nbreak"])
+def test_a_trace_that_could_not_be_sent_on_is_not_taken(unsound: str) -> None:
+    carrier = apart(lambda: bind_context([*TRACE.items(), ("tracestate", unsound)]).carrier)
+    assert carrier == {"traceparent": TRACE["traceparent"]}
+
+
 def test_the_first_edge_names_what_has_no_name() -> None:
     one, other = (apart(lambda: bind_context((), first=True).request_id) for _ in range(2))
     assert one

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from outrider.protocol import convert
 from outrider.protocol.errors import MAX_SHOWN, InvalidRequest, NotFound
 from outrider.protocol.field_limits import LONGEST, check_fields
-from outrider.v1 import coordinator_pb2, drafter_pb2, verifier_pb2
+from outrider.v1 import coordinator_pb2, drafter_pb2, multiplex_pb2, verifier_pb2
 
 HUGE = 100_000
 REQUESTS = [
@@ -60,6 +60,13 @@ def test_every_text_of_every_request_is_bounded(kind: Descriptor, path: tuple[Fi
         check_fields(filled(kind, path))
     assert path[-1].name in caught.value.field
     assert str(HUGE) in caught.value.value
+
+
+def test_lists_of_messages_are_bounded() -> None:
+    headers = [multiplex_pb2.StreamHeader(key="x")] * 17
+    with pytest.raises(InvalidRequest, match="headers"):
+        check_fields(multiplex_pb2.OpenStream(headers=headers))
+    check_fields(multiplex_pb2.OpenStream(headers=headers[1:]))
 
 
 def test_lists_of_workers_are_bounded() -> None:

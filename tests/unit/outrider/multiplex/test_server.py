@@ -1,0 +1,81 @@
+"""Sessions of one coordinator at a worker: how many there may be, and how they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider.multiplex.frames import PART_BYTES, WINDOW_BYTES
+from outrider.multiplex.server import CoordinatorSessions, Handler
+from outrider.protocol.errors import InvalidRequest
+from outrider.settings.verifier import VerifierSettings
+from outrider.v1 import multiplex_pb2 as pb
+
+
+async def until_the_peer_ends(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield request
+
+
+def opened(number: int) -> pb.SessionFrame:
+    return pb.SessionFrame(stream=number, open=pb.OpenStream())
+
+
+def make_sessions(handler: Handler, **limits: int) -> CoordinatorSessions:
+    return CoordinatorSessions(handler, bytes, lambda: True, VerifierSettings(**limits))  # type: ignore[arg-type]
+
+
+async def received(sessions: CoordinatorSessions, *frames: pb.SessionFrame) -> None:
+    async def batches() -> AsyncIterator[pb.SessionFrames]:
+        yield pb.SessionFrames(window=WINDOW_BYTES)
+        for frame in frames:
+            yield pb.SessionFrames(frames=[frame])
+            await asyncio.sleep(0)
+
+    await sessions.receive(batches())
+
+
+async def test_refused_streams_that_the_coordinator_does_not_end_are_bounded() -> None:
+    sessions = make_sessions(until_the_peer_ends, max_streams=3)
+    await received(sessions, *map(opened, range(1, 100)))
+    assert isinstance(sessions.failure, InvalidRequest)
+    assert sessions.failure.field == "streams"
+    assert len(sessions._streams) == 7
+    await sessions.cancel()
+
+
+async def test_streams_that_both_sides_end_are_not_counted() -> None:
+    sessions = make_sessions(until_the_peer_ends, max_streams=3)
+    over = pb.StreamEnd(status=grpc.StatusCode.CANCELLED.value[0])
+    frames = [frame for number in range(1, 50) for frame in (opened(number), pb.SessionFrame(stream=number, end=over))]
+    await received(sessions, *frames)
+    assert sessions.failure is None
+    await sessions.cancel()
+
+
+async def test_a_session_is_cancelled_once() -> None:
+    """What it cleans up is not interrupted by late frames."""
+    cancelled = 0
+    cleaned = asyncio.Event()
+
+    async def handler(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        nonlocal cancelled
+        while not cleaned.is_set():
+            try:
+                await cleaned.wait()
+            except asyncio.CancelledError:
+                cancelled += 1
+        for none in ():
+            yield none
+
+    sessions = make_sessions(handler, max_message_mib=1)
+    large = [pb.SessionFrame(stream=1, payload=b"x" * PART_BYTES, more=True)] * 65
+    late = [pb.SessionFrame(stream=1, payload=b"x")] * 5
+    await received(sessions, opened(1), *large, *late, pb.SessionFrame(stream=1, end=pb.StreamEnd()))
+    assert sessions.failure is None
+    assert cancelled == 1
+    cleaned.set()
+    await sessions.cancel()
