@@ -80,9 +80,7 @@ class Settings(BaseModel):
     port: int = Field(0, ge=0, le=65535, description="Port for gRPC; 0 takes a free one.")
     insecure: bool = Field(False, description="Allow --host other than loopback without keys.")
     max_message_mib: int = Field(32, ge=1, le=512, description="Maximum size of a gRPC message, MiB.")
-    max_streams: int = Field(
-        1024, ge=1, description="Maximum concurrent gRPC streams per connection, and sessions on one of a coordinator."
-    )
+    max_streams: int = Field(1024, ge=1, description="Maximum streams per connection, and sessions per shared one.")
     max_connections: int = Field(
         1024, ge=1, description="Connections per port; fewer if the descriptor limit requires it."
     )

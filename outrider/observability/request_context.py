@@ -17,7 +17,7 @@ from outrider.observability.tracing import CARRIED, Span
 from outrider.protocol.checks import MAX_ID_CHARACTERS
 
 REQUEST_ID = "x-request-id"
-_CARRIED = re.compile(r"[\x20-\x7e]{0,512}")
+_CARRIED = re.compile(r"[\x20-\x7e]{1,512}")
 _SOUND = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}")  # no characters that could forge a log line
 
 
@@ -44,8 +44,7 @@ def bind_context(metadata: Iterable[tuple[str, str | bytes]], *, first: bool = F
     request_id = given.get(REQUEST_ID, "")
     if not _SOUND.fullmatch(request_id):
         request_id = secrets.token_hex(16) if first else ""
-    carrier = {key: given[key] for key in CARRIED if key in given and _CARRIED.fullmatch(given[key])}
-    context = RequestContext(request_id, carrier)
+    context = RequestContext(request_id, {key: given[key] for key in CARRIED if _CARRIED.fullmatch(given.get(key, ""))})
     _CURRENT.set(context)
     if request_id:
         bind_contextvars(request_id=request_id)
