@@ -47,7 +47,7 @@ def run(module: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str
     with tempfile.NamedTemporaryFile() as log:
         running = Forked(module, flags, log, ROOT, environment(**env), torch=loads_torch([module, *flags]))
         code = running.wait(60)
-        return subprocess.CompletedProcess(running.args, code, stderr=Path(log.name).read_text())
+        return subprocess.CompletedProcess(running.args, code, stdout="", stderr=Path(log.name).read_text())
 
 
 def assert_told(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

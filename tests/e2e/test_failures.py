@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(180)
 
 STREAMS = 10
 MAX_TOKENS = 600
-MIDDLE = 20  # tokens that every stream has when disaster strikes
+MIDDLE = 6  # tokens that every stream has when disaster strikes: on a busy machine the fastest is then far ahead
 FREED_S = 1.0
 ENDLESS = 1500
 LONGEST_GAP_S = 5.0  # 2.5 on a quiet machine
