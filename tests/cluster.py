@@ -95,11 +95,8 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def can_be_forked(command: Sequence[str]) -> bool:
-    """Return whether this is a verifier, which need not load torch itself, as one on vLLM has to.
-
-    Of other services that were forked, messages or guesses were late at times.
-    """
-    return command[0] == "verifier" and "vllm" not in command
+    """Return whether this is a service that need not load all of its libraries itself, as vLLM has to be."""
+    return command[0] in ("coordinator", "verifier", "drafter") and "vllm" not in command
 
 
 def loads_torch(command: Sequence[str]) -> bool:
@@ -147,7 +144,7 @@ class Process:
             release = environment(PYTHONPATH=str(self.tree))
             return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=self.tree, env=release)
         if self.forked and (python, module) == (sys.executable, "-m") and can_be_forked(flags):
-            return Forked(flags[0], flags[1:], log, ROOT, environment(), torch=True)
+            return Forked(flags[0], flags[1:], log, ROOT, environment(), torch=loads_torch(flags))
         return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
 
     def wait_ready(self, seconds: float = START_S) -> Self:
