@@ -13,8 +13,9 @@ from tests.shape import guesses, imports, layout, params, rounds, sentences, sou
 CEILINGS = Path(__file__).with_name("ceilings.json")
 _NOT_THE_PRODUCT = "loadtest"  # measures the product from outside
 _MULTIPLEX = "outrider/multiplex/"
-# Each has lines of its own beside the product's: capabilities newer than that target, and the benchmarks, which users
-# install apart. A file counts for the first whose pattern is part of its path; the number is the target.
+# Each has lines of its own beside the product's: capabilities newer than that target, the simulation, which no service
+# runs, and the benchmarks, which users install apart. A file counts for the first whose pattern is part of its path;
+# the number is the target.
 _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of the attached mode": (("coordinator/attachment/", "outrider/engine/vllm/attached/"), 900),
     "lines of the vLLM adapter": (("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py"), 1_500),
@@ -27,6 +28,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
     "lines of hidden states": (("/hidden_states",), 1_100),
+    "lines of the simulation": (("coordinator/control/simulation/",), 620),
     "lines of benchmarks": (("outrider/bench/",), 3_650),
 }
 

@@ -16,8 +16,8 @@ from coordinator.control import estimator as estimator_module
 from coordinator.control import gamma
 from coordinator.control.estimator import BestDrafter, CostLine, Estimator, PairEstimate, PairHistory, ThroughputRatios
 from coordinator.control.gamma import Controller, FixedChoices
-from coordinator.control.simulated_world import World
-from coordinator.control.simulation import Simulation
+from coordinator.control.simulation.verifier import Simulation
+from coordinator.control.simulation.world import World
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, PlanChoice, SpeculationPlan, throughput
 from coordinator.sessions.drafting import share_cores
 from outrider.protocol.cost_curve import CostCurve

@@ -14,8 +14,9 @@ import pytest
 
 from coordinator.control.estimator import BestDrafter, Estimator, PairHistory
 from coordinator.control.gamma import Controller, FixedChoices
-from coordinator.control.simulated_world import SimulatedWorld, World
-from coordinator.control.simulation import Simulation, SimulationResult
+from coordinator.control.simulation.session import SimulationResult
+from coordinator.control.simulation.verifier import Simulation
+from coordinator.control.simulation.world import EventQueue, SimulatedWorld, World
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, SpeculationPlan, draft_wait_timeout_ms, window
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import VerifySteering
@@ -284,7 +285,7 @@ STRAINED = replace(ONE_MACHINE, hiccups=0.3, hiccup_ms=2.0, tail=1.5, late=0.3, 
 
 def over_plain(world: World, tokens: int, history: PairHistory | None, seeds: int = 24) -> float:
     """Control left to itself over plain decoding, all seeds together: a delay by chance is no gain and no loss."""
-    load = SimulatedWorld(world, 12_345)
+    load = SimulatedWorld(world, 12_345, EventQueue())
     plain_ms = world.cost.at(1) + statistics.fmean(load.delay_ms(world.cost.at(1)) for _ in range(20_000))
     runs = [Simulation(world, seed=seed, history=history).run(tokens) for seed in range(seeds)]
     return sum(run.tokens for run in runs) * plain_ms / sum(run.ms for run in runs)

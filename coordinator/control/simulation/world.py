@@ -1,4 +1,4 @@
-"""Simulated world: virtual time, link and text of a simulation."""
+"""Simulated world: virtual time, and the link and text of a session."""
 
 from __future__ import annotations
 
@@ -36,19 +36,13 @@ class World:
         return [self.acceptance, *(share * self.gain * (1 - self.acceptance) for share in _BRANCH_SHARES)]
 
 
-class SimulatedWorld:
-    """Event queue in virtual time, with messages over the link and the right tokens of the text."""
+class EventQueue:
+    """Actions in virtual time; milliseconds."""
 
-    def __init__(self, world: World, seed: int) -> None:
-        self.world = world
+    def __init__(self) -> None:
         self.now = 0.0
-        self._seed = seed
-        self._jitter = random.Random(seed)
-        self._load = random.Random(seed + 1)
-        self._ranks: dict[int, int] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._arrives_up = self._arrives_down = 0.0
 
     def run_next(self) -> None:
         self.now, _, action = heapq.heappop(self._events)
@@ -57,6 +51,24 @@ class SimulatedWorld:
     def after(self, ms: float, action: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._events, (self.now + ms, self._count, action))
+
+
+class SimulatedWorld:
+    """The world of one session: messages over its link, and the right tokens of its text."""
+
+    def __init__(self, world: World, seed: int, events: EventQueue) -> None:
+        self.world = world
+        self.after = events.after
+        self._events = events
+        self._seed = seed
+        self._jitter = random.Random(seed)
+        self._load = random.Random(seed + 1)
+        self._ranks: dict[int, int] = {}
+        self._arrives_up = self._arrives_down = 0.0
+
+    @property
+    def now(self) -> float:
+        return self._events.now
 
     def send_up(self, action: Callable[[], None]) -> None:
         """Schedule an arrival at the verifier. Messages never overtake each other."""

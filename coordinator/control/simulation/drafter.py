@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from coordinator.control.simulated_world import SimulatedWorld
+from coordinator.control.simulation.world import SimulatedWorld
 from coordinator.control.throughput_model import PLAIN, SpeculationPlan
 from outrider.protocol.speculation import MAX_NODES, ROOT, Guess
 from outrider.speculation.open_guesses import OpenGuesses
