@@ -145,14 +145,14 @@ class EagleDrafter:
         for hidden_states in request.hidden_states:
             if not state.add(hidden_states):
                 self._engine.free(request.session)
+        params, draft = request.params, self._draft_tree if request.branches > 1 else self._draft_chain
+        adjusted = params.penalised or params.logit_bias or request.grammar_cursor
+        if isinstance(self._engine, NativeEngine):
+            self._engine.guesses = bool(alone and request.branches == 1 and params.greedy and not adjusted)
+            draft = self._draft_likeliest if self._engine.guesses else draft
         yield from self._compute_new_states(request, state)
         if not state.outputs:
             return request.chain(done=True)  # no hidden states of the target yet
-        params = request.params
-        draft = self._draft_tree if request.branches > 1 else self._draft_chain
-        adjusted = params.penalised or params.logit_bias or request.grammar_cursor
-        if self._likeliest and alone and request.branches == 1 and params.greedy and not adjusted:
-            draft = self._draft_likeliest
         return (yield from draft(request, state))
 
     def _compute_new_states(

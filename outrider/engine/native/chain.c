@@ -3,10 +3,14 @@
 #include "model.h"
 
 static int likeliest(const float *logits, int count) {
-    int best = 0;
-    for (int i = 1; i < count; i++)
-        if (logits[i] > logits[best]) best = i;
-    return best;
+    float peak = logits[0];
+    vec peaks = spread(peak);
+    int i = 0, whole = count / LANES * LANES;
+    for (; i < whole; i += LANES) peaks = larger(load(logits + i), peaks);
+    for (; i < count; i++) peak = logits[i] > peak ? logits[i] : peak;
+    for (i = 0; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
+    for (i = 0; i < count && logits[i] != peak;) i++;
+    return i < count ? i : 0;
 }
 
 /* The rows of a step one after the other. A row's input is its token's part, plus the product of the state before it;

@@ -42,7 +42,8 @@ class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
     With `tiles`, products of GGUF blocks and of weights that are bfloat16 run in AMX tiles where there are any.
-    A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32.
+    A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32. `guesses`: the logits
+    of the next steps are only guessed from, so that those of unlikely outputs may be rough, after `prepare_chain`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class NativeEngine(PagedEngine):
         self._buffers: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
         self._rotations: dict[int, list[torch.Tensor]] = {}
         self._rotated_to = 0  # positions
+        self.guesses = False
         self._memory = _MappedMemory()  # weights are read as one stream
         self._layers = (_C.Layer * len(spec.layers))(*(self._layer(layer, weights) for layer in spec.layers))
         self._model = _C.Model(
@@ -109,6 +111,10 @@ class NativeEngine(PagedEngine):
     def prepare_chain(self, inputs: torch.Tensor, mix: torch.Tensor) -> Any:
         """Return what `chain` needs of a layer: each token's part of its input, and the linear map of the state."""
         address = _address(self._referenced, inputs.float())
+        head = ctypes.byref(self._model.head)
+        if size := self._library.outrider_rough_size(head):
+            self._model.rough = _address(self._referenced, self._memory.take((size,), torch.uint8))
+            self._library.outrider_make_rough(head, ctypes.c_void_p(self._model.rough))
         return _C.Chain(mix=self._linear(specs.Linear(mix), self._weights), inputs=address)
 
     @torch.inference_mode()
@@ -134,7 +140,7 @@ class NativeEngine(PagedEngine):
         logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
-        args.num_states = len(step.layers)
+        args.num_states, args.guesses = len(step.layers), bool(chain) or self.guesses
         if step.layers:
             states, layers = torch.empty(outputs, len(step.layers) * spec.hidden), array("i", step.layers)
             args.states, args.layers = states.data_ptr(), layers.buffer_info()[0]
@@ -249,12 +255,8 @@ class NativeEngine(PagedEngine):
     def _norm(self, norm: specs.Norm | None) -> Any:
         if norm is None:
             return _C.Norm()
-        return _C.Norm(
-            weight=_address(self._referenced, norm.weight),
-            bias=_address(self._referenced, norm.bias),
-            eps=norm.eps,
-            kind=_NORMS[norm.kind],
-        )
+        vectors = {name: _address(self._referenced, getattr(norm, name)) for name in ("weight", "bias")}
+        return _C.Norm(eps=norm.eps, kind=_NORMS[norm.kind], **vectors)
 
 
 def dequantize(quantized: QuantizedRows, ids: torch.Tensor | None = None) -> torch.Tensor:

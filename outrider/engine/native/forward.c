@@ -84,7 +84,8 @@ static long lay_out(const Model *model, Step *step) {
                  {&step->inner, rows * inner},
                  {&step->attended, rows * larger_of(heads, model->hidden)},
                  {&step->scores, step->threads * step->scores_per_thread},
-                 {&step->tiles, tiles_scratch(widest, step->rows, step->threads) / 4}};
+                 {&step->tiles, tiles_scratch(widest, step->rows, step->threads) / 4},
+                 {&step->peaks, model->head.outputs / 16 + 1}};
     for (int i = 0; i < (int)(sizeof parts / sizeof *parts); i++) {
         *parts[i].part = step->scratch + at;
         at += (parts[i].size + 15) / 16 * 16;
@@ -115,7 +116,9 @@ int outrider_forward(const Model *model, Step *step) {
             else
                 memcpy(to, from, 4 * (size_t)model->hidden);
         }
-        if (step->num_logits)
+        if (step->num_logits && step->guesses && model->rough)
+            guess_logits(model, step);
+        else if (step->num_logits)
             product(&model->head, step->hidden, step->num_logits, step->logits, model->head.outputs, 0, step);
     }
     free(tasks);

@@ -52,6 +52,7 @@ typedef struct {
     int32_t cache_bytes; /* of a number of keys and values: 4, or 2 for bfloat16 */
     int32_t tiled_cache; /* keys and values are laid out for attention_tiles.c */
     int32_t unused;
+    const void *rough; /* four bits of each weight of the head, see guesses.c; null: none */
 } Model;
 
 typedef struct {
@@ -65,6 +66,7 @@ typedef struct {
 
 typedef struct {
     int32_t rows, num_segments, num_wanted, num_logits, threads, num_states;
+    int32_t guesses, unused; /* its logits are only guessed from: see guesses.c */
     const Segment *segments;
     const int32_t *wanted; /* rows with an output, those with logits first */
     const int32_t *positions;      /* [rows] */
@@ -75,7 +77,7 @@ typedef struct {
     const int32_t *layers; /* [num_states], after which the residual is captured */
     float *states;         /* [wanted, num_states, hidden] out */
     float *scratch; /* of outrider_scratch() numbers; the rest is laid out in it */
-    float *normed, *mixed, *inner, *attended, *scores, *tiles;
+    float *normed, *mixed, *inner, *attended, *scores, *tiles, *peaks;
     long scores_per_thread;
 } Step;
 
@@ -108,6 +110,8 @@ void normalise(const Norm *norm, const float *x, int width, float *y);
 void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_bytes(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void guess_logits(const Model *model, const Step *step);
 long tiles_scratch(int inputs, int rows, int threads);
 const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width);
 void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);

@@ -161,7 +161,8 @@ static void product_panel(const Linear *linear, int panel, const float *x, int r
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int panels = (linear->outputs + PANEL - 1) / PANEL;
     if (linear->tiles) {
-        product_tiles(linear, x, rows, y, y_stride, add, step);
+        int as_bytes = step->guesses && linear->kind == INT8 && rows <= OWN_ROWS;
+        (as_bytes ? product_bytes : product_tiles)(linear, x, rows, y, y_stride, add, step);
         return;
     }
 #pragma omp for schedule(static)

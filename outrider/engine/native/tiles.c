@@ -362,7 +362,8 @@ int outrider_tiles(void) {
     __builtin_cpu_init();
     uint32_t a = 7, b, c = 0, d;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    if (!(d >> 22 & 1) || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return 0;
+    if (!(d >> 22 & 1) || !__builtin_cpu_supports("avx512vnni")) return 0;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return 0;
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 

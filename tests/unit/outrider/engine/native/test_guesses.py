@@ -1,0 +1,68 @@
+"""Logits that are only guessed from: the likeliest tokens are right, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.engine import SessionTokens, StepResult
+from outrider.engine.model_spec import build_spec
+from outrider.engine.native import NativeEngine
+from outrider.protocol.fleet import ModelInfo
+
+VOCAB, HIDDEN = 1003, 72  # no multiples of any panel or block
+SHAPE = {"hidden_size": HIDDEN, "intermediate_size": 100, "num_attention_heads": 6, "head_dim": 20}
+TOKENS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+INPUTS = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(4))
+MIX = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(5)) / HIDDEN**0.5
+
+
+def engine(threads: int) -> NativeEngine:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=VOCAB, num_hidden_layers=2, num_key_value_heads=2)).eval()
+    info = ModelInfo("m", "f", vocab_size=VOCAB)
+    return NativeEngine(build_spec(model), info, kv_tokens=256, weights="int8", threads=threads, tiles=True)
+
+
+def extend(runs: NativeEngine, count: int) -> StepResult:
+    runs.free("s")
+    runs.blocks.pool.evict_all()
+    runs.extend([SessionTokens("s", TOKENS[:20])])
+    found = runs.extend([SessionTokens("s", TOKENS[20 : 20 + count], hidden_from=0)])
+    return StepResult(found.all_logits.clone(), found.counts, [found.hidden_states[0].clone()])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_the_likeliest_logits_are_those_of_all_bits(threads: int, count: int) -> None:
+    runs = engine(threads)
+    runs.prepare_chain(INPUTS, MIX)
+    exact = extend(runs, count)
+    runs.guesses = True
+    rough = extend(runs, count)
+    runs.guesses = False
+    again = extend(runs, count)
+    assert torch.equal(again.all_logits, exact.all_logits)
+    assert torch.allclose(rough.hidden_states[0], exact.hidden_states[0], atol=2e-3)
+    spread = exact.all_logits.std()
+    values, likeliest = exact.all_logits.topk(4)
+    assert torch.equal(rough.all_logits.topk(4).indices[:, 0], likeliest[:, 0])
+    assert torch.allclose(rough.all_logits.gather(1, likeliest), values, atol=float(0.01 * spread))
+    assert (rough.all_logits - exact.all_logits).std() < 0.2 * spread
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chain_continues_by_the_likeliest_tokens(threads: int) -> None:
+    """Each row's input is made here from the state before it, and goes through a step of its own."""
+    runs = engine(threads)
+    state = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(6))
+    columns, computed = runs.chain(runs.prepare_chain(INPUTS, MIX), "chain", state, 5, 4)
+    found, states = computed.logits[0].clone(), computed.hidden_states[0].clone()
+    for row, column in enumerate(columns[:-1]):
+        given = INPUTS[column] + state @ MIX.T
+        step = runs.extend([SessionTokens("steps", [column], hidden_from=0, input_embeddings=given)])
+        likeliest = int(step.logits[0].argmax())
+        assert columns[row + 1] == likeliest == int(found[row].argmax())
+        assert torch.allclose(found[row, likeliest], step.logits[0][0, likeliest], rtol=0.02)
+        state = states[row : row + 1]
