@@ -141,6 +141,9 @@ def table(summary: Summary) -> Table:
         "tokens": f"{counts.tokens}",
         "tokens/s": f"{summary.tokens_per_s:.1f}",
     }
+    if counts.acceptance_length is not None:
+        rows["guesses accepted"] = f"{counts.accepted} of {counts.guesses}"
+        rows["tokens per step with guesses"] = f"{counts.acceptance_length:.2f}"
     if len(summary.parts) > 1:
         rows |= {f"tokens/s, {part.name} ({part.users} users)": f"{part.tokens_per_s:.1f}" for part in summary.parts}
     if summary.recovery is not None:

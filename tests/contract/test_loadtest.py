@@ -19,7 +19,7 @@ from loadtest.report.summary import Summary
 from outrider.security.channels import Channels
 from outrider.security.tls import Tls
 from tests.certificates import Authority
-from tests.cluster import ROOT, Cluster, environment, free_port, until
+from tests.cluster import ROOT, Cluster, environment, free_port, speculation_counters, until
 from tests.conftest import Models
 
 pytestmark = pytest.mark.timeout(240)
@@ -55,10 +55,16 @@ def loadtest(fleet: Cluster, folder: Path, *flags: str) -> tuple[int, Summary]:
 
 @pytest.mark.prove
 def test_a_spike_over_both_protocols_changes_no_text(cluster: Cluster, tmp_path: Path) -> None:
-    code, summary = loadtest(cluster, tmp_path, "--shape", "spike", "--users", "4", "--times", "2", "--seconds", "9")
+    before = speculation_counters(cluster.coordinators[0])
+    flags = ("--shape", "spike", "--users", "4", "--times", "2", "--seconds", "9", "--gamma", "3")
+    code, summary = loadtest(cluster, tmp_path, *flags)
+    after = speculation_counters(cluster.coordinators[0])
     assert (code, summary.verdict, summary.errors) == (0, "", {}), (tmp_path / "locust.log").read_text()
     assert [(part.name, part.users) for part in summary.parts] == [("before", 4), ("peak", 8), ("after", 4)]
     assert all(part.compared and part.tokens_per_s > 0 for part in summary.parts)
+    told = (summary.all.checked_steps, summary.all.guesses, summary.all.accepted)
+    assert told == tuple(after[name] - before[name] for name in after), "clients and coordinator count the same"
+    assert summary.all.accepted > 0
     assert summary.recovery is not None
     sorts = {(sort.protocol, sort.kind): sort for sort in summary.sorts}
     for protocol in ("grpc", "http"):

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.testing.toy_models import make_model
-from tests.cluster import ROOT, Cluster, environment
+from tests.cluster import ROOT, Cluster, environment, speculation_counters
 from tests.vllm.conftest import RUNNER
 
 pytestmark = [
@@ -26,7 +23,6 @@ pytestmark = [
 
 REQUESTS = 50
 LENGTHS = ("--random-input-len", "24", "--random-output-len", "48")
-COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 # The command `vllm` asks for a package of that name; the build for CPUs has another.
 BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
@@ -49,19 +45,6 @@ def fleet(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     fleet.start()
     yield fleet
     fleet.stop()
-
-
-def counted(fleet: Cluster) -> Counter[str]:
-    """Return the coordinator's own counters of speculation."""
-    with urllib.request.urlopen(f"{fleet.coordinators[0].web}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            for name in COUNTERS:
-                if sample.name == f"outrider_spec_decode_num_{name}_total":
-                    found[name] += int(sample.value)
-    return found
 
 
 async def bench_serve(fleet: Cluster, target: Path, folder: Path, backend: str, endpoint: str) -> dict[str, Any]:
@@ -92,12 +75,12 @@ async def bench_serve(fleet: Cluster, target: Path, folder: Path, backend: str, 
 async def test_its_figures_are_the_coordinators(
     fleet: Cluster, target: Path, tmp_path: Path, backend: str, endpoint: str
 ) -> None:
-    before = counted(fleet)
+    before = speculation_counters(fleet.coordinators[0])
     result = await bench_serve(fleet, target, tmp_path, backend, endpoint)
-    after = counted(fleet)
+    after = speculation_counters(fleet.coordinators[0])
     assert (result["completed"], result["failed"]) == (REQUESTS, 0)
     assert result["total_output_tokens"] == REQUESTS * 48
-    measured = {name: after[name] - before[name] for name in COUNTERS}
+    measured = {name: after[name] - before[name] for name in after}
     reported = {
         "drafts": result["spec_decode_num_drafts"],
         "draft_tokens": result["spec_decode_draft_tokens"],
@@ -106,6 +89,6 @@ async def test_its_figures_are_the_coordinators(
     # One request of its own, a warm-up that its figures leave out, comes before it reads the counters.
     print(f"{backend}: {reported}, mean length {result['spec_decode_acceptance_length']:.3f}")
     assert measured["accepted_tokens"] > 0
-    assert all(0 <= measured[name] - reported[name] <= 48 for name in COUNTERS), (measured, reported)
+    assert all(0 <= measured[name] - reported[name] <= 48 for name in reported), (measured, reported)
     length = 1 + reported["accepted_tokens"] / reported["drafts"]
     assert result["spec_decode_acceptance_length"] == pytest.approx(length)

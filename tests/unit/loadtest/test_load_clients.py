@@ -17,6 +17,7 @@ from loadtest.load_clients import (
     HttpLoadClient,
     HttpStatusError,
     ReplyPiece,
+    Speculation,
     error_name,
     status_error,
     stream_pieces,
@@ -86,6 +87,13 @@ def test_an_answer_is_its_pieces_and_their_number(chunks: list[str]) -> None:
         ReplyPiece("two", None),
         ReplyPiece("", None, 3),
     ]
+
+
+def test_the_last_piece_tells_what_was_guessed() -> None:
+    told = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 1, "mean_acceptance_length": 1.5}
+    usage = json.loads(USAGE) | {"metrics": {"speculative_decoding": told}}
+    *_, last = stream_pieces(iter([text_chunk("one", "stop"), json.dumps(usage), DONE]))
+    assert last == ReplyPiece("", None, 3, Speculation(steps=2, guesses=5, accepted=1))
 
 
 @pytest.mark.parametrize(

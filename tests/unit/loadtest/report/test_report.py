@@ -15,7 +15,7 @@ import pytest
 
 from loadtest.__main__ import table
 from loadtest.attempt import TEXT_DIFFERS, Attempt
-from loadtest.load_clients import ReplyPiece
+from loadtest.load_clients import ReplyPiece, Speculation
 from loadtest.report.page import ms, page
 from loadtest.report.record import Histogram, Recorder, RequestGroup, RequestTally, merge_all
 from loadtest.report.summary import NO_REQUESTS, LoadRun, Summary, summarise
@@ -25,8 +25,14 @@ from outrider.protocol.errors import Expired, OutriderError, Overloaded, PeerLos
 
 CHAT, CODE = cases("chat", 8)[0], cases("code", 8)[0]
 EXPECTED = Output.of("one two three", (1, 2, 3))
-OVER_GRPC = [ReplyPiece("one ", (1,)), ReplyPiece("two ", (2,)), ReplyPiece("three", (3,)), ReplyPiece("", (), 3)]
-OVER_HTTP = [ReplyPiece("one ", None), ReplyPiece("two three", None), ReplyPiece("", None, 3)]
+GUESSES = Speculation(steps=2, guesses=5, accepted=1)
+OVER_GRPC = [
+    ReplyPiece("one ", (1,)),
+    ReplyPiece("two ", (2,)),
+    ReplyPiece("three", (3,)),
+    ReplyPiece("", (), 3, GUESSES),
+]
+OVER_HTTP = [ReplyPiece("one ", None), ReplyPiece("two three", None), ReplyPiece("", None, 3, GUESSES)]
 
 
 # One request.
@@ -50,6 +56,7 @@ def test_a_right_text_is_right_over_both_protocols(pieces: list[ReplyPiece]) -> 
     attempt = ended(pieces)
     assert (attempt.error, attempt.shed, attempt.compared, attempt.tokens) == ("", False, True, 3)
     assert attempt.pause_s == 0
+    assert attempt.speculation == GUESSES
     assert attempt.first_token_ms is not None
     assert attempt.first_token_ms <= attempt.total_ms
 
@@ -255,6 +262,17 @@ def test_a_tally_survives_the_way() -> None:
         == tally.packed()
     )
     assert tally.failures == 2
+
+
+def test_guesses_of_complete_outputs_are_counted() -> None:
+    whole = [ended(OVER_GRPC), ended(OVER_HTTP, protocol="http")]
+    for attempt in [*whole, cut_off := ended(OVER_GRPC[:2], PeerLost("gone"))]:
+        attempt.begun_at = START
+    found = summary(recorded([*whole, cut_off]))
+    assert (found.all.checked_steps, found.all.guesses, found.all.accepted) == (4, 10, 2)
+    assert found.all.acceptance_length == 1.5
+    assert "2 guesses accepted" in page(found)
+    assert summary(recorded([])).all.acceptance_length is None
 
 
 def test_what_failed_brings_no_tokens_and_fails_the_run() -> None:
