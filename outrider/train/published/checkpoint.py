@@ -24,6 +24,8 @@ def published_weights(module: Eagle3, head: torch.Tensor) -> dict[str, torch.Ten
     drafted[ids] = True
     weights = module.state_dict() | {"embed_tokens.weight": module.embeddings, "lm_head.weight": head[module.ids]}
     numbers = {name: weight.detach().cpu().to(torch.bfloat16) for name, weight in weights.items()}
+    if len(ids) == len(module.embeddings):  # vLLM refuses a map of ids that it does not need
+        return numbers
     return numbers | {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
 
 
