@@ -19,6 +19,7 @@ def connect_gauges(sessions: SessionManager) -> None:
     metrics, worker_pool = sessions.metrics, sessions.worker_pool
     metrics.running.source = lambda: _sessions(sessions.live, worker_pool, waiting=False)
     metrics.waiting.source = lambda: _sessions(sessions.live, worker_pool, waiting=True)
+    metrics.waiting_by_class.source = lambda: _waiting(sessions.live)
     metrics.workers.source = lambda: _workers(worker_pool)
     metrics.violations.source = lambda: [((_role(role),), worker_pool.shunned.violations[role]) for role in Role]
     metrics.round_trips.source = lambda: [
@@ -38,6 +39,12 @@ def _sessions(sessions: Iterable[Session], worker_pool: WorkerPool, *, waiting: 
         session.target.info.name for session in sessions if not session.ended and session.stats.waiting is waiting
     )
     return [((model,), count) for model, count in counts.items()]
+
+
+def _waiting(sessions: Iterable[Session]) -> GaugeValues:
+    waiting = (session for session in sessions if session.stats.waiting and not session.ended)
+    counts = Counter((session.target.info.name, str(session.urgency.priority)) for session in waiting)
+    return list(counts.items())
 
 
 def _workers(worker_pool: WorkerPool) -> GaugeValues:

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from coordinator.admission.byte_budget import ByteBudget
+from coordinator.admission.waiting.urgency import set_urgency
 from coordinator.api.gauges import connect_gauges
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
@@ -110,6 +111,7 @@ class CoordinatorService(rpc.OutriderServicer):
         await _set_request_id(context)
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
+                set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
                 target = self.sessions.targets.named(request.model)
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)

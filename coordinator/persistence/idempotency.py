@@ -29,10 +29,13 @@ class IdempotencyKeys:
         self._store = store
         self._keys: OrderedDict[str, str] = OrderedDict()
 
+    def __contains__(self, key: str) -> bool:
+        return _name(key) in self._keys
+
     async def reserve(self, key: str, session_id: str, request: SessionRequest) -> str:
         """Return the id of the session that a key stands for: `session_id`, or the one it was used for before."""
         digest = hashlib.sha256(_identity(request).encode()).hexdigest()[:16]
-        name = hashlib.sha256(tenant().idempotency_key(key).encode()).hexdigest()
+        name = _name(key)
         value = f"{session_id} {digest}"
         reserved = self._keys.get(name)
         if reserved is None:
@@ -59,6 +62,10 @@ def check_key(key: str) -> None:
     """Raise InvalidRequest if an idempotency key is too long."""
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidRequest.of("idempotency_key", f"{len(key)} characters", f"at most {MAX_KEY_CHARACTERS} characters")
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(tenant().idempotency_key(key).encode()).hexdigest()
 
 
 def _identity(request: SessionRequest) -> str:

@@ -16,7 +16,8 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from coordinator.admission.quotas import Quotas
-from coordinator.admission.seats import Seats
+from coordinator.admission.waiting.seats import Seats
+from coordinator.admission.waiting.urgency import urgency
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.persistence.store import fenced
 from coordinator.persistence.write_behind import Entry, WriteBehind
@@ -69,6 +70,7 @@ class Session:
         self.output = SessionOutput(TextStream(target.decode, request.prompt, request.params.stop))
         self._context = context
         self._tenant = tenant()
+        self.urgency = urgency()
         self._entry = Entry(record, lambda: self.stop(fenced(record.session_id)), durable)
         self._task: asyncio.Task[None] | None = None
         prefix = PromptPrefix(request.prompt, request.cache_salt, request.params.max_tokens + _EXTRA_TOKENS)
@@ -89,6 +91,7 @@ class Session:
         self.stats.start(self.record, self._context.tracing, self.target.info.name)
         self._task = asyncio.create_task(self.run())
         self._task.add_done_callback(lambda _: self.stats.finish(self.record, self.error))
+        self.urgency.stop_when_late(self._task, lambda: self.stats.waiting and self.followers < 2, self.stop)
 
     async def opened(self) -> None:
         """Wait until Redis has the session, so that another coordinator could resume it.
@@ -129,8 +132,10 @@ class Session:
             while not self.record.finished:
                 before = len(self.record.tokens)
                 try:
-                    async with seats.taken(self.record.tenant, num_tokens, resumed=before > 0):
+                    held = seats.taken(self.record.tenant, num_tokens, self.urgency.priority, resumed=before > 0)
+                    async with held as seat:
                         await self._run_on_one_verifier()
+                        seats.measure(seat, self.record, self.stats.values)
                 except (PeerLost, Unavailable, Expired) as error:
                     fruitless = 0 if len(self.record.tokens) > before else fruitless + 1
                     log.info("verifier lost", error=error.message)

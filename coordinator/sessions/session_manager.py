@@ -15,7 +15,8 @@ from functools import cache, partial
 import structlog
 
 from coordinator.admission.quotas import Quotas
-from coordinator.admission.seats import Seats, capacity_of
+from coordinator.admission.waiting.seats import Seats, capacity_of
+from coordinator.admission.waiting.urgency import urgency
 from coordinator.control.throughput_model import Mode
 from coordinator.persistence.ended_sessions import EndedSessions
 from coordinator.persistence.idempotency import IdempotencyKeys, check_key
@@ -142,6 +143,8 @@ class SessionManager:
     async def begin(self, request: SessionRequest, target: Target, key: str = "") -> Session:
         """Return a new session, or the one that this idempotency key stands for."""
         check_key(key)
+        if key not in self._keys:
+            self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
         self.admit(len(request.prompt))
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)

@@ -19,6 +19,10 @@ from outrider.observability.collectors import PREFIX, CallbackCounter, CallbackG
 from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
+_LIMITS = (  # of requests; the fields of the errors that name them
+    *("sessions", "key.sessions", "key.max_sessions"),
+    *("key.requests_per_minute", "key.tokens_per_minute", "timeout"),
+)
 ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
 
 _FIRST_TOKEN_S = (
@@ -99,9 +103,18 @@ class CoordinatorMetrics(Metrics):
         model = "model_name"
 
         # Requests.
+        self._refused_by = self._counter("requests_refused_by_limit", "Rejected because of a limit.", "limit")
+        for limit in _LIMITS:
+            self._refused_by.labels(limit)
         self.running = self._gauge("num_requests_running", "Requests that have produced tokens.", model)
         self.waiting = self._gauge(
             "num_requests_waiting", "Requests without a token yet: queued, or in prefill.", model
+        )
+        self.waiting_by_class = self._gauge(
+            "requests_waiting_by_priority",
+            "The same by priority class; a class that has had none is left out.",
+            model,
+            "priority",
         )
         self.success = self._counter(
             "request_success", "Requests that ended without an error, by finish reason.", model, "finished_reason"
@@ -188,6 +201,16 @@ class CoordinatorMetrics(Metrics):
             "record",
             "reason",
         )
+
+    @contextmanager
+    def count_refusals(self) -> Iterator[None]:
+        try:
+            with super().count_refusals():
+                yield
+        except OutriderError as error:
+            if error.field in _LIMITS:
+                self._refused_by.labels(error.field).inc()
+            raise
 
     def record_skipped(self, record: str, reason: str) -> None:
         self.records_skipped.labels(record, reason).inc()

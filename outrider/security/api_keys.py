@@ -18,7 +18,8 @@ from outrider.security.tenants import NO_TENANT, Tenant, TenantLimits
 HEADER = "authorization"
 _SCHEME = "bearer"
 _NAME = re.compile(r"(?!key-)[A-Za-z0-9._-]{1,64}")
-_ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N]"
+_ENTRY = "[NAME: ]KEY [requests_per_minute=N] [tokens_per_minute=N] [max_sessions=N] [priority=N] [best_priority=N]"
+_LIMIT = re.compile(r"[a-z_]+=[0-9]+|(best_)?priority=-?[0-9]{1,3}")
 
 
 @dataclass(slots=True)
@@ -170,11 +171,7 @@ def _limits(words: Sequence[str], where: str, field: str) -> TenantLimits:
     given: dict[str, int] = {}
     for word in words:
         name, _, number = word.partition("=")
-        if (
-            name not in TenantLimits.__dataclass_fields__
-            or name in given
-            or not (number.isascii() and number.isdigit())
-        ):
+        if name not in TenantLimits.__dataclass_fields__ or name in given or not _LIMIT.fullmatch(word):
             raise StartupError(f"{where} has an invalid limit", field=field, limit=_ENTRY)
         given[name] = int(number)
     return TenantLimits(**given)

@@ -22,6 +22,8 @@ class TenantLimits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and outputs together
     max_sessions: int | None = None  # at once
+    priority: int | None = None  # class of requests that name none; None: 0
+    best_priority: int | None = None  # lowest number that a request may name; None: the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SPECULATION_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """used unchanged"""
     idempotency_key: builtins.str
@@ -109,6 +110,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """cached prefixes are shared only among requests with the same salt"""
     model: builtins.str
     """name or alias of a target; empty: the default"""
+    priority: builtins.int
+    """class in [-100, 100], lower ones are served first; absent: the API key's, else 0"""
     @property
     def chat(self) -> global___Chat:
         """formatted by the target's chat template"""
@@ -132,9 +135,13 @@ class GenerateRequest(google.protobuf.message.Message):
         speculation: global___Speculation | None = ...,
         cache_salt: builtins.str = ...,
         model: builtins.str = ...,
+        priority: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chat", b"chat", "input", b"input", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "model", b"model", "params", b"params", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_priority", b"_priority", "chat", b"chat", "input", b"input", "params", b"params", "priority", b"priority", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "model", b"model", "params", b"params", "priority", b"priority", "prompt", b"prompt", "speculation", b"speculation", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["prompt", "chat", "tokens"] | None: ...
 
 global___GenerateRequest = GenerateRequest

@@ -23,6 +23,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of training in published formats": (("outrider/train/published/",), 420),
     "lines of the agents' API": (("coordinator/api/http/agents/",), 1_640),
     "lines of several targets": (("coordinator/workers/targets/", "outrider/launch/targets.py"), 300),
+    "lines of priorities and deadlines": (("coordinator/admission/waiting/",), 370),
     "lines of placement": (("coordinator/placement/",), 160),
     "lines of multiplexed streams": ((_MULTIPLEX,), 760),
     "lines of Triton kernels": (("outrider/speculation/triton_",), 300),

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
+from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, timeout_of
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
@@ -112,6 +113,7 @@ class Api:
 
     async def _generate(self, request: Request, body: ChatBody | CompletionBody, plan: Plan) -> Response:
         with admission(self._sessions.metrics):
+            set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
             target = self._targets.named(body.model)
             inputs, replies = plan(body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)

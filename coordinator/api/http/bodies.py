@@ -13,6 +13,7 @@ from pydantic_core import InitErrorDetails, from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from coordinator.admission.waiting.urgency import MAX_PRIORITY
 from coordinator.api.http.failures import of_validation
 from outrider.protocol.errors import InvalidRequest, shorten
 from outrider.protocol.field_limits import LONGEST
@@ -167,6 +168,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(None, max_length=LONGEST["cache_salt"], description="Separates tenants' prefixes.")
     speculation: SpeculationWish | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower numbers are served first.")
     # Labels: accepted and ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = Field(None, description="Ignored.")

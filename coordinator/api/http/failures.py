@@ -18,7 +18,7 @@ _GRAMMAR = re.compile(r"params\.grammar(\.\w+)?")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _SERVER = 500
-_RETRY_AFTER_MS = {429: 1000, 503: 2000}  # for errors without a time
+_RETRY_AFTER_MS = {429: 1000, 503: 2000, 504: 1000}  # for errors without a time
 
 _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlong = 3, 80, 80, 80

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from coordinator.admission.waiting.urgency import MAX_TIMEOUT_S, TIMEOUT_HEADER
 from coordinator.api.http import responses
 from coordinator.api.http.agents.bodies import ChatBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from coordinator.api.http.agents.response_bodies import ResponsesBody
@@ -36,9 +37,9 @@ _STATUSES = {
     500: "Internal error",
     502: "A worker was lost and no other could continue",
     503: "No worker is ready, or the server is shutting down: try again after Retry-After",
-    504: "A deadline passed",
+    504: "The deadline passed, or would: try again after Retry-After",
 }
-_RETRY = (429, 503)
+_RETRY = (429, 503, 504)
 _OPEN: Json = {"security": []}
 _MODEL: Json = {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
 
@@ -108,7 +109,13 @@ def _generates(summary: str, body: type[Any], example: Json, reply: type[Any], c
                 "in": "header",
                 "description": "Requests with the same key generate once; repeats get the first answer.",
                 "schema": {"type": "string", "maxLength": MAX_KEY_CHARACTERS, "pattern": "^[!-~]*$"},
-            }
+            },
+            {
+                "name": TIMEOUT_HEADER,
+                "in": "header",
+                "description": "Seconds: a request that cannot be answered in this time is refused at once.",
+                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+            },
         ],
         "requestBody": {
             "required": True,

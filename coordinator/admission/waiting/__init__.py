@@ -1,0 +1,1 @@
+"""Waiting for a verifier's seat: priority classes, ageing, deadlines."""
