@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -57,17 +58,12 @@ def map_body(context: Any, body: Any) -> Any:
 
 
 @schemathesis.hook
-def map_headers(context: Any, headers: Any) -> Any:
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """The same mistakes, and enough time where a timeout is none of them: 504 would look like a fault."""
-    for name in headers or ():
-        if name.lower() == "x-request-timeout":
-            try:
-                seconds = float(headers[name])
-            except (TypeError, ValueError):
-                continue
-            if 0 < seconds <= LONGEST_S:
-                headers[name] = str(LONGEST_S)
-    return headers
+    for name in [name for name in case.headers or () if name.lower() == "x-request-timeout"]:
+        with contextlib.suppress(TypeError, ValueError):
+            if 0 < float(case.headers[name]) <= LONGEST_S:
+                case.headers[name] = str(LONGEST_S)
 
 
 @schemathesis.check

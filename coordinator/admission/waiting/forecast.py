@@ -60,15 +60,17 @@ class Forecast:
 
     def check(self, request: SessionRequest, line: Line, remaining_s: float) -> None:
         """Raise Expired for a request that cannot be answered in this time."""
+        if remaining_s <= 0:
+            raise Expired("the deadline has passed", field="timeout", retry_after_ms=1000)
         queued_s, answer_s = self.seconds(request, line)
         if (late_s := queued_s + answer_s - remaining_s) <= 0:
             return
         retry_s = late_s if late_s < queued_s else KEPT_S  # a shorter queue helps, or only other figures do
         raise Expired(
-            f"the request allows {max(0.0, remaining_s):.3g} s and would take {queued_s + answer_s:.3g} s at least, "
+            f"the request allows {remaining_s:.3g} s and would take {queued_s + answer_s:.3g} s at least, "
             f"{queued_s:.3g} s of them in the queue",
             field="timeout",
-            value=f"{max(0.0, remaining_s):.3g} s",
+            value=f"{remaining_s:.3g} s",
             limit=f"at least {queued_s + answer_s:.3g} s",
             retry_after_ms=max(1000, int(1000 * retry_s)),
         )

@@ -200,13 +200,13 @@ async def test_no_class_starves_behind_a_stream_of_better_ones(clock: Clock) -> 
 
 async def test_waiting_gives_no_key_more_than_another_of_its_class(clock: Clock) -> None:
     """As before there were classes: the key with fewer seats goes first, however long the other has waited."""
-    crowd = Crowd(Capacity(8, 0))
-    await crowd.come("greedy", 20)
+    crowd = Crowd(Capacity(64, 1000))
+    await crowd.come("large", 1, tokens=700)
+    await crowd.come("early", 1, tokens=100)
+    await crowd.come("early", 1, tokens=250)
     clock.now += 100 * AGEING_S
-    await crowd.come("modest", 1)
-    await crowd.come("modest", 1)
-    await crowd.leave(crowd.inside[0])
-    assert crowd.inside[-1].startswith("modest")
+    await crowd.come("late", 1, tokens=250)
+    assert await served(crowd, 1) == ["late 3", "early 2"]
     await crowd.cancel()
 
 
@@ -231,9 +231,20 @@ async def test_an_open_server_holds_nothing_back_until_a_request_names_a_class()
     await crowd.cancel()
 
 
+async def test_one_that_lost_its_verifier_comes_before_better_classes() -> None:
+    crowd = Crowd(Capacity(1, 0), several=False)
+    await crowd.come("running", 1, priority=1)
+    await crowd.come("urgent", 1, priority=-5)
+    await crowd.come("moved", 1, priority=5, resumed=True)
+    assert await served(crowd, 2) == ["moved 2", "urgent 1"]
+    await crowd.cancel()
+
+
 async def test_who_leaves_the_queue_leaves_nothing_behind() -> None:
     crowd = Crowd(Capacity(1, 0), several=False)
-    await crowd.come("any", 5, priority=1)
+    await crowd.come("any", 3, priority=1)
+    crowd._tasks["any 1"].cancel()
+    assert await served(crowd, 1) == ["any 2"]
     await crowd.cancel()
     assert crowd.seats._tenants == {}
     assert crowd.seats._queues == {}
