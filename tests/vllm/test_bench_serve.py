@@ -13,13 +13,8 @@ import pytest
 
 from outrider.testing.toy_models import make_model
 from tests.cluster import ROOT, Cluster, environment, speculation_counters
-from tests.vllm.conftest import RUNNER
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.skipif(RUNNER == "v2", reason="no engine of vLLM runs here"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 REQUESTS = 50
 LENGTHS = ("--random-input-len", "24", "--random-output-len", "48")
