@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     branches: int | None
     ahead: bool | None
     idempotency_key: str
+    priority: int | None  # class, the lowest is served first; None: the API key's
     cache_salt: str  # requests with equal salts share cached prefixes
 
 
@@ -110,6 +111,7 @@ def make_request(prompt: str | None, options: Options) -> pb.GenerateRequest:
         ),
         cache_salt=options.get("cache_salt", ""),
         model=options.get("model", ""),
+        priority=options.get("priority"),
     )
     if prompt is not None:
         request.prompt = prompt

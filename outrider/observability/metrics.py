@@ -19,10 +19,8 @@ from outrider.observability.collectors import PREFIX, CallbackCounter, CallbackG
 from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
-_LIMITS = (  # of requests; the fields of the errors that name them
-    *("sessions", "key.sessions", "key.max_sessions"),
-    *("key.requests_per_minute", "key.tokens_per_minute", "timeout"),
-)
+_KEY_LIMITS = ("key.sessions", "key.max_sessions", "key.requests_per_minute", "key.tokens_per_minute")
+_LIMITS = ("sessions", "timeout", *_KEY_LIMITS)  # fields of the errors that name them
 ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
 
 _FIRST_TOKEN_S = (

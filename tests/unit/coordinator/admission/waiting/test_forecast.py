@@ -39,7 +39,7 @@ def known(*figures: Served) -> Forecast:
 
 
 def test_the_time_of_an_answer_is_that_of_its_prompt_and_its_tokens() -> None:
-    assert known().seconds(request(), IDLE) == (0.0, pytest.approx(0.01 + 100 / 20))
+    assert known().seconds(request(), IDLE) == (0.0, pytest.approx((0.01 + 100 / 20) / 2))
 
 
 def test_the_queue_goes_on_as_fast_as_seats_are_left() -> None:
@@ -58,7 +58,7 @@ def test_too_little_and_too_old_figures_say_nothing(figures: list[Served]) -> No
 def test_the_best_tenth_is_what_is_expected() -> None:
     fast = [served(tokens_per_s=100.0, after_s=1.0)] * 2
     queued_s, answer_s = known(*[served()] * 15, *fast).seconds(request(), Line(4, 4, 4))
-    assert (queued_s, answer_s) == (pytest.approx(1.0), pytest.approx(0.01 + 100 / 100))
+    assert (queued_s, answer_s) == (pytest.approx(1.0), pytest.approx((0.01 + 100 / 100) / 2))
 
 
 def test_an_output_that_may_end_earlier_counts_as_a_short_one() -> None:
@@ -67,28 +67,28 @@ def test_an_output_that_may_end_earlier_counts_as_a_short_one() -> None:
     early = [request(ignore_eos=False), request(stop=("x",)), request(stop_token_ids=(3,))]
     early.append(request(grammar=Grammar(regex="x*")))
     for one in early:
-        assert forecast.seconds(one, IDLE)[1] == pytest.approx(0.01 + 20 / 20), one.params
-    assert forecast.seconds(request(max_tokens=11, ignore_eos=False), IDLE)[1] == pytest.approx(0.01 + 10 / 20)
+        assert forecast.seconds(one, IDLE)[1] == pytest.approx((0.01 + 20 / 20) / 2), one.params
+    assert forecast.seconds(request(max_tokens=11, ignore_eos=False), IDLE)[1] == pytest.approx((0.01 + 10 / 20) / 2)
 
 
 def test_short_prompts_say_nothing_of_a_long_one() -> None:
     assert known().seconds(request(prompt=101, max_tokens=1), IDLE) == (0.0, 0.0)
-    assert known().seconds(request(prompt=100, max_tokens=1), IDLE) == (0.0, pytest.approx(0.1))
+    assert known().seconds(request(prompt=100, max_tokens=1), IDLE) == (0.0, pytest.approx(0.1 / 2))
 
 
 def test_what_was_slow_in_a_crowd_says_nothing_of_an_idle_fleet() -> None:
     crowded = known(*[served(load=4)] * FEWEST)
     assert crowded.seconds(request(), Line(seats=4, in_use=2, ahead=0)) == (0.0, 0.0)
-    assert crowded.seconds(request(), Line(seats=4, in_use=3, ahead=0))[1] > 5
+    assert crowded.seconds(request(), Line(seats=4, in_use=3, ahead=0))[1] > 2.5
 
 
 def test_a_request_is_refused_only_if_it_must_be_late() -> None:
     forecast, line = known(), Line(seats=4, in_use=4, ahead=8)
-    forecast.check(request(), line, 15.1)
+    forecast.check(request(), line, 12.6)
     with pytest.raises(Expired) as refused:
-        forecast.check(request(), line, 12.0)
-    assert (refused.value.field, refused.value.value, refused.value.limit) == ("timeout", "12 s", "at least 15 s")
-    assert refused.value.retry_after_ms == pytest.approx(3010, abs=2), "then the queue is shorter by this much"
+        forecast.check(request(), line, 10.0)
+    assert (refused.value.field, refused.value.value, refused.value.limit) == ("timeout", "10 s", "at least 12.5 s")
+    assert refused.value.retry_after_ms == pytest.approx(2505, abs=2), "then the queue is shorter by this much"
     with pytest.raises(Expired) as hopeless:
         forecast.check(request(), IDLE, 1.0)
     assert hopeless.value.retry_after_ms == 1000 * KEPT_S, "no queue is to blame"
