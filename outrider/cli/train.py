@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def train(
     context: Context,
-    method: Annotated[str, Argument(help="Method: eagle, eagle3, medusa, early-exit or distill.")],
+    method: Annotated[str, Argument(help="Method: eagle, eagle3, dspark, medusa, early-exit or distill.")],
     out: Annotated[Path, option("--out", "Folder of the drafter; an interrupted run continues there.")],
     target: Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id.")] = DEFAULT,
     prompts: Annotated[
@@ -51,7 +51,7 @@ def train(
         int, option("--vocabulary", "Number of token ids to draft, the most frequent ones.", min=16)
     ] = 8192,
     layers: Annotated[int, option("--layers", "Decoder layers to train; medusa has none.", min=1)] = 1,
-    heads: Annotated[int, option("--heads", "Heads of medusa, one per token ahead.", min=1, max=16)] = 4,
+    heads: Annotated[int, option("--heads", "Tokens ahead: heads of medusa, a block of dspark.", min=1, max=16)] = 4,
     exit_layers: Annotated[int, option("--exit-layers", "First layers of the target, for early-exit.", min=1)] = 4,
     hidden: Annotated[int, option("--hidden", "Hidden size of a distilled model.", min=32)] = 192,
     unroll: Annotated[int, option("--unroll", "Unrolled training steps of eagle and eagle3.", min=1, max=8)] = 3,

@@ -18,7 +18,7 @@ _REGISTERS = re.compile(r"^@drafter\(", re.MULTILINE)
 MODEL_FREE = frozenset({"ngram", "suffix"})  # drafters that copy text: their process loads no torch
 AUTO = "auto"
 CARD = "card.json"  # in the folder of a trained drafter
-SERVED_AS = {"distill": "model", "eagle3": PUBLISHED}
+SERVED_AS = {"distill": "model", "eagle3": PUBLISHED, "dspark": PUBLISHED}
 
 
 def drafter_kinds() -> frozenset[str]:

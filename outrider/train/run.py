@@ -30,10 +30,10 @@ from outrider.train.methods.eagle import EagleMethod
 from outrider.train.methods.interface import Method
 from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
 from outrider.train.methods.medusa import MedusaMethod
-from outrider.train.published.method import EAGLE3, MODEL, Eagle3Method, state_layers
+from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
 
 _HELD_OUT_SHARE = 20  # one in 20 of the user's prompts is held out
-METHODS = ("eagle", EAGLE3, "medusa", "early-exit", "distill")
+METHODS = ("eagle", *FORMATS, "medusa", "early-exit", "distill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class TrainingOrder:
     learn_tokens: int = 5_000_000
     num_ids: int = 8_192
     layers: int = 1  # trained layers
-    heads: int = 4  # of a Medusa drafter
+    heads: int = 4  # tokens ahead: of Medusa, of a block of DSpark
     exit_layers: int = 4  # layers of the target that an early exit uses
     hidden: int = 192  # width of a distilled model
     unroll: int = 3
@@ -126,9 +126,9 @@ def _train(order: TrainingOrder, watcher: Watcher) -> Card:
     )
     if order.method == "distill":
         _save_model(order, method, watcher)
-    if isinstance(method, Eagle3Method):
+    if isinstance(method, TrainedCheckpoint):
         method.save_config(order.out, order.target)
-    cards.save(order.out, card, method.weights(), MODEL if order.method == EAGLE3 else cards.WEIGHTS)
+    cards.save(order.out, card, method.weights(), MODEL if order.method in FORMATS else cards.WEIGHTS)
     (order.out / loop.CHECKPOINT).unlink(missing_ok=True)
     return card
 
@@ -152,7 +152,7 @@ def _data(
     options = EngineOptions(device=order.device, prefix_tokens=0)
     target = load_model(order.target, options, watcher.on_status)
     info = target.engine.info
-    layers = state_layers(target.engine.state_shape[0]) if order.method == EAGLE3 else ()
+    layers = state_layers(target.engine.state_shape[0]) if order.method in FORMATS else ()
     count = order.num_examples or len(prompts)
     recipe = DataRecipe(info.weights_digest, data.digest(prompts), count, order.max_tokens, order.seed, layers=layers)
     held_out_recipe = replace(recipe, prompts=data.digest(held_out), num_examples=len(held_out), temperatures=(0.0,))
@@ -194,8 +194,10 @@ def _make(
             card.check_target(Path(order.start), order.target, target_weights.digest)
             start = Eagle.from_weights(card.shape, weights, target_weights)
         return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll, start=start)
-    if order.method == EAGLE3:
+    if order.method == "eagle3":
         return Eagle3Method(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
+    if order.method == "dspark":
+        return DsparkMethod(model, target_weights, ids, examples, layers=order.layers, block=order.heads)
     if order.method == "medusa":
         return MedusaMethod(target_weights, ids, examples, heads=order.heads)
     if order.method == "distill":

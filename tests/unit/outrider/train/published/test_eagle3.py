@@ -25,9 +25,9 @@ from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read
 from outrider.train.data import DataProgress, Example
 from outrider.train.loop import Report
 from outrider.train.methods.interface import Batch
-from outrider.train.published.checkpoint import MODEL, published_weights, save_config
+from outrider.train.published.checkpoint import MODEL, published_weights, save_config, state_layers
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape, frozen_head_loss
-from outrider.train.published.method import Eagle3Method, state_layers
+from outrider.train.published.method import Eagle3Method
 from outrider.train.run import TrainingOrder
 
 STEPS, PLACES = 4, 17
