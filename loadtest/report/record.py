@@ -93,8 +93,9 @@ class RequestTally:
 
     @classmethod
     def unpacked(cls, data: list[Any]) -> RequestTally:
-        *counts, errors, first_token, inter_token, total = data
-        return cls(*counts, Counter(errors), Histogram(first_token), Histogram(inter_token), Histogram(total))
+        requests, shed, compared, tokens, checked_steps, guesses, accepted, errors, *spreads = data
+        counts = (requests, shed, compared, tokens, checked_steps, guesses, accepted)
+        return cls(*counts, Counter(errors), *map(Histogram, spreads))
 
 
 def merge_all(tallies: Iterable[RequestTally]) -> RequestTally:
