@@ -64,7 +64,7 @@ async def test_greedy_text_is_transformers_own(cluster: Cluster, reference: list
     ]
     outputs = await generate_all(cluster.address, requests, concurrency=CONCURRENCY, timeout=300)
     print(f"{sum(len(output.token_ids) for output in outputs)} tokens in {time.monotonic() - started:.0f} s")
-    accepted, checked = dict.fromkeys(DRAFTERS, 0), dict.fromkeys(DRAFTERS, 0)
+    accepted = dict.fromkeys(DRAFTERS, 0)
     for number, (gamma, drafter) in enumerate(ways):
         made = outputs[number * NUM_PROMPTS : (number + 1) * NUM_PROMPTS]
         for index, output in enumerate(made):
@@ -72,13 +72,11 @@ async def test_greedy_text_is_transformers_own(cluster: Cluster, reference: list
             check_consistent(output, gamma)
         if drafter:
             accepted[drafter] += sum(output.stats.accepted_tokens for output in made)
-            checked[drafter] += sum(output.stats.draft_tokens for output in made)
         report(made, gamma, drafter)
     lengths = [len(output) for output in reference]
     assert min(lengths) < MAX_TOKENS == max(lengths), "both full lengths and early ends were to be tried"
     assert all(count > 0 for count in accepted.values()), f"speculation did not happen: {accepted}"
-    # A share of what was checked: on a busy machine many guesses come too late to be.
-    assert accepted["model"] > 0.25 * checked["model"], f"the near copy is to be right often: {accepted} of {checked}"
+    assert accepted["model"] > 0.3 * sum(lengths) * len(GAMMAS), f"the near copy is to be right often: {accepted}"
 
 
 def check_consistent(output: Output, gamma: int) -> None:
