@@ -10,6 +10,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := deploy/vllm/requirements-cpu.txt
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -W default tests/vllm
+# A status above 128: a library crashed.
+SHOW_CRASH = || { status=$$?; [ $$status -lt 128 ] || head -n 20 $(VLLM_VENV)/crash.txt; exit $$status; }
 # Triton comes with vLLM, so the kernel of the sampler is tested in the same environment.
 KERNEL_TESTS = TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest -W default \
 	tests/unit/outrider/speculation/test_triton_race.py
@@ -92,8 +94,8 @@ $(VLLM_STAMP): $(VLLM_REQUIREMENTS)
 	@touch $@
 
 vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of their own.
-	@$(VLLM_TESTS)
-	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
+	@$(VLLM_TESTS) $(SHOW_CRASH)
+	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS) $(SHOW_CRASH)
 	@$(KERNEL_TESTS)
 
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
