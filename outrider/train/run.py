@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.base.config import home
 from outrider.engine.loading.loader import load_model
@@ -27,7 +27,7 @@ from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import DataRecipe, Dataset, Example, TrainingPrompt
 from outrider.train.fit import frequent_ids
 from outrider.train.methods.eagle import EagleMethod
-from outrider.train.methods.interface import Method
+from outrider.train.methods.interface import Method, TrainingInputs
 from outrider.train.methods.language_model import LanguageMethod, distilled, early_exit
 from outrider.train.methods.medusa import MedusaMethod
 from outrider.train.published.method import FORMATS, MODEL, DsparkMethod, Eagle3Method, TrainedCheckpoint, state_layers
@@ -175,34 +175,28 @@ def _method(
     )
     target_weights = EmbeddingsAndHead.of(model).on(device)
     ids = frequent_ids(examples, order.num_ids, vocab_size).to(device)
-    method = _make(order, model, target_weights, ids, examples)
+    method = _make(order, TrainingInputs(model, target_weights, ids, examples))
     method.module.to(device)
     return target_weights, method
 
 
-def _make(
-    order: TrainingOrder,
-    model: PreTrainedModel,
-    target_weights: EmbeddingsAndHead,
-    ids: torch.Tensor,
-    examples: Sequence[Example],
-) -> Method:
+def _make(order: TrainingOrder, inputs: TrainingInputs) -> Method:
     if order.method == "eagle":
         start = None
         if order.start:
             card, weights = cards.load(cards.locate(order.start, order.method), order.method)
-            card.check_target(Path(order.start), order.target, target_weights.digest)
-            start = Eagle.from_weights(card.shape, weights, target_weights)
-        return EagleMethod(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll, start=start)
+            card.check_target(Path(order.start), order.target, inputs.target_weights.digest)
+            start = Eagle.from_weights(card.shape, weights, inputs.target_weights)
+        return EagleMethod(inputs, layers=order.layers, steps=order.unroll, start=start)
     if order.method == "eagle3":
-        return Eagle3Method(model, target_weights, ids, examples, layers=order.layers, steps=order.unroll)
+        return Eagle3Method(inputs, layers=order.layers, steps=order.unroll)
     if order.method == "dspark":
-        return DsparkMethod(model, target_weights, ids, examples, layers=order.layers, block=order.heads)
+        return DsparkMethod(inputs, layers=order.layers, block=order.heads)
     if order.method == "medusa":
-        return MedusaMethod(target_weights, ids, examples, heads=order.heads)
+        return MedusaMethod(inputs.target_weights, inputs.ids, inputs.examples, heads=order.heads)
     if order.method == "distill":
-        return distilled(model, target_weights, ids, hidden=order.hidden, layers=order.layers)
-    return early_exit(model, target_weights, ids, exit_layers=order.exit_layers, layers=order.layers)
+        return distilled(inputs, hidden=order.hidden, layers=order.layers)
+    return early_exit(inputs, exit_layers=order.exit_layers, layers=order.layers)
 
 
 def _save_model(order: TrainingOrder, method: Method, watcher: Watcher) -> None:

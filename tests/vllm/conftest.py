@@ -82,6 +82,15 @@ def options(**more: object) -> CoreOptions:
     )
 
 
+@pytest.fixture(scope="module")
+def process_groups() -> Iterator[None]:
+    """Leave no process groups to the engines of other modules."""
+    yield
+    distributed = import_module("vllm.distributed")
+    distributed.destroy_model_parallel()
+    distributed.destroy_distributed_environment()
+
+
 @contextlib.contextmanager
 def vllm_target(model: Path, **more: object) -> Iterator[tuple[VllmTarget, LoadedCore]]:
     loaded = load_core(str(model), options(**more), lambda stage: None)

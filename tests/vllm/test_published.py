@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
 from tests import published
 from tests.published import CASES
 from tests.unit.drafter.published.replay import Replay
 from tests.vllm.published_oracle import FIXTURES, reference
 
-pytestmark = pytest.mark.prove
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_groups() -> Iterator[None]:
-    """Leave none to the engines of other modules."""
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
+pytestmark = [pytest.mark.prove, pytest.mark.usefixtures("process_groups")]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,54 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from transformers import AutoTokenizer
 
 from outrider.testing.toy_models import make_model
-from outrider.train.artifacts.embeddings_and_head import read_embeddings_and_head
 from outrider.train.data import DataProgress, encode
 from outrider.train.loop import Report
-from outrider.train.published.checkpoint import MODEL, published_weights, save_config
-from outrider.train.published.eagle3 import Eagle3, Eagle3Shape
+from outrider.train.published.eagle3 import Eagle3Shape
 from outrider.train.run import TrainingOrder, train
 from tests import published
 from tests.unit.drafter.published.replay import Replay
 from tests.vllm.accept_length import InTurns, Tokens, in_vllm
-from tests.vllm.conftest import RUNNER
 from tests.vllm.published_oracle import Oracle
+from tests.vllm.trained import WIDTHS, written
 
-SHAPE = Eagle3Shape(hidden=128, inner=192, heads=4, kv_heads=2, head_dim=32, states=(2, 3, 6), rope_theta=5e3)
+pytestmark = pytest.mark.usefixtures("process_groups")
+
+SHAPE = Eagle3Shape(**WIDTHS, states=(2, 3, 6), rope_theta=5e3)
 GAMMA = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_groups() -> Iterator[None]:
-    """Leave none to the engines of other modules."""
-    yield
-    destroy_model_parallel()
-    destroy_distributed_environment()
-
-
-def written(folder: Path, ids: torch.Tensor) -> tuple[Path, Path]:
-    """Return a toy target, and a checkpoint of random weights for it that drafts these ids."""
-    target = make_model(folder / "target", seed=7, hidden=128, layers=6, context=1024)
-    torch.manual_seed(3)
-    matrices = read_embeddings_and_head(str(target), lambda _: None)
-    module, checkpoint = Eagle3(SHAPE, ids, matrices), folder / "eagle3"
-    save_config(checkpoint, module, str(target), AutoConfig.from_pretrained(target))
-    save_file(published_weights(module, matrices.head), checkpoint / MODEL)
-    return target, checkpoint
-
-
 def test_vllm_reads_every_tensor_of_a_drafter_of_all_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, checkpoint = written(tmp_path, torch.arange(257))
+    target, checkpoint = written(tmp_path, SHAPE, torch.arange(257))
     oracle = Oracle(target, checkpoint, "eagle3", monkeypatch)
     theirs, _ = oracle.drafted(oracle.run(next(published.calls("eagle3", checkpoint))))
     assert theirs.shape[1] == 257
@@ -58,7 +36,7 @@ def test_vllm_reads_every_tensor_of_a_drafter_of_all_ids(tmp_path: Path, monkeyp
 
 @pytest.mark.prove
 def test_draft_logits_equal_those_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, checkpoint = written(tmp_path, torch.arange(2, 257, 3))
+    target, checkpoint = written(tmp_path, SHAPE, torch.arange(2, 257, 3))
     oracle, ours = Oracle(target, checkpoint, "eagle3", monkeypatch), Replay(checkpoint)
     rows = 0
     for call in published.calls("eagle3", checkpoint):
@@ -89,7 +67,6 @@ def accept_lengths(order: TrainingOrder, prompts: list[Tokens], length: int) -> 
 
 
 @pytest.mark.prove
-@pytest.mark.skipif(RUNNER == "v2", reason="its speculation needs a device")
 def test_a_toy_drafter_has_the_accept_length_in_vllm_that_it_has_here(tmp_path: Path) -> None:
     """The target's attention adds nothing, so that seconds of training give a drafter with whole guesses accepted."""
     model = make_model(tmp_path / "target", seed=7, hidden=128, context=1024, sharpness=4.0, focus=0.0)

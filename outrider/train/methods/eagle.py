@@ -10,10 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.train.artifacts.eagle import Eagle, EagleShape
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 from outrider.train.fit import best_linear
-from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
+from outrider.train.methods.interface import Batch, TrainingInputs, accepted_guesses, cross_entropy, sample_positions
 
 _STATE_WEIGHT = 0.1
 _NEXT_STEP_WEIGHT = 0.9  # of the loss, relative to the step before
@@ -24,23 +23,13 @@ _ONE_STEP_SHARE = 0.6  # of the training; later steps build on the first one
 class EagleMethod:
     """The training of an EAGLE drafter."""
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        target_weights: EmbeddingsAndHead,
-        ids: torch.Tensor,
-        examples: Sequence[Example],
-        *,
-        layers: int,
-        steps: int,
-        start: Eagle | None = None,
-    ) -> None:
-        self.module = start or Eagle(EagleShape.like(target, layers), ids, target_weights)
+    def __init__(self, inputs: TrainingInputs, *, layers: int, steps: int, start: Eagle | None = None) -> None:
+        self._target_weights = inputs.target_weights
+        self.module = start or Eagle(EagleShape.like(inputs.target, layers), inputs.ids, self._target_weights)
         if start is None:
-            _begin(self.module, target, examples)
+            _begin(self.module, inputs.target, inputs.examples)
         self.shape = asdict(self.module.shape)
-        self._target_weights = target_weights
-        self._drafted = target_weights.cut(self.module.ids)
+        self._drafted = self._target_weights.cut(self.module.ids)
         self._steps = steps
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
@@ -61,9 +50,8 @@ class EagleMethod:
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         outputs = self.module.unroll(batch.hidden_states, batch.tokens, batch.lengths, batch.starts, _DEPTH)
-        true = greedy_targets(self._target_weights, batch)
         guesses = [self.module.ids[self.module.head(output).argmax(dim=-1)] for output in outputs]
-        return accepted_lengths([guess == true for guess in guesses], batch.written)
+        return accepted_guesses(guesses, self._target_weights, batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.module.weights()

@@ -9,12 +9,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
 
 _TRAINED_SHARE = 0.35  # of the positions, at random in each step: the head dominates the cost
 _WINDOWED = 0.5  # of the examples lack the start of the prompt, as after a prefix match
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInputs:
+    """Inputs of a training method, before any training."""
+
+    target: PreTrainedModel
+    target_weights: EmbeddingsAndHead
+    ids: torch.Tensor  # that are drafted
+    examples: Sequence[Example]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,12 @@ def accepted_lengths(correct: Sequence[torch.Tensor], written: torch.Tensor) -> 
         accepted = accepted & moved
         lengths = lengths + accepted.int()
     return lengths
+
+
+def accepted_guesses(guesses: Sequence[torch.Tensor], target_weights: EmbeddingsAndHead, batch: Batch) -> torch.Tensor:
+    """Return `accepted_lengths` of chains of these guesses, under a greedy target."""
+    true = greedy_targets(target_weights, batch)
+    return accepted_lengths([guess == true for guess in guesses], batch.written)
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.protocol.errors import StartupError
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
-from outrider.train.methods.interface import Batch, accepted_lengths, cross_entropy, greedy_targets, sample_positions
+from outrider.train.methods.interface import Batch, TrainingInputs, accepted_guesses, cross_entropy, sample_positions
 
 _DEPTH = 5  # of held-out chains
 
@@ -35,7 +35,7 @@ class LanguageMethod:
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         guesses = self._ids[self._logits(self._states(batch)).argmax(dim=-1)]
-        return accepted_lengths([guesses == greedy_targets(self._target_weights, batch)] * _DEPTH, batch.written)
+        return accepted_guesses([guesses] * _DEPTH, self._target_weights, batch)
 
     def weights(self) -> dict[str, torch.Tensor]:
         trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
@@ -54,10 +54,9 @@ class LanguageMethod:
         return logits if head.bias is None else logits + head.bias[self._ids]
 
 
-def early_exit(
-    target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, exit_layers: int, layers: int
-) -> LanguageMethod:
+def early_exit(inputs: TrainingInputs, *, exit_layers: int, layers: int) -> LanguageMethod:
     """Return the method for the target's first layers and a few trained ones, which begin as copies of its last."""
+    target = inputs.target
     body: Any = target.base_model
     own_layers = getattr(body, "layers", None)
     if own_layers is None or getattr(body, "norm", None) is None:
@@ -74,16 +73,15 @@ def early_exit(
         weight.requires_grad_(requires_grad=False)
     for part in (*kept[exit_layers:], body.norm):
         part.requires_grad_(requires_grad=True)
-    return LanguageMethod(target, target_weights, ids, {"exit_layers": exit_layers, "layers": layers})
+    return LanguageMethod(target, inputs.target_weights, inputs.ids, {"exit_layers": exit_layers, "layers": layers})
 
 
-def distilled(
-    target: PreTrainedModel, target_weights: EmbeddingsAndHead, ids: torch.Tensor, *, hidden: int, layers: int
-) -> LanguageMethod:
+def distilled(inputs: TrainingInputs, *, hidden: int, layers: int) -> LanguageMethod:
     """Return the method for a small Llama with the target's vocabulary.
 
     Its embeddings begin as the target's, projected to its width.
     """
+    target, target_weights = inputs.target, inputs.target_weights
     target_config = target.config.get_text_config()
     config = LlamaConfig(
         vocab_size=target_weights.embeddings.shape[0],
@@ -105,4 +103,4 @@ def distilled(
         directions = torch.pca_lowrank(table, q=kept, niter=2)[2]
         embeddings: Any = student.get_input_embeddings()
         embeddings.weight[:, :kept] = (table - table.mean(dim=0)) @ directions
-    return LanguageMethod(student, target_weights, ids, {"hidden": hidden, "layers": layers})
+    return LanguageMethod(student, target_weights, inputs.ids, {"hidden": hidden, "layers": layers})

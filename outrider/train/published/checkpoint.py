@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from outrider.base.atomic_files import atomic_write
 from outrider.protocol.errors import StartupError
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
+from outrider.train.methods.interface import TrainingInputs
 from outrider.train.published.dspark import Dspark, DsparkShape
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape
 
@@ -35,12 +35,12 @@ def state_layers(num_layers: int) -> tuple[int, ...]:
 class TrainedCheckpoint:
     """Base of the methods: a module for a target, and its files."""
 
-    def __init__(self, target: PreTrainedModel, module: Eagle3 | Dspark, target_weights: EmbeddingsAndHead) -> None:
-        self._target_config = target.config.get_text_config()
+    def __init__(self, inputs: TrainingInputs, module: Eagle3 | Dspark) -> None:
+        self._target_config = inputs.target.config.get_text_config()
         self.module = module
         self.shape = asdict(module.shape) | {"states": list(module.shape.states)}
-        self._target_weights = target_weights
-        self._drafted = target_weights.cut(module.ids)
+        self._target_weights = inputs.target_weights
+        self._drafted = inputs.target_weights.cut(module.ids)
 
     @staticmethod
     def dimensions(target: PreTrainedModel) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from itertools import islice
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from outrider.protocol.errors import StartupError
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
-from outrider.train.methods.interface import Batch, accepted_lengths, greedy_targets
+from outrider.train.methods.interface import Batch, TrainingInputs, accepted_lengths, greedy_targets
 from outrider.train.published.checkpoint import TrainedCheckpoint
 from outrider.train.published.dspark import Dspark, DsparkShape
 
@@ -29,29 +27,20 @@ class DsparkMethod(TrainedCheckpoint):
 
     module: Dspark
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        target_weights: EmbeddingsAndHead,
-        ids: torch.Tensor,
-        examples: Sequence[Example],
-        *,
-        layers: int,
-        block: int,
-    ) -> None:
+    def __init__(self, inputs: TrainingInputs, *, layers: int, block: int) -> None:
         if block < 2:
             raise StartupError.of("heads", block, "at least 2 for dspark")
-        hidden, vocab = target_weights.hidden, len(target_weights.embeddings)
-        used = {int(token) for example in examples for token in example.tokens}
+        hidden, vocab = inputs.target_weights.hidden, len(inputs.target_weights.embeddings)
+        used = {int(token) for example in inputs.examples for token in example.tokens}
         shape = DsparkShape(
-            **self.dimensions(target),
+            **self.dimensions(inputs.target),
             layers=layers,
             block=block,
             rank=min(_MAX_RANK, max(1, hidden // 4)),
             mask=next((token for token in reversed(range(vocab)) if token not in used), vocab - 1),
         )
-        super().__init__(target, Dspark(shape, ids, target_weights), target_weights)
-        _begin(self.module, examples)
+        super().__init__(inputs, Dspark(shape, inputs.ids, inputs.target_weights))
+        _begin(self.module, inputs.examples)
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         first, count = batch.outputs[:, None], (batch.lengths - batch.outputs).clamp(min=1)[:, None]

@@ -7,11 +7,9 @@ from itertools import islice
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import Example
-from outrider.train.methods.interface import Batch, accepted_lengths, greedy_targets, sample_positions
+from outrider.train.methods.interface import Batch, TrainingInputs, accepted_guesses, sample_positions
 from outrider.train.published.checkpoint import MODEL, TrainedCheckpoint, state_layers
 from outrider.train.published.dspark_method import DsparkMethod
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape, frozen_head_loss
@@ -32,20 +30,11 @@ class Eagle3Method(TrainedCheckpoint):
 
     module: Eagle3
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        target_weights: EmbeddingsAndHead,
-        ids: torch.Tensor,
-        examples: Sequence[Example],
-        *,
-        layers: int,
-        steps: int,
-    ) -> None:
-        shape = Eagle3Shape(**self.dimensions(target), layers=layers)
-        super().__init__(target, Eagle3(shape, ids, target_weights), target_weights)
+    def __init__(self, inputs: TrainingInputs, *, layers: int, steps: int) -> None:
+        shape = Eagle3Shape(**self.dimensions(inputs.target), layers=layers)
+        super().__init__(inputs, Eagle3(shape, inputs.ids, inputs.target_weights))
         self._steps = steps
-        _begin(self.module, examples)
+        _begin(self.module, inputs.examples)
 
     def loss(self, batch: Batch, generator: torch.Generator, done: float) -> torch.Tensor:
         steps = self._steps if done >= _ONE_STEP_SHARE else 1
@@ -63,11 +52,10 @@ class Eagle3Method(TrainedCheckpoint):
 
     @torch.inference_mode()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        true = greedy_targets(self._target_weights, batch)
         outputs = self.module.unroll(batch.layer_states, batch.tokens, batch.starts, batch.lengths)
         head = self._drafted.head
         guesses = [self.module.ids[(out.to(head.dtype) @ head.T).argmax(dim=-1)] for out in islice(outputs, _DEPTH)]
-        return accepted_lengths([guess == true for guess in guesses], batch.written)
+        return accepted_guesses(guesses, self._target_weights, batch)
 
 
 @torch.no_grad()

@@ -96,9 +96,9 @@ def drafter_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Draf
 
 @dataclass
 class Sessions:
-    """Sessions of one drafter, a seed each."""
+    """Sessions with one drafter or none, a seed each."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     mode: Verification
     branches: int = 1
     accepted: int = 0
@@ -117,7 +117,7 @@ class Sessions:
             return verified.tokens
 
         steering = DraftSteering(gamma=3, branches=self.branches)
-        return play(Setting(params, IDS, PROMPT, steering), [self.drafter], step)
+        return play(Setting(params, IDS, PROMPT, steering), [self.drafter] if self.drafter else [], step)
 
 
 def p_value(texts: Sequence[Text]) -> float:

@@ -23,7 +23,7 @@ from outrider.train import loop, run
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead
 from outrider.train.data import DataProgress, Example
 from outrider.train.loop import Report
-from outrider.train.methods.interface import collate
+from outrider.train.methods.interface import TrainingInputs, collate
 from outrider.train.published.checkpoint import MODEL, published_weights, save_config
 from outrider.train.published.dspark import Dspark, DsparkShape
 from outrider.train.published.method import DsparkMethod
@@ -173,7 +173,7 @@ def test_each_place_is_held_to_the_distribution_after_the_token_before_it(order:
     torch.manual_seed(1)
     tokens, final = torch.randint(VOCAB, (PLACES,)), torch.randn(PLACES - 1, 64).half()
     example = Example(tokens, 4, final, torch.randn(PLACES - 1, 128).bfloat16())
-    method = DsparkMethod(target, weights, torch.arange(VOCAB), [example], layers=1, block=BLOCK)
+    method = DsparkMethod(TrainingInputs(target, weights, torch.arange(VOCAB), [example]), layers=1, block=BLOCK)
     batch = collate([example], PLACES, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     unlearned = float(method.loss(batch, generator, 0.0))

@@ -24,7 +24,7 @@ from outrider.train.artifacts import card as cards
 from outrider.train.artifacts.embeddings_and_head import EmbeddingsAndHead, read_embeddings_and_head
 from outrider.train.data import DataProgress, Example
 from outrider.train.loop import Report
-from outrider.train.methods.interface import Batch
+from outrider.train.methods.interface import Batch, TrainingInputs
 from outrider.train.published.checkpoint import MODEL, published_weights, save_config, state_layers
 from outrider.train.published.eagle3 import Eagle3, Eagle3Shape, frozen_head_loss
 from outrider.train.published.method import Eagle3Method
@@ -211,7 +211,7 @@ def test_a_batch_without_a_chosen_position_has_a_loss_of_zero(trained: Trained) 
     final, tokens, at = torch.randn(9, wide, generator=drawn), torch.arange(10), torch.tensor([9])
     layers = torch.randn(9, len(state_layers(target.config.num_hidden_layers)) * wide, generator=drawn).bfloat16()
     examples = [Example(tokens, 2, final, layers)]
-    method = Eagle3Method(target, weights, torch.arange(64), examples, layers=1, steps=2)
+    method = Eagle3Method(TrainingInputs(target, weights, torch.arange(64), examples), layers=1, steps=2)
     batch = Batch(tokens[:1], final[None], layers[None], tokens[None, 1:], final[None], at * 0, at, at)
     loss = method.loss(batch, drawn, 1.0)
     loss.backward()
