@@ -8,11 +8,12 @@ sessions join as far as their credit allows.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.engine import SessionTokens
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import Guess
+from outrider.speculation.goodput import compared_guesses, paying_blocks
 from verifier.fair_shares import FairShares
 from verifier.hidden_states.step_states import KeptRows
 from verifier.limits import SchedulerLimits
@@ -78,7 +79,8 @@ class Batching:
         batch: list[ScheduledSession] = []
         prompts: list[VerifySession] = []
         joining: list[VerifySession] = []  # ready sessions of heavy tenants
-        num_decoding = 0
+        num_decoding, shared = 0, False
+        compared = compared_guesses(len(sessions)) if self._times.known else 0
         next_step_at: float | None = None
         for session in sessions:
             if session.check_backlog():
@@ -92,8 +94,13 @@ class Batching:
             elif is_prefill:
                 prompts.append(session)
             else:
-                batch.append(self._decode(session, self._limits.guess_rows))
+                shared = shared or session.paying_guesses > 0
+                batch.append(self._decode(session, self._limits.guess_rows, paying=compared))
             num_decoding += not is_prefill and session.tenant not in heavy
+        if shared and compared:
+            sessions_in, blocks = [item.session for item in batch], [item.block for item in batch]
+            blocks = paying_blocks(sessions_in, blocks, _num_tokens(batch), self._times.curve())
+            batch = [replace(item, block=block) for item, block in zip(batch, blocks, strict=True)]
         batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
         if heavy:
             batch += self._join(joining, _num_tokens(batch), now)
@@ -110,10 +117,11 @@ class Batching:
         self._times.record(_num_tokens(batch), step_ms, has_prompts=has_prompts)
         self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
 
-    def _decode(self, session: VerifySession, max_guesses: int) -> ScheduledSession:
+    def _decode(self, session: VerifySession, max_guesses: int, *, paying: int = 0) -> ScheduledSession:
         """Schedule the last committed token with up to `max_guesses` guesses."""
         pending = session.committed[session.cache_length :]
-        return ScheduledSession.of(session, pending, session.block(max_guesses, chain=self._chain), verifies=True)
+        block = session.block(max_guesses, chain=self._chain, paying=paying)
+        return ScheduledSession.of(session, pending, block, verifies=True)
 
     def _join(self, sessions: Sequence[VerifySession], num_tokens: int, now: float) -> list[ScheduledSession]:
         """Schedule sessions of heavy tenants within their budget, longest waiting first."""

@@ -22,6 +22,7 @@ from outrider.protocol.speculation import (
     VerifySteering,
 )
 from outrider.speculation.acceptance import RandomSource, SeededNoise
+from outrider.speculation.goodput import new_pace
 from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
 from outrider.speculation.tree import GuessTree
@@ -108,6 +109,8 @@ class VerifySession:
         self.opened_at = time.monotonic()
         self.gamma = 0  # a step waits for a guessed path of this length
         self.max_guesses = 0  # guesses to verify per step; 0: no limit for this session
+        self.paying_guesses = 0  # unless 0, in its place in a shared step: as many as pay for their time
+        self.pace = new_pace()
         self.draft_wait_s = 0.0
         self.waiting_since = self.opened_at
         self.closed = False
@@ -136,6 +139,8 @@ class VerifySession:
             self.draft_wait_s = steering.draft_wait_us / 1e6
         if steering.nodes is not None:
             self.max_guesses = steering.nodes
+        if steering.paying_nodes is not None:
+            self.paying_guesses = steering.paying_nodes
         if steering.hidden_states is not None:
             self.hidden_states.enable(steering.hidden_states)
         if steering.states is not None:
@@ -168,10 +173,12 @@ class VerifySession:
             return now
         return self.waiting_since + self.draft_wait_s
 
-    def block(self, max_guesses: int, *, chain: bool = False) -> Guess:
+    def block(self, max_guesses: int, *, chain: bool = False, paying: int = 0) -> Guess:
+        """Return the guesses to verify, the likeliest first: `paying`, where a shared step chooses among them."""
         if self.guide is not None:
             max_guesses = min(max_guesses, self.guide.affordable_masks(_MAX_MASK_S))
-        return self.tree.block(min(max_guesses, self.max_guesses or max_guesses), self.remaining - 1, chain=chain)
+        wanted = min(self.paying_guesses, paying) or self.max_guesses or max_guesses
+        return self.tree.block(min(max_guesses, wanted), self.remaining - 1, chain=chain)
 
     def truncate_output(
         self, tokens: Sequence[int], complete_after: int | None = None
@@ -195,6 +202,7 @@ class VerifySession:
             self.history.append(verdict.tokens)
         self.waiting_since = time.monotonic()
         self.has_committed = True
+        self.pace.add(len(verdict.tokens))
         self.outbox.put_nowait(replace(verdict, remaining_depth=self.tree.depth))
 
     def check_backlog(self) -> bool:

@@ -28,6 +28,7 @@ KNOWN_COMPARISONS = 3  # comparisons that a ratio of the pair history counts for
 RATIO_RECOVERY = 0.02  # per choice, for modes not in use
 RATIO_BOUNDS = (0.3, 1.5)
 WINDOW = 9  # steps on shared cores whose median counts: other load delays single ones
+JOINED, LEFT = 0.8, 0.3  # other sessions of a step, from which on the verifier is shared, and no longer is
 KNOWN_STEPS = 3  # for their median to count
 
 
@@ -221,6 +222,7 @@ class Estimator:
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
         self._other_sessions = DecayedMean(SMOOTHING, float(sessions))
+        self.shared = sessions > 0 and bool(published.rows)  # with other sessions, whose guesses it compares
         self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
 
     def observe(
@@ -273,6 +275,7 @@ class Estimator:
         committed = max(0, timings.step_tokens - len(verdict.tokens))
         self._other_tokens.add(timings.batch_tokens - timings.session_tokens, weight)
         self._other_sessions.add(timings.sessions - 1, weight)
+        self.shared = self._other_sessions.value > (LEFT if self.shared else JOINED) and bool(self._published.rows)
         self._other_tokens_per_ms.add(committed / step_ms if step_ms else 0.0, weight)
 
     def conditions(self, drafter: BestDrafter) -> Conditions:
@@ -301,4 +304,5 @@ class Estimator:
             shortfall_rate=self._shortfall_rate.value,
             throughput_ratios=pair.ratios.by_mode(),
             shares_cores=self.on_shared_cores(drafter),
+            shared=self.shared,
         )

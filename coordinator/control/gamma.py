@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from coordinator.control.estimator import BestDrafter, Estimator
+from coordinator.control.goodput import net_throughput, paying_nodes
 from coordinator.control.throughput_model import (
     BRANCHES,
     MAX_WAIT_TIMEOUT_MS,
@@ -23,7 +24,6 @@ from coordinator.control.throughput_model import (
     SpeculationPlan,
     candidate_plans,
     draft_wait_timeout_ms,
-    net_throughput,
     throughput,
 )
 from outrider.protocol.speculation import MAX_GAMMA, Verdict, VerifySteering
@@ -122,6 +122,7 @@ class Controller:
         self._expected = 0.0  # of the present plan, tokens per second
         self.plan = PLAIN
         self.wait_timeout_ms = 0.0
+        self.paying_nodes = 0
         self.tallies: dict[SpeculationPlan, PlanTally] = {}
         # At the last choice:
         self._conditions: Conditions | None = None
@@ -174,13 +175,15 @@ class Controller:
             choice = replace(choice, wait_timeout_ms=0.0 if self._since_plan < READ_STEPS else choice.wait_timeout_ms)
         self._expected = choice.tokens_per_s
         near = 0.75 * self.wait_timeout_ms <= choice.wait_timeout_ms <= 1.25 * self.wait_timeout_ms
-        if choice.plan == self.plan and near:
+        paying = paying_nodes(choice.plan, self.paying_nodes) if drafter is not None and self._estimator.shared else 0
+        changed = None if paying == self.paying_nodes else paying
+        if choice.plan == self.plan and near and changed is None:
             return None
         if choice.plan != self.plan:
             self._since_plan = 0
             self._measured = PlanTally()
-        self.plan, self.wait_timeout_ms = choice.plan, choice.wait_timeout_ms
-        return self.plan.for_verifier(self.wait_timeout_ms)
+        self.plan, self.wait_timeout_ms, self.paying_nodes = choice.plan, choice.wait_timeout_ms, paying
+        return replace(self.plan.for_verifier(self.wait_timeout_ms), paying_nodes=changed)
 
     def _choose(self, drafter: BestDrafter | None) -> PlanChoice | None:
         """Return a choice of plan, or None if it is not time for one."""
@@ -265,6 +268,8 @@ class Controller:
 
     def _compare(self, tokens: int, ms: float) -> None:
         """Compare measured and expected throughput of the plan's mode, over several steps."""
+        if self.paying_nodes:
+            return  # what the other sessions leave of a step says nothing of the mode
         mode, measured, ratios = self.plan.mode, self._measured, self._estimator.pair.ratios
         measured.add(tokens, ms, self._expected / ratios.by_mode().get(mode, 1.0))
         if measured.steps < COMPARE_STEPS_SLOW or measured.ms <= 0.0 or measured.expected <= 0.0:

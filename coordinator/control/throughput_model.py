@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, VerifySteering
@@ -22,7 +22,7 @@ MAX_WAIT_TIMEOUT_MS = 1_000.0
 OPEN_NODES = 128  # guesses of a tree that a drafter ahead keeps open
 BRANCHES = (2, 3, 4)
 BRANCHES_AHEAD = 3
-BUDGETS_AHEAD = (4, 8, 16, 32)
+BUDGETS_AHEAD = (1, 2, 4, 8, 16, 32)
 AWAITED_AHEAD = (1, 2, 4)
 MAX_TREE_NODES = 32  # of a tree in turns
 MAX_ACCEPTANCE = 0.99  # keeps the mean distance between two misses finite
@@ -111,6 +111,7 @@ class Conditions:
     shortfall_rate: float = 0.0  # share of the waits that timed out with fewer guesses than γ
     throughput_ratios: Mapping[Mode, float] = field(default_factory=dict)  # measured over expected throughput
     shares_cores: bool = False  # the drafter, with the verifier
+    shared: bool = False  # the verifier, with other sessions
 
     def verify_ms(self, guesses: float) -> float:
         """Return the time of a step that checks this number of our guesses."""
@@ -165,36 +166,8 @@ def throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     return expected * (ratio if expected > plain else min(1.0, ratio))
 
 
-def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
-    """Return the expected tokens per second of this session minus those that other sessions on the verifier lose.
-
-    They lose throughput because our draft tokens lengthen the shared step.
-    The other sessions are assumed to move halfway towards the same plan.
-    Otherwise the first session would keep all batch tokens that are free now.
-    """
-    if plan.gamma == 0 or conditions.other_sessions <= 0.0:
-        return throughput(conditions, plan)
-    likewise = conditions.other_sessions * (1.0 + guesses_per_step(plan))
-    tokens = max(conditions.other_tokens, (conditions.other_tokens + likewise) / 2)
-    shared = replace(conditions, other_tokens=tokens)
-    return throughput(shared, plan) - 1000.0 * conditions.other_tokens_per_ms * _delay_share(shared, plan)
-
-
 def guesses_per_step(plan: SpeculationPlan) -> int:
     return plan.budget if plan.ahead else plan.gamma * plan.branches
-
-
-def _delay_share(conditions: Conditions, plan: SpeculationPlan) -> float:
-    """Return the share of time by which our guesses delay shared steps."""
-    wait_ms = draft_wait_ms(conditions, plan.gamma, plan.branches)
-    if plan.ahead:  # the verifier waits only after a miss, if at all
-        missed = 1.0 - mean_acceptance(conditions.acceptance_of(plan))
-        wait_ms = missed * draft_wait_ms(conditions, plan.awaited, plan.branches) if plan.awaited else 0.0
-    step_ms = conditions.verify_ms(guesses_per_step(plan))
-    delay_ms = max(0.0, step_ms - conditions.verify_ms(0))
-    if conditions.shares_cores:  # shared steps are slower while it drafts
-        delay_ms += plan.gamma * conditions.draft_step_ms(plan.branches)
-    return conditions.proposal_rate * delay_ms / max(step_ms + wait_ms, 1e-6)
 
 
 def _throughput_in_turns(conditions: Conditions, plan: SpeculationPlan) -> float:

@@ -71,6 +71,7 @@ class VerifySteering:
     gamma: int | None = None  # length of the guessed path that a step waits for
     draft_wait_us: int | None = None
     nodes: int | None = None  # guesses checked per step; 0: no limit for this session
+    paying_nodes: int | None = None  # unless 0, in place of `nodes`: as many as pay for the time that they add
     hidden_states: bool | None = None  # send them with verdicts
     states: StateSpecs | None = None  # send these with verdicts as well
 
@@ -79,6 +80,7 @@ class VerifySteering:
             gamma=(self.gamma, MAX_GAMMA),
             draft_wait_us=(self.draft_wait_us, MAX_DRAFT_WAIT_US),
             nodes=(self.nodes, MAX_NODES),
+            paying_nodes=(self.paying_nodes, MAX_NODES),
         )
         if self.states is not None:
             self.states.check()

@@ -93,7 +93,7 @@ class GuessTree:
         self._committed_guesses: dict[NodeKey, int] = {}  # → position
         self._highest: dict[int, int] = {}
         self._size = 0
-        self._rates = SiblingRates()
+        self.rates = SiblingRates()
         self.passed_at = -1  # a drafter has reported that it has no guess for this position
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class GuessTree:
         for token in tokens:
             guessed = self._root.children
             kept = guessed.get(token)
-            self._rates.record(len(guessed), None if kept is None else kept.rank)
+            self.rates.record(len(guessed), None if kept is None else kept.rank)
             for node in guessed.values():
                 if node is not kept:
                     self._drop(node)
@@ -184,7 +184,7 @@ class GuessTree:
                 reached.clear()
             for child in node.children.values() if depth < max_depth else ():
                 seen += 1
-                heapq.heappush(reached, (negated * self._rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
+                heapq.heappush(reached, (negated * self.rates[child.rank], seen, child, len(nodes) - 1, depth + 1))
         draft_probs = tuple(node.draft_prob for node in nodes if node.draft_prob is not None)
         tokens = tuple(node.token for node in nodes)
         return Guess(len(self._committed), 0, 0, tokens, draft_probs, parents=tuple(parents))

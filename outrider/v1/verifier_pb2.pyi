@@ -183,6 +183,7 @@ class VerifySteering(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     STATES_FIELD_NUMBER: builtins.int
     VERDICTS_FIELD_NUMBER: builtins.int
+    PAYING_NODES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
     draft_wait_us: builtins.int
@@ -193,6 +194,8 @@ class VerifySteering(google.protobuf.message.Message):
     """guesses verified per step, all branches together; 0: as many as the verifier allows"""
     verdicts: builtins.int
     """of steps without guesses, that an attached engine may send together; absent: 1"""
+    paying_nodes: builtins.int
+    """unless 0, in place of nodes: at most so many, as far as they pay for the time that they add to a shared step"""
     @property
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
@@ -206,9 +209,10 @@ class VerifySteering(google.protobuf.message.Message):
         nodes: builtins.int | None = ...,
         states: outrider.v1.common_pb2.StateSpecs | None = ...,
         verdicts: builtins.int | None = ...,
+        paying_nodes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
@@ -217,6 +221,8 @@ class VerifySteering(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_hidden_states", b"_hidden_states"]) -> typing.Literal["hidden_states"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_nodes", b"_nodes"]) -> typing.Literal["nodes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_paying_nodes", b"_paying_nodes"]) -> typing.Literal["paying_nodes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_verdicts", b"_verdicts"]) -> typing.Literal["verdicts"] | None: ...
 

@@ -29,6 +29,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
     "lines of hidden states": (("/hidden_states",), 1_100),
+    "lines of goodput": (("/goodput.py",), 160),
     "lines of the simulation": (("coordinator/control/simulation/",), 620),
     "lines of benchmarks": (("outrider/bench/",), 3_650),
 }

@@ -11,6 +11,7 @@ from coordinator.control.simulation.drafter import RIGHT, SimulatedDrafter
 from coordinator.control.simulation.world import SimulatedWorld, World
 from coordinator.control.throughput_model import SpeculationPlan
 from outrider.protocol.speculation import MAX_GAMMA, MAX_NODES, ROOT, Guess, TokenKind, Verdict, VerifyTimings
+from outrider.speculation.goodput import new_pace
 from outrider.speculation.tree import GuessTree
 
 
@@ -65,7 +66,8 @@ class SimulatedSession:
         self.plans: list[tuple[float, SpeculationPlan]] = []  # each change, with its time in ms
         self.proposed: list[tuple[float, int]] = []  # each step: time in ms, length of the checked path
         self.committed: list[int] = []
-        self._tree = GuessTree(self.committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self.tree = GuessTree(self.committed, single=False, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA)
+        self.pace = new_pace()
         self._idle_since = 0.0
         self._drafter = SimulatedDrafter(self._world, self._receive)
         self._steer()
@@ -83,6 +85,10 @@ class SimulatedSession:
         """Return the virtual time in milliseconds."""
         return self._world.now
 
+    @property
+    def paying_guesses(self) -> int:
+        return self.controller.paying_nodes
+
     def delay_ms(self, work_ms: float) -> float:
         return self._world.delay_ms(work_ms)
 
@@ -90,14 +96,15 @@ class SimulatedSession:
         """Return whether a step may take the session: it waits for no guess, or no longer."""
         timeout_ms = self.controller.wait_timeout_ms
         gamma = self.controller.plan.for_verifier(timeout_ms).gamma or 0
-        passed = self._tree.passed_at >= len(self.committed)
-        waiting = self.committed and timeout_ms and not passed and not self._tree.has_depth(gamma)
+        passed = self.tree.passed_at >= len(self.committed)
+        waiting = self.committed and timeout_ms and not passed and not self.tree.has_depth(gamma)
         return not waiting or self.now >= self._idle_since + timeout_ms - 1e-6
 
-    def block(self) -> Guess:
-        """Return the guesses that the next step checks."""
-        steering = self.controller.plan.for_verifier(self.controller.wait_timeout_ms)
-        return self._tree.block(steering.nodes or MAX_NODES, MAX_GAMMA)
+    def block(self, compared: int) -> Guess:
+        """Return the guesses that the next step checks, or `compared` of those among which it chooses."""
+        return self.tree.block(
+            min(self.paying_guesses, compared) or self.controller.plan.budget or MAX_NODES, MAX_GAMMA
+        )
 
     def start_step(self) -> float:
         """Return how long the session has waited for the step that begins now."""
@@ -110,6 +117,7 @@ class SimulatedSession:
         verdict = self._commit(block, path, waited_ms, step)
         self._count(verdict)
         self._idle_since = self.now
+        self.pace.add(len(verdict.tokens))
         self.controller.observe(verdict, self._best_drafter)
         self._steer()
         committed = len(self.committed)
@@ -123,15 +131,15 @@ class SimulatedSession:
         pair.observe_draft(guess.shape.depth, guess.draft_us, tree=tree)
         if guess.parent == 0 and guess.position < len(self.committed):
             pair.observe_late_guess(hit=guess.tokens[0] == RIGHT)
-        self._tree.add(guess)
+        self.tree.add(guess)
         self._wake()
 
     def _commit(self, block: Guess, path: list[int], waited_ms: float, step: SimulatedStep) -> Verdict:
-        nodes = self._tree.nodes(block)
+        nodes = self.tree.nodes(block)
         position = len(self.committed)
         tokens = (RIGHT,) * (len(path) + 1)
         self.committed.extend(tokens)
-        self._tree.commit(tokens)
+        self.tree.commit(tokens)
         proposed = block.shape.depth
         last = TokenKind.PLAIN if not proposed else TokenKind.BONUS if len(path) == proposed else TokenKind.RECOVERED
         return Verdict(
@@ -149,7 +157,7 @@ class SimulatedSession:
                 step_tokens=step.committed,
             ),
             nodes=len(nodes),
-            remaining_depth=self._tree.depth,
+            remaining_depth=self.tree.depth,
             accepted_from_branch=sum(nodes[row - 1].rank > 0 for row in path),
         )
 

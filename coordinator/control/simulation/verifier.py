@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from coordinator.control.estimator import PairHistory
 from coordinator.control.gamma import FixedChoices
 from coordinator.control.simulation.session import SimulatedSession, SimulatedStep, SimulationResult, accepted_path
 from coordinator.control.simulation.world import EventQueue, SimulatedWorld, World
 from outrider.protocol.speculation import Guess
+from outrider.speculation.goodput import compared_guesses, paying_blocks
 
 _Checked = tuple[SimulatedSession, Guess, float]  # the session, its guesses in the step, and how long it had waited
 
@@ -25,10 +27,11 @@ class SimulatedVerifier:
         """Begin a step with the sessions that are ready, unless one runs."""
         if self._stepping:
             return
-        checked = [(session, session.block(), session.start_step()) for session in self.sessions if session.ready()]
-        if not checked:
+        ready = [session for session in self.sessions if session.ready()]
+        if not ready:
             return
         self._stepping = True
+        checked = [(session, block, session.start_step()) for session, block in zip(ready, _blocks(ready), strict=True)]
         world = checked[0][0].world
         tokens = sum(1 + len(block.tokens) for _, block, _ in checked)
         step_ms = world.cost.at(tokens) * (world.burden if tokens > len(checked) else 1.0)
@@ -42,6 +45,14 @@ class SimulatedVerifier:
             session.finish_step(block, path, waited_ms, step)
         self._stepping = False
         self.wake()
+
+
+def _blocks(ready: Sequence[SimulatedSession]) -> list[Guess]:
+    """Return the guesses of each session that a step checks."""
+    blocks = [session.block(compared_guesses(len(ready))) for session in ready]
+    if not any(session.paying_guesses for session in ready):
+        return blocks
+    return paying_blocks(ready, blocks, len(ready) + sum(len(block.tokens) for block in blocks), ready[0].world.cost)
 
 
 class Simulation(SimulatedSession):
@@ -79,15 +90,17 @@ class SharedSimulation:
         self,
         worlds: Sequence[World],
         gamma_max: int = 16,
-        fixed: FixedChoices | None = None,
+        fixed: Sequence[FixedChoices] = (),
         history: PairHistory | None = None,
         seed: int = 0,
     ) -> None:
+        """Open the sessions in turn; `fixed` are the choices of the first ones, the others have none."""
         verifier = self.verifier = SimulatedVerifier()
-        for number, world in enumerate(worlds):
+        for number, (world, choices) in enumerate(zip_longest(worlds, fixed, fillvalue=None)):
+            assert world is not None, "more choices than sessions"
             own = SimulatedWorld(world, seed * len(worlds) + number, verifier.events)
             others = len(verifier.sessions)
-            verifier.sessions.append(SimulatedSession(own, verifier.wake, gamma_max, fixed, history, others))
+            verifier.sessions.append(SimulatedSession(own, verifier.wake, gamma_max, choices, history, others))
         verifier.wake()
 
     def run(self, ms: float) -> list[SimulationResult]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -28,16 +31,54 @@ def test_a_session_that_shares_with_none_is_as_one_with_its_own_verifier() -> No
 
 @pytest.mark.parametrize(("sessions", "step_ms"), [(8, 25.0), (96, 37.5)])
 def test_plain_sessions_share_steps_that_last_as_long_as_all_their_tokens_need(sessions: int, step_ms: float) -> None:
-    results = SharedSimulation([NEAR] * sessions, fixed=PLAIN).run(40 * step_ms)
+    results = SharedSimulation([NEAR] * sessions, fixed=[PLAIN] * sessions).run(40 * step_ms)
     assert {result.tokens for result in results} == {40}
 
 
-def test_guesses_of_one_session_lengthen_the_steps_of_all() -> None:
+def test_fixed_guesses_of_one_session_lengthen_the_steps_of_all() -> None:
     steep = replace(NEAR, cost=CostCurve.line(10.0, 5.0))
-    pair = SharedSimulation([steep, steep])
-    guessing, _ = pair.verifier.sessions
-    pair.verifier.sessions[1].controller = Simulation(steep, fixed=PLAIN).controller
-    pair.run(1000.0)
-    assert max(count for _, count in guessing.proposed) > 0
-    _, beside = pair.run(1000.0)
-    assert beside.tokens < 1000 / steep.cost.at(2) - 1
+    _, beside = SharedSimulation([steep, steep], fixed=[FixedChoices(gamma=6), PLAIN]).run(1500.0)
+    assert beside.tokens < 0.8 * 1500 / steep.cost.at(2)
+
+
+# --- what a shared step checks pays -----------------------------------------------------------------------------------
+
+WARM_MS = 3000.0
+KINDS = {"even": (0.8,), "mixed": (0.9, 0.7, 0.5, 0.3)}
+
+
+def times_plain(worlds: Sequence[World], ms: float, fixed: FixedChoices | None) -> tuple[float, float]:
+    """Return the speed of all sessions over plain decoding, and of the slowest one."""
+    simulation = SharedSimulation(worlds, fixed=[] if fixed is None else [fixed] * len(worlds))
+    simulation.run(WARM_MS if fixed is None else 500.0)
+    plain = 1000.0 / worlds[0].cost.at(len(worlds))
+    speeds = [result.tokens_per_s / plain for result in simulation.run(ms)]
+    return statistics.fmean(speeds), min(speeds)
+
+
+def test_a_full_verifier_checks_nothing_and_no_session_loses() -> None:
+    narrow = replace(NEAR, cost=CostCurve((1, 4, 8), (25.0, 25.0, 50.0)))
+    mean, least = times_plain([replace(narrow, acceptance=acceptance) for acceptance in (0.9, 0.3) * 3], 4000.0, None)
+    assert mean > 0.98
+    assert least > 0.97
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sessions", "gains"), [(1, 3.5), (8, 2.4), (32, 1.6), (128, 0.98)])
+def test_sessions_of_a_gpu_are_faster_than_plain_and_than_every_fixed_gamma(
+    sessions: int, gains: float, kind: str
+) -> None:
+    """Adaptive sessions: none is below plain, and all together are not below the best fixed γ, in turns or ahead."""
+    acceptances = (KINDS[kind] * sessions)[:sessions]
+    worlds = [replace(NEAR, acceptance=acceptance) for acceptance in acceptances]
+    mean, least = times_plain(worlds, 4000.0, None)
+    found = {"plain": 1.0}
+    for gamma, ahead in product((1, 2, 4, 8), (False, True)):
+        choice = FixedChoices(gamma=gamma, ahead=ahead)
+        found[f"{gamma}{' ahead' * ahead}"] = times_plain(worlds, 2000.0, choice)[0]
+    best = max(found, key=found.__getitem__)
+    print(f"{sessions} {kind}: {mean:.3f} x plain, slowest {least:.3f}; best fixed γ {best}: {found[best]:.3f}")
+    assert mean >= max(gains, 0.97 * found[best])
+    assert least > 0.97

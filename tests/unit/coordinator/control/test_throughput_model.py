@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coordinator.control import gamma, throughput_model
 from coordinator.control.gamma import choose_plan
+from coordinator.control.goodput import net_throughput
 from coordinator.control.throughput_model import (
     BRANCHES,
     MAX_TREE_NODES,
@@ -530,10 +531,6 @@ def test_sessions_that_share_a_verifier_leave_each_other_room(sessions: int, beg
 
 def test_a_row_that_delays_nobody_is_free() -> None:
     beside = replace(FAIR, cost=FULL, other_tokens=3.0, other_sessions=2.0, other_tokens_per_ms=0.2)
-    assert throughput_model.net_throughput(beside, SpeculationPlan(4)) == pytest.approx(
-        throughput(beside, SpeculationPlan(4))
-    )
+    assert net_throughput(beside, SpeculationPlan(4)) == pytest.approx(throughput(beside, SpeculationPlan(4)))
     crowded = replace(beside, other_tokens=16.0, other_sessions=16.0, other_tokens_per_ms=0.4)
-    assert throughput_model.net_throughput(crowded, SpeculationPlan(4)) < throughput_model.net_throughput(
-        crowded, PLAIN
-    )
+    assert net_throughput(crowded, SpeculationPlan(4)) < net_throughput(crowded, PLAIN)

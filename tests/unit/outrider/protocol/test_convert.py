@@ -171,6 +171,7 @@ def test_the_mode_follows_the_temperature_unless_it_is_said() -> None:
         (VerifySteering(draft_wait_us=-1), "steer.draft_wait_us"),
         (VerifySteering(draft_wait_us=MAX_DRAFT_WAIT_US + 1), "steer.draft_wait_us"),
         (VerifySteering(nodes=MAX_NODES + 1), "steer.nodes"),
+        (VerifySteering(paying_nodes=MAX_NODES + 1), "steer.paying_nodes"),
     ],
 )
 def test_bad_steering_names_its_field(steering: DraftSteering | VerifySteering, name: str) -> None:
