@@ -66,6 +66,16 @@ def test_places_go_to_the_session_whose_guesses_held() -> None:
     assert more + fewer == 4
 
 
+def test_a_session_back_at_plain_decoding_has_none_of_its_guesses_checked_on_a_full_verifier() -> None:
+    sessions = [session(name, 0) for name in "abcd"]
+    full = CostCurve((1, 4, 8), (25.0, 25.0, 50.0))
+    assert checked(sessions, full) == [2, 2, 2, 2]
+    for one in sessions:
+        one.steer(VerifySteering(gamma=0, draft_wait_us=0, nodes=0, paying_nodes=32))
+    assert checked(sessions, full) == [0, 0, 0, 0]
+    assert checked(sessions[:2], full) == [1, 1], "places that are free"
+
+
 def test_without_a_known_cost_nothing_is_compared() -> None:
     assert checked([session("a", 32), session("b", 32)], UNKNOWN_COST) == [2, 2]
 

@@ -16,6 +16,7 @@ from coordinator.control import estimator as estimator_module
 from coordinator.control import gamma
 from coordinator.control.estimator import BestDrafter, CostLine, Estimator, PairEstimate, PairHistory, ThroughputRatios
 from coordinator.control.gamma import Controller, FixedChoices
+from coordinator.control.goodput import PAYING_NODES, paying_nodes
 from coordinator.control.simulation.verifier import Simulation
 from coordinator.control.simulation.world import World
 from coordinator.control.throughput_model import PLAIN, Conditions, Mode, PlanChoice, SpeculationPlan, throughput
@@ -835,6 +836,23 @@ def test_when_the_others_leave_guesses_are_made_again() -> None:
     controller = promising(sessions=60)
     beside(60, 60, controller)
     assert beside(0, 60, controller)[-1].gamma > 0
+
+
+@pytest.mark.parametrize("plan", [replace(TREE_AHEAD, awaited=2), TREE_AHEAD, TREE])
+def test_a_session_back_at_plain_decoding_leaves_the_rest_of_its_guesses_to_the_verifier(plan: SpeculationPlan) -> None:
+    controller = promising(sessions=8)
+    controller.plan, controller.paying_nodes = plan, paying_nodes(plan, shared=True)
+    assert controller.decide(None) is not None
+    assert (controller.plan, controller.paying_nodes) == (PLAIN, PAYING_NODES)
+    assert controller.decide(None) is None
+
+
+@pytest.mark.parametrize(("sessions", "plan"), [(8, PLAIN), (0, TREE_AHEAD)])
+def test_a_session_without_guesses_or_without_others_leaves_nothing(sessions: int, plan: SpeculationPlan) -> None:
+    controller = promising(sessions)
+    controller.plan, controller.paying_nodes = plan, 0
+    controller.decide(None)
+    assert (controller.plan, controller.paying_nodes) == (PLAIN, 0)
 
 
 # --- drafters that promise and do not come ---------------------------------------------------------------------------
