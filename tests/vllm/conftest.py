@@ -86,6 +86,7 @@ def options(**more: object) -> CoreOptions:
 def process_groups() -> Iterator[None]:
     """Leave no process groups to the engines of other modules."""
     yield
+    gc.collect()  # what is left of the modules that use them
     distributed = import_module("vllm.distributed")
     distributed.destroy_model_parallel()
     distributed.destroy_distributed_environment()
