@@ -175,7 +175,7 @@ class Controller:
             choice = replace(choice, wait_timeout_ms=0.0 if self._since_plan < READ_STEPS else choice.wait_timeout_ms)
         self._expected = choice.tokens_per_s
         near = 0.75 * self.wait_timeout_ms <= choice.wait_timeout_ms <= 1.25 * self.wait_timeout_ms
-        paying = paying_nodes(choice.plan, self._estimator.shared, drafted=self.plan.gamma + self.paying_nodes > 0)
+        paying = paying_nodes(choice.plan, self.plan.gamma + self.paying_nodes) if self._estimator.shared else 0
         changed = None if paying == self.paying_nodes else paying
         if choice.plan == self.plan and near and changed is None:
             return None

@@ -19,13 +19,13 @@ from coordinator.control.throughput_model import (
 PAYING_NODES = 32
 
 
-def paying_nodes(plan: SpeculationPlan, shared: bool, *, drafted: bool = False) -> int:
-    """Return how many guesses a verifier that is `shared` may check if they pay; 0: those of the plan.
+def paying_nodes(plan: SpeculationPlan, before: int = 0) -> int:
+    """Return how many guesses a verifier with other sessions may check if they pay; 0: those of the plan.
 
-    It does so for a plan without guesses too, if the session `drafted` before: the verifier may still have some.
+    It does so for a plan without guesses too, if the session had guesses `before`: the verifier may still have some.
     """
-    leaves_choice = plan.ahead and not plan.awaited if plan.gamma else drafted
-    return PAYING_NODES if shared and leaves_choice else 0
+    leaves_choice = plan.ahead and not plan.awaited if plan.gamma else before
+    return PAYING_NODES if leaves_choice else 0
 
 
 def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
@@ -39,7 +39,7 @@ def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
         return throughput(conditions, plan)
     likewise = conditions.other_sessions * (1.0 + guesses_per_step(plan))
     tokens = max(conditions.other_tokens, (conditions.other_tokens + likewise) / 2)
-    if paying_nodes(plan, conditions.shared):
+    if conditions.shared and paying_nodes(plan):
         tokens = conditions.other_sessions  # the verifier chooses among the guesses of all by what they bring
     shared = replace(conditions, other_tokens=tokens)
     return throughput(shared, plan) - 1000.0 * conditions.other_tokens_per_ms * _delay_share(shared, plan)

@@ -841,7 +841,7 @@ def test_when_the_others_leave_guesses_are_made_again() -> None:
 @pytest.mark.parametrize("plan", [replace(TREE_AHEAD, awaited=2), TREE_AHEAD, TREE])
 def test_a_session_back_at_plain_decoding_leaves_the_rest_of_its_guesses_to_the_verifier(plan: SpeculationPlan) -> None:
     controller = promising(sessions=8)
-    controller.plan, controller.paying_nodes = plan, paying_nodes(plan, shared=True)
+    controller.plan, controller.paying_nodes = plan, paying_nodes(plan)
     assert controller.decide(None) is not None
     assert (controller.plan, controller.paying_nodes) == (PLAIN, PAYING_NODES)
     assert controller.decide(None) is None
