@@ -289,6 +289,7 @@ def opened(number: int) -> pb.SessionFrame:
 
 
 FIRST = pb.SessionFrames(window=WINDOW_BYTES)
+# The last batch is the one to be refused: a write after it would meet the end and hide its status.
 BATCHES: dict[str, list[pb.SessionFrames]] = {
     "no window": [pb.SessionFrames()],
     "a window that cannot be": [pb.SessionFrames(window=2**32 - 1)],
@@ -304,7 +305,7 @@ BATCHES: dict[str, list[pb.SessionFrames]] = {
     ],
     "credit for nothing": [FIRST, pb.SessionFrames(frames=[opened(1), pb.SessionFrame(stream=1, credit=2**31)])],
     "beyond its window": [FIRST, pb.SessionFrames(frames=[opened(1)])]
-    + [pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"", more=False)] * 2000)] * 6,
+    + [pb.SessionFrames(frames=[pb.SessionFrame(stream=1, payload=b"", more=False)] * 2000)] * 3,  # the last is beyond
 }
 
 

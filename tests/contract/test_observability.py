@@ -34,7 +34,7 @@ from tests.contract.test_processes import assert_told, run
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "outrider.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 PROMPT = "Two heads are better than one, and two heads are better than none. Two heads are "
-LENGTH = 60
+LENGTH = 180
 ADDED = {"job", "instance"}  # labels that Prometheus adds
 OVER_TIME = ("rate", "increase")
 

@@ -28,7 +28,7 @@ async def test_guesses_do_not_change_the_text(models: Models, tmp_path: Path, we
             texts = []
             for gamma, drafter in WAYS:
                 requests = [
-                    ask(prompt, gamma=gamma, drafter=drafter, temperature=temperature, max_tokens=48, seed=index)
+                    ask(prompt, gamma=gamma, drafter=drafter, temperature=temperature, max_tokens=96, seed=index)
                     for index, prompt in enumerate(PROMPTS)
                 ]
                 outputs = await generate_all(cluster.address, requests, timeout=60)
