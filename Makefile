@@ -101,6 +101,7 @@ vllm: $(VLLM_STAMP)  ## Tests of the verifier on vLLM, in an environment of thei
 prove-vllm: $(VLLM_STAMP) setup  ## The same and its slow proofs, some with the real model.
 	@$(VLLM_TESTS) -m 'prove or not prove' --timeout 3600
 	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)
+	@VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 $(VLLM_TESTS)/test_dspark_accept_length.py -m prove --timeout 3600
 	@$(KERNEL_TESTS)
 
 # On top of .venv, whose packages it sees.
