@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from coordinator.admission.byte_budget import ByteBudget
-from coordinator.admission.waiting.urgency import set_urgency
+from coordinator.admission.waiting.urgency import set_urgency, urgency
 from coordinator.api.gauges import connect_gauges
 from coordinator.api.http.app import Api
 from coordinator.api.http.server import HttpServer
@@ -112,7 +112,7 @@ class CoordinatorService(rpc.OutriderServicer):
         with _logged("Generate", session_id="") as call:
             with admission(self.sessions.metrics):
                 set_urgency(request.priority if request.HasField("priority") else None, context.time_remaining())
-                target = self.sessions.targets.named(request.model)
+                target = await self.sessions.targets.find(request.model, urgency().remaining_s)
                 prepared = await prepare(from_proto(request), target, self._settings)
                 session = await self.sessions.begin(prepared, target, request.idempotency_key)
             call["session_id"] = session.record.session_id
@@ -139,7 +139,7 @@ class CoordinatorService(rpc.OutriderServicer):
     async def GetModelInfo(
         self, request: common.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common.ModelInfo:
-        return convert.model_to_proto(self.sessions.targets.named(request.model).info)
+        return convert.model_to_proto((await self.sessions.targets.find(request.model)).info)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

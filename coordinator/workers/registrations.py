@@ -33,6 +33,7 @@ class Registrations:
         self._store = store
         self._heartbeat_s = heartbeat_ms / 1000
         self._lost_after_s = LOST_AFTER_HEARTBEATS * self._heartbeat_s
+        worker_pool.targets.settle_s = self._lost_after_s
         self._verifier_joins = asyncio.Lock()
         self._left: dict[str, float] = {}  # end of a worker's registration, by worker id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -42,11 +43,16 @@ class Both:
     address: str
     service: CoordinatorService
     texts: dict[str, str]  # of the targets alone
+    early: dict[str, asyncio.Task[Answer]]  # asked before any worker had registered
 
     async def answer(self, model: str = "", **params: Any) -> Answer:
-        given = {"max_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True} | params
-        async with client(self.address) as stub:
-            return await generate(stub, ask(PROMPT, model=model, **given))
+        return await answer(self.address, model, **params)
+
+
+async def answer(address: str, model: str, **params: Any) -> Answer:
+    given = {"max_tokens": LENGTH, "temperature": 0.0, "ignore_eos": True} | params
+    async with client(address) as stub:
+        return await generate(stub, ask(PROMPT, model=model, **given))
 
 
 def alone(folder: Path) -> str:
@@ -71,12 +77,18 @@ async def both(
     words = load_model(str(models.other_vocabulary), EngineOptions(device="cpu"))
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(in_process(service, settings))
+        targets = service.sessions.targets
+        assert targets.settle_s == 5 * HEARTBEAT_MS / 1000
+        targets.settle_s = 60.0  # a busy machine takes longer
+        early = {model: asyncio.create_task(answer(address, model)) for model in ("", "target", "words", "small")}
         for each, named in ((loaded, {}), (words, {"served_model_name": "words"})):
             folder = tmp_path_factory.mktemp("tokenizer")
             await stack.enter_async_context(verifier_serving(each, folder, coordinators=address, **named))
         pool = service.sessions.worker_pool
         assert await soon(lambda: len(pool.connections()) == 2, 20)
-        yield Both(address, service, {"target": alone(models.target), "words": alone(models.other_vocabulary)})
+        targets.settle_s = 0.5
+        texts = {"target": alone(models.target), "words": alone(models.other_vocabulary)}
+        yield Both(address, service, texts, early)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -93,6 +105,12 @@ async def test_each_model_answers_as_it_does_alone(both: Both, api: AsyncOpenAI)
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0}
         found = await api.completions.create(model=name, **body, extra_body={"ignore_eos": True})
         assert (found.choices[0].text, found.model) == (both.texts[model], model)
+
+
+async def test_requests_wait_for_workers_that_register(both: Both) -> None:
+    """The first to register is no target of three of them."""
+    for model, task in both.early.items():
+        assert (await task).text == both.texts["target" if model == "target" else "words"]
 
 
 async def test_models_are_listed_with_their_aliases(api: AsyncOpenAI) -> None:

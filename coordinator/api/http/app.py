@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
-from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, timeout_of
+from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, timeout_of, urgency
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
 from coordinator.api.http.agents.prompt_logprobs import echoed_prompts
@@ -58,7 +58,6 @@ class Api:
     ) -> None:
         self._budget = budget
         self._sessions = sessions
-        self._targets = sessions.targets
         self._settings = settings
         self._keys = keys
         self._document = document()
@@ -114,7 +113,7 @@ class Api:
     async def _generate(self, request: Request, body: ChatBody | CompletionBody, plan: Plan) -> Response:
         with admission(self._sessions.metrics):
             set_urgency(body.priority, timeout_of(request.headers.get(TIMEOUT_HEADER)))
-            target = self._targets.named(body.model)
+            target = await self._sessions.targets.find(body.model, urgency().remaining_s)
             inputs, replies = plan(body, target, self._settings)
             requests = await requests_of(body, inputs, target, self._settings)
         if isinstance(replies, CompletionReplies) and isinstance(body, CompletionBody):
@@ -127,13 +126,13 @@ class Api:
     # Information.
 
     async def models(self, request: Request) -> Response:
-        self._targets.check_any()
-        data = [_model(name, target) for name, target in self._targets.listed().items()]
+        self._sessions.targets.check_any()
+        data = [_model(name, target) for name, target in self._sessions.targets.listed().items()]
         return JSONResponse(ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return JSONResponse(_model(name, self._targets.named(name)))
+        return JSONResponse(_model(name, await self._sessions.targets.find(name)))
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""

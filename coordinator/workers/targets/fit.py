@@ -24,10 +24,11 @@ def check_drafter(drafter: ModelInfo, targets: Iterable[Target]) -> None:
     if not known or any(fits(drafter, target) for target in known):
         return
     alike = [target for target in known if shares_vocabulary(drafter, target)]
+    names = ", ".join(target.name for target in alike or known)
     if not alike:
-        raise ModelMismatch(f"drafter {drafter.name} has another vocabulary than target {_names(known)}")
+        raise ModelMismatch(f"drafter {drafter.name} has another vocabulary than target {names}")
     raise ModelMismatch(
-        f"drafter {drafter.name} was trained for another target than {_names(alike)}: its guesses would fail. Train "
+        f"drafter {drafter.name} was trained for another target than {names}: its guesses would fail. Train "
         "one for this target with `outrider train`",
         field="model.target_digest",
         value=drafter.target_digest,
@@ -49,7 +50,3 @@ def target_mismatch(known: Target, info: WorkerInfo) -> ModelMismatch:
                 limit=mine,
             )
     return ModelMismatch(f"verifier {info.worker_id} serves another target")
-
-
-def _names(targets: Iterable[ModelInfo]) -> str:
-    return ", ".join(target.name for target in targets)

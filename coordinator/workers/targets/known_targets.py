@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
+from asyncio import Semaphore
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 
 from coordinator.workers.target import Target
+from outrider.base.aio import until
 from outrider.protocol.errors import NotFound, Overloaded, StartupError, Unavailable, shorten
 
 MAX_TARGETS = 64  # each has a tokenizer in memory
 _RETRY_MS = 2000
+_POLL_S = 0.05
+_MAX_WAITING = 512  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,9 @@ class KnownTargets:
     def __init__(self, names: ModelNames | None = None) -> None:
         self._names = names or ModelNames()
         self._by_identity: dict[str, Target] = {}
+        self._changed_at = time.monotonic()
+        self.settle_s = 0.0  # after a change, in which further targets may follow: no name is unknown
+        self._may_wait = Semaphore(_MAX_WAITING)
 
     def __iter__(self) -> Iterator[Target]:
         return iter(list(self._by_identity.values()))
@@ -60,17 +69,27 @@ class KnownTargets:
             return self.first
         return next((target for target in self if target.info.name == wanted), None)
 
+    async def find(self, model: str | None, within_s: float = math.inf) -> Target:
+        """Return the target that a request names; wait for it until the fleet has settled, at most `within_s`."""
+        if not self._may_wait.locked():
+            async with self._may_wait:
+                left_s = min(within_s, self._changed_at + self.settle_s - time.monotonic())
+                await until(lambda: self._find(model) is not None, left_s, _POLL_S)
+        return self.named(model)
+
+    def _find(self, model: str | None) -> Target | None:
+        return self.listed().get(model) if model else self.default
+
     def named(self, model: str | None) -> Target:
         """Return the target that a request names; without a name, the default."""
         self.check_any()
-        found = self.listed().get(model) if model else self.default
-        if found is not None:
+        if (found := self._find(model)) is not None:
             return found
-        if not model:
-            message = f"no verifier of the default model {self._names.default} has reported yet; is one starting?"
-            raise Unavailable(message, retry_after_ms=_RETRY_MS)
-        names = ", ".join(self.listed())
-        raise NotFound(f"there is no model {shorten(repr(model))} here", field="model", value=model, limit=names)
+        wanted = f"model {shorten(repr(model))}" if model else f"the default model {self._names.default}"
+        settled = time.monotonic() - self._changed_at >= self.settle_s
+        if not settled or model in (None, "", self._names.served, self._names.default, *self._names.aliases):
+            raise Unavailable(f"no verifier of {wanted} has reported yet; is one starting?", retry_after_ms=_RETRY_MS)
+        raise NotFound(f"there is no {wanted} here", field="model", value=model, limit=", ".join(self.listed()))
 
     def listed(self) -> dict[str, Target]:
         """Return the targets by name, the default first. A target's own name precedes an alias."""
@@ -98,6 +117,7 @@ class KnownTargets:
             elif verifiers(each.identity):
                 known[each.identity] = each
         self._by_identity = {**known, target.identity: target}
+        self._changed_at = time.monotonic()
         default = self.default
         for each in self:
             name = (self._names.served if each is default else "") or each.info.name

@@ -51,7 +51,7 @@ class TokensApi:
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
         with admission(self._sessions.metrics):
-            target = self._sessions.targets.named(body.model)
+            target = await self._sessions.targets.find(body.model)
             tokens = await asyncio.to_thread(self._encode, body, target)
         texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return JSONResponse(
@@ -61,7 +61,7 @@ class TokensApi:
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
         with admission(self._sessions.metrics):
-            target = self._sessions.targets.named(body.model)
+            target = await self._sessions.targets.find(body.model)
             check_size("tokens", len(body.tokens), self._limit)
             check_tokens("tokens", body.tokens, target.info.vocab_size)
         text = await asyncio.to_thread(target.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)

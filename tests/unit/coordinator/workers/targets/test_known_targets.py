@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from coordinator.workers.target import Target
-from coordinator.workers.targets.known_targets import MAX_TARGETS, KnownTargets, ModelNames
+from coordinator.workers.targets.known_targets import _MAX_WAITING, MAX_TARGETS, KnownTargets, ModelNames
 from outrider.protocol.errors import NotFound, Overloaded, StartupError, Unavailable
 from outrider.protocol.fleet import ModelInfo
 
@@ -57,6 +58,48 @@ def test_a_default_that_is_not_there_yet_is_no_other_model() -> None:
     with pytest.raises(Unavailable, match="no verifier of the default model b has reported yet"):
         targets.named("")
     assert targets.named("a").info.name == "a"
+
+
+def test_no_name_is_unknown_before_the_fleet_has_settled() -> None:
+    """After a restart the workers of one target are there first; those of others follow."""
+    targets = known("a")
+    targets.settle_s = 60.0
+    with pytest.raises(Unavailable, match="no verifier of model 'b' has reported yet") as refused:
+        targets.named("b")
+    assert refused.value.retry_after_ms
+    assert targets.named("a").info.name == "a"
+
+
+def test_a_name_that_an_operator_gave_is_never_unknown() -> None:
+    for name, given in {"large": {"aliases": "large=b"}, "gpt": {"served": "gpt", "default": "b"}}.items():
+        for model in (name, "b") if "default" in given else (name,):
+            with pytest.raises(Unavailable, match="has reported yet"):
+                known("a", **given).named(model)
+
+
+async def test_requests_wait_for_their_target() -> None:
+    targets = known("a")
+    targets.settle_s = 60.0
+    waiting = [asyncio.create_task(targets.find("b")) for _ in range(_MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        async with asyncio.timeout(30):
+            await targets.find("b")  # one too many waits no minute
+    assert (await targets.find("a")).info.name == "a"
+    assert not any(task.done() for task in waiting)
+    targets.add(target("b"), lambda _: [1])
+    assert {found.info.name for found in await asyncio.gather(*waiting)} == {"b"}
+
+
+async def test_requests_wait_no_longer_than_they_may() -> None:
+    targets = known("a")
+    targets.settle_s = 60.0
+    async with asyncio.timeout(30):
+        with pytest.raises(Unavailable):
+            await targets.find("b", 0.01)
+        targets.settle_s = 0.01
+        with pytest.raises(NotFound):
+            await targets.find("b")
 
 
 def test_aliases_are_listed_once_their_target_is_there() -> None:
