@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # further ones of the template; no text of clients
 
     @classmethod
     def of(cls, messages: Iterable[tuple[str, str]]) -> Chat:

@@ -74,6 +74,7 @@ class Target:
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 tokenize=False,
+                **chat.variables,
             )
         except Exception as error:  # templates are programs and may raise anything
             raise InvalidRequest(f"the chat template rejects these messages: {error}", field="chat.messages") from error

@@ -202,7 +202,7 @@ async def test_a_stream_that_fails_says_so(api: AsyncOpenAI, house: House) -> No
             "text.format",
         ),
         ({"text": {"verbosity": "high"}}, "text.verbosity", "'medium'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'high'"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'high'"),
         ({"input": []}, "input", "input"),
         ({"input": "a" * 3_000}, "input", "context"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.type", "'item_reference'"),

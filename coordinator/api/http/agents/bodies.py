@@ -14,6 +14,7 @@ MAX_MESSAGES = 1_000
 MAX_PARTS = 1_000
 MAX_TOOLS = 128
 _FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _ROLES = {"developer": "system"}
 
 
@@ -135,14 +136,20 @@ class ChatFields(Body):
         False, description="The answer continues the last message; needs add_generation_prompt: false."
     )
 
-    @model_validator(mode="after")
-    def _one_end(self) -> ChatFields:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt: false")
-        return self
+    reasoning_effort: Effort | None = Field(None, description="For the chat template; none: it shall not ask to think.")
+    chat_template_kwargs: dict[Literal["enable_thinking", "thinking"], bool] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return further variables of the chat template; those that are named precede what an effort means."""
+        effort, named = self.reasoning_effort, self.chat_template_kwargs or {}
+        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return {**asked, **{str(name): value for name, value in named.items()}}
 
     @model_validator(mode="after")
-    def _distinct(self) -> ChatFields:
+    def _one_end_and_distinct_tools(self) -> ChatFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("tools must have names of their own")

@@ -25,7 +25,7 @@ def chat_of(body: ChatFields, tools: Sequence[Tool], manner: Manner) -> Chat:
         if described:
             messages = _instructed(messages, described, manner.dialect)
         described = []
-    return Chat(messages, described, body.add_generation_prompt, body.continue_final_message)
+    return Chat(messages, described, body.add_generation_prompt, body.continue_final_message, body.variables)
 
 
 def _instructed(messages: list[dict[str, Any]], tools: Sequence[Any], dialect: Dialect) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: None = Field(None, description="Not supported.")
+    effort: chats.Effort | None = None
     summary: str | None = Field(None, description="Ignored: reasoning is sent as it is.")
 
 
@@ -182,6 +182,7 @@ class ResponsesBody(GenerationBody):
         """Return the same request as a chat."""
         given: dict[str, Any] = {name: getattr(self, name) for name in GenerationBody.model_fields}
         given |= {"parallel_tool_calls": self.parallel_tool_calls, "max_completion_tokens": self.max_output_tokens}
+        given["reasoning_effort"] = None if self.reasoning is None else self.reasoning.effort
         given["tool_choice"] = choice = self.tool_choice
         if isinstance(choice, FunctionChoice):
             given["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
