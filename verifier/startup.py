@@ -81,7 +81,7 @@ def runs_on_vllm(settings: VerifierSettings) -> bool:
     if engine == "auto" and device.type == "cuda" and installed_version() is not None:
         log.info("engine vllm selected, as vLLM is installed", device=str(device), version=installed_version())
         return True
-    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args"):
+    for name in ("pipeline_parallel", "gpu_memory", "max_model_len", "vllm_args", "state_layers"):
         value, default = getattr(settings, name), VerifierSettings.model_fields[name].default
         if value != default:
             raise StartupError(

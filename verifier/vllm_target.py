@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from outrider.base.config import KV_TOKENS
+from outrider.engine import StepResult
 from outrider.engine.loading.options import pick_device, pick_dtype
 from outrider.engine.vllm.compatibility import check_installed
 from outrider.engine.vllm.core import CoreOptions, VllmCore
@@ -23,7 +24,7 @@ from outrider.speculation.grammar import Masks
 from verifier.batching import ScheduledSession
 from verifier.engine_target import MASK_THREADS
 from verifier.hidden_states.projections import Projections
-from verifier.hidden_states.step_states import final_rows
+from verifier.hidden_states.step_states import KeptRows, SentRows, wire_states
 from verifier.session import VerifySession
 from verifier.target import SessionResult, TargetFailed, VerifyStep
 
@@ -39,7 +40,7 @@ class VllmTarget:
     def __init__(self, core: VllmCore, info: ModelInfo) -> None:
         self._core = core
         self._info = info
-        self.projections = Projections((0, 0), self.device)  # vLLM's runners hand out the final states alone
+        self.projections = Projections(core.state_shape, core.state_device, core.layers)
         self._known: set[str] = set()
         self._mask_threads = ThreadPoolExecutor(max_workers=MASK_THREADS, thread_name_prefix="masks")
 
@@ -69,7 +70,7 @@ class VllmTarget:
         except Exception as error:  # vLLM's state is unknown after it
             raise TargetFailed(f"vLLM failed: {type(error).__name__}: {error}") from error
         forward = time.perf_counter()
-        results = [self._result(item, masks) for item in batch]
+        results = [self._result(item, masks, sent) for item, sent in zip(batch, self._sent(batch), strict=True)]
         return VerifyStep(results, int((forward - started) * 1e6), int((time.perf_counter() - started) * 1e6))
 
     def free(self, session: VerifySession) -> None:
@@ -87,7 +88,16 @@ class VllmTarget:
             opening = Opening(session.params, session.prompt_length)
             self._core.add(session.key, session.committed, opening, session.cache_salt)
 
-    def _result(self, item: ScheduledSession, masks: _ChainMasks) -> SessionResult:
+    def _sent(self, batch: Sequence[ScheduledSession]) -> list[SentRows]:
+        """Return the hidden states that each session sends."""
+        found = [self._core.scheduler.computed.get(item.session.key, Computed()).hidden_states for item in batch]
+        rows = [torch.empty(0) if states is None else states for states in found]
+        kept = [
+            KeptRows(item.states if len(each) else (), range(len(each))) for item, each in zip(batch, rows, strict=True)
+        ]
+        return wire_states(StepResult(torch.empty(0), (), rows, self._core.layers), kept, self.projections.find)
+
+    def _result(self, item: ScheduledSession, masks: _ChainMasks, sent: SentRows) -> SessionResult:
         session, scheduler = item.session, self._core.scheduler
         cache_length = self._core.num_computed(session.key)
         num_cached_tokens = scheduler.cached_prefix.pop(session.key, None)
@@ -102,15 +112,13 @@ class VllmTarget:
             error = PeerLost(f"verification failed: {computed.error}")
         if error is not None:
             return SessionResult(None, {}, cache_length, error=error)
-        states = computed.hidden_states
-        hidden_states = {} if states is None else final_rows(item.states, torch.from_numpy(states))
         complete_after = None
         if computed.verified is not None and session.guide is not None:
             try:
                 complete_after = session.guide.advance(computed.verified.tokens)
             except InvalidRequest as failure:
                 return SessionResult(None, {}, cache_length, error=failure)
-        return SessionResult(computed.verified, hidden_states, cache_length, num_cached_tokens, complete_after)
+        return SessionResult(computed.verified, sent, cache_length, num_cached_tokens, complete_after)
 
 
 def _planned(item: ScheduledSession) -> PlannedSession:
@@ -179,5 +187,16 @@ def vllm_options(settings: VerifierSettings, model: Path = Path()) -> CoreOption
         quantization="" if settings.quantization == "none" else settings.quantization,
         gpu_memory_share=settings.gpu_memory,
         max_model_len=settings.max_model_len,
+        layers=_layers(settings.state_layers),
         more=settings.vllm_args,
     )
+
+
+def _layers(given: str) -> tuple[int, ...]:
+    try:
+        layers = tuple(sorted({int(layer) for layer in given.split(",") if layer.strip()}))
+    except ValueError:
+        layers = (0,)
+    if layers and layers[0] < 1:
+        raise StartupError("no layers", field="state_layers", value=given, limit="numbers from 1 on, as in 2,14,27")
+    return layers

@@ -36,6 +36,7 @@ class VerifierSettings(WorkerSettings):
     max_model_len: int = Field(
         0, ge=0, description="With --engine vllm: maximum tokens of prompt and output; 0: the model's context."
     )
+    state_layers: str = Field("", description="With --engine vllm: layers whose states drafters read, as in 2,14,27.")
     vllm_args: str = Field("", description="With --engine vllm: further arguments of `vllm serve`.")
     max_waiting: int = Field(256, ge=0, description="Maximum number of sessions that wait for KV cache.")
     prefill_rows: int = Field(512, ge=1, description="Maximum number of prompt tokens per step.")

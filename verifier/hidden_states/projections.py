@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,10 @@ _IN_USE_S = 60.0  # since the last step with it, a projection is not dropped
 class Projections:
     """Projections by digest, the last used last. Sessions look theirs up in every step, so a dropped one is freed."""
 
-    def __init__(self, state_shape: tuple[int, int], device: torch.device) -> None:
-        """Hold projections of a target; `state_shape` is that of its engine."""
+    def __init__(self, state_shape: tuple[int, int], device: torch.device, layers: Sequence[int] | None = None) -> None:
+        """Hold projections of a target, whose engine has `state_shape` and captures `layers`; None: any."""
         self.num_layers, self.width = state_shape
+        self._layers = layers
         self._device = device
         self._held: dict[str, Projection] = {}
         self._receiving = asyncio.Lock()  # the memory of one projection at a time
@@ -92,6 +93,8 @@ class Projections:
             raise InvalidRequest.of("states.layers", list(spec.layers), "none: this engine captures no layers")
         if max(spec.layers, default=0) > self.num_layers:
             raise InvalidRequest.of("states.layers", list(spec.layers), f"1 to {self.num_layers}, the target's layers")
+        if self._layers is not None and not set(spec.layers) <= set(self._layers):
+            raise InvalidRequest.of("states.layers", list(spec.layers), f"{list(self._layers)}, its --state-layers")
         width = spec.width if spec.projection else max(spec.width, len(spec.layers) * self.width)
         if width > (limit := max(MIN_WIDTH_LIMIT, 2 * self.width)):
             raise InvalidRequest.of("states.width", width, f"at most {limit}")

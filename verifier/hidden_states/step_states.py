@@ -60,12 +60,6 @@ def wire_states(
     return sent
 
 
-def final_rows(specs: Sequence[StateSpec], states: torch.Tensor) -> SentRows:
-    """Return the rows of the specs that ask for nothing but the final states, given as float16."""
-    asked = [spec for spec in specs if not spec.layers and not spec.projection]
-    return {spec.number: encode(states, float8=True) if spec.float8 else states for spec in asked}
-
-
 def _columns(states: torch.Tensor, spec: StateSpec, layers: Sequence[int]) -> torch.Tensor:
     """Return the states that a spec joins; a row has the final one, and those after `layers` behind it."""
     if not layers:

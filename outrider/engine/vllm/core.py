@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from outrider.engine.vllm.compatibility import check_installed
-from outrider.engine.vllm.messages import EXTRA, Opening, Plan
+from outrider.engine.vllm.messages import EXTRA, LAYERS, Opening, Plan
 from outrider.protocol.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -51,6 +51,7 @@ class CoreOptions:
     quantization: str = ""
     gpu_memory_share: float = 0.0  # 0: vLLM's default
     max_model_len: int = 0  # 0: the model's context
+    layers: tuple[int, ...] = ()  # after which hidden states are handed out
     more: str = ""  # further arguments of `vllm serve`
 
 
@@ -67,6 +68,7 @@ class VllmCore:
         self._threads = torch.get_num_threads()
         self._thread = threading.local()
         self._thread.counted = True
+        self.layers = tuple(sorted(set(options.layers)))
         runners = set(self._core.collective_rpc("install_judge"))
         self.runner: str = runners.pop()
         self.config = config
@@ -77,6 +79,18 @@ class VllmCore:
     def scheduler(self) -> Any:
         """Return the GuessingScheduler."""
         return self._scheduler
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Return the number of layers whose states can be handed out, and the width of a state."""
+        model = self.config.model_config
+        return (int(model.hf_text_config.num_hidden_layers) if self.layers else 0, int(model.get_hidden_size()))
+
+    @property
+    def state_device(self) -> torch.device:
+        """Return where hidden states are: those of a split model come from another process."""
+        alone = self.config.parallel_config.world_size == 1
+        return torch.device(self.config.device_config.device_type if alone else "cpu")
 
     @property
     def block_tokens(self) -> int:
@@ -197,6 +211,9 @@ def _config(options: CoreOptions) -> Any:
         arguments.speculative_config = {**_ROOM, "num_speculative_tokens": options.max_guesses}
         arguments.scheduler_cls = "outrider.engine.vllm.scheduler.GuessingScheduler"
         arguments.worker_extension_cls = "outrider.engine.vllm.runners.JudgingWorker"
+        if options.layers:
+            arguments.worker_cls = "outrider.engine.vllm.capture.CapturingWorker"
+            arguments.additional_config = {**arguments.additional_config, LAYERS: list(options.layers)}
         arguments.async_scheduling = False  # a guess hangs from the verdict of the step before
         arguments.disable_log_stats = True
         config = arguments.create_engine_config()
@@ -207,9 +224,26 @@ def _config(options: CoreOptions) -> Any:
             value=options.more,
             limit="arguments of `vllm serve`, see docs/vllm.md",
         ) from error
+    if options.layers:
+        _check_layers(config, options.layers)
     if options.kv_tokens is not None:
         _reserve(config, options.kv_tokens)
     return config
+
+
+def _check_layers(config: Any, layers: Sequence[int]) -> None:
+    """Raise StartupError unless the model hands out hidden states after these layers."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    cls, architecture = config.model_config.registry.resolve_model_cls(
+        config.model_config.architectures, config.model_config
+    )
+    given, number = ",".join(map(str, layers)), int(config.model_config.hf_text_config.num_hidden_layers)
+    if max(layers) > number:
+        raise StartupError(f"the model has {number} layers", field="state_layers", value=given, limit=f"1 to {number}")
+    if not supports_eagle3(cls):
+        message = f"vLLM hands out no hidden states of the layers of {architecture}"
+        raise StartupError(message, field="state_layers", value=given, limit="none")
 
 
 def _reserve(config: Any, kv_tokens: int) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from outrider.engine.vllm.messages import EXTRA, PADDING, Computed, Opening, Plan, StepMasks, extra
@@ -45,9 +43,11 @@ class StepRows:
 class Judge:
     """The sampling state of a worker's requests, and the verification of each step."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, *, alone: bool = True) -> None:
+        """Begin without requests. A worker that is not alone sends its results to another process."""
         self._vocab_size = vocab_size
         self._device = device
+        self._alone = alone
         self._sessions: dict[str, _SampledRequest] = {}
         self._plan: Plan = {}
         self._scheduled: Any = None
@@ -75,13 +75,13 @@ class Judge:
         """Take the tokens that grammars allow in this step."""
         self._masks = masks
 
-    def verify(self, logits: torch.Tensor, hidden: torch.Tensor | None, batch: StepRows) -> list[tuple[int, ...]]:
+    def verify(self, logits: torch.Tensor, hidden: Sequence[torch.Tensor], batch: StepRows) -> list[tuple[int, ...]]:
         """Return each request's tokens: the accepted guesses and the target's own; none for a prompt chunk."""
         verified, errors = self._verify_all(logits, batch)
         committed: list[tuple[int, ...]] = []
         for name, start in zip(batch.requests, batch.starts, strict=True):
             result = verified.get(name)
-            states = None if hidden is None else self._hidden_states(name, hidden[start:], result)
+            states = self._hidden_states(name, hidden, start, result)
             self.computed[name] = Computed(result, states, errors.get(name, ""))
             committed.append(() if result is None else result.tokens)
         return committed
@@ -142,18 +142,19 @@ class Judge:
         return Guess(position, 0, 0, tokens, draft_probs)
 
     def _hidden_states(
-        self, name: str, states: torch.Tensor, verified: VerifyResult | None
-    ) -> npt.NDArray[np.float16] | None:
+        self, name: str, states: Sequence[torch.Tensor], first: int, verified: VerifyResult | None
+    ) -> torch.Tensor | None:
         """Return the states of committed tokens and accepted guesses from the wanted position on."""
         planned = self._plan.get(name)
-        if planned is None or planned.hidden_from is None:
+        if not states or planned is None or planned.hidden_from is None:
             return None
         guessed = len(self._scheduled.scheduled_spec_decode_tokens.get(name, ()))
         num_committed = self._scheduled.num_scheduled_tokens[name] - guessed
         accepted = 0 if verified is None else len(verified.outcome.path)
         start = max(0, planned.hidden_from - (self._ends[name] - num_committed))
-        kept: npt.NDArray[np.float16] = states[start : num_committed + accepted].to(torch.float16).cpu().numpy()
-        return kept
+        rows = slice(first + start, first + num_committed + accepted)
+        kept = torch.cat([each[rows] for each in states], dim=1)
+        return kept if self._alone else kept.cpu()
 
 
 def padded(committed: Sequence[Sequence[int]], width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from outrider.protocol.sampling_params import SamplingParams
 from outrider.protocol.speculation import Distribution
 from outrider.speculation.verification import VerifyResult
 
 EXTRA = "outrider"  # attribute of vLLM's messages, and key in its sampling parameters
+LAYERS = "outrider_layers"  # key in vLLM's additional configuration: after which hidden states are needed
 PADDING = -1  # a guess that is none
 
 
@@ -47,7 +49,8 @@ class Computed:
     """The result of a step for one session."""
 
     verified: VerifyResult | None = None  # None: a prompt chunk
-    hidden_states: npt.NDArray[np.float16] | None = None  # of consecutive committed tokens  # [tokens, width]
+    # Of consecutive committed tokens: the final ones, and those after each captured layer behind them.
+    hidden_states: torch.Tensor | None = None  # [tokens, width]
     error: str = ""  # verification failed
 
 

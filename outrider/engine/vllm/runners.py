@@ -6,6 +6,7 @@ reads only their number there, and the tokens from a tensor on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class JudgingWorker:
     def install_judge(self) -> str:
         """Replace vLLM's draws and acceptance; return which runner it has."""
         runner = self.model_runner
-        judge = Judge(runner.model_config.get_vocab_size(), runner.device)
+        alone = runner.vllm_config.parallel_config.world_size == 1
+        judge = Judge(runner.model_config.get_vocab_size(), runner.device, alone=alone)
         if hasattr(runner, "req_states"):
             _NewRunner(runner, judge)
             return "v2"
@@ -36,7 +38,7 @@ class _Runner:
     def __init__(self, runner: Any, judge: Judge) -> None:
         self._runner = runner
         self._judge = judge
-        self._hidden_states: torch.Tensor | None = None
+        self._hidden_states: Sequence[torch.Tensor] = ()  # the final ones, and those after each captured layer
         self._execute_model = runner.execute_model
         self._sample_tokens = runner.sample_tokens
         runner.execute_model = self.execute_model
@@ -49,9 +51,10 @@ class _Runner:
     def sample_tokens(self, masks: Any) -> Any:
         self._judge.restrict(masks)
         state = self._runner.execute_model_state
-        self._hidden_states = None if state is None else state.hidden_states
+        if state is not None and state.hidden_states is not None:
+            self._hidden_states = (state.hidden_states, *(state.aux_hidden_states or ()))
         output = self._sample_tokens(None)
-        self._hidden_states = None
+        self._hidden_states = ()
         return output if output is None else self._judge.finish(output)
 
 

@@ -48,6 +48,9 @@ class Core:
 
     block_tokens = 16
     evictable_tokens = 0
+    layers = ()
+    state_shape = (0, 64)
+    state_device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.asks = False
