@@ -42,6 +42,7 @@ class AttachedEngine:
     """Engine in the place of a connection to a verifier."""
 
     info: WorkerInfo
+    sessions: int = 1
     round_trip_ms: float = 0.0  # not measured: coordinators run beside their engines
 
 

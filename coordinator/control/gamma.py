@@ -212,9 +212,7 @@ class Controller:
             return PlanChoice(plan, MIN_WAIT_TIMEOUT_MS, throughput(conditions, plan))
         else:
             self._since_retry, self._retry_after = 0, min(RETRY_AFTER_MAX, 2 * self._retry_after)
-        timeout_ms = 0.0
-        if plan.gamma and not plan.ahead:
-            timeout_ms = max(FIXED_WAIT_TIMEOUT_MS, 4.0 * draft_wait_timeout_ms(conditions, plan))
+        timeout_ms = max(FIXED_WAIT_TIMEOUT_MS, 4.0 * draft_wait_timeout_ms(conditions, plan)) if plan.gamma else 0.0
         return PlanChoice(plan, min(timeout_ms, MAX_WAIT_TIMEOUT_MS), throughput(conditions, plan))
 
     def _choose_adaptive(self, conditions: Conditions) -> PlanChoice:
@@ -229,7 +227,9 @@ class Controller:
             self._plain_steps = self._probe_steps_left = 0
             self._probe_after = PROBE_AFTER
             return choice
-        if conditions.shares_cores and self._credit < (0.0 if self._probe_steps_left else REFILLED):
+        probing = 0.0 if self._probe_steps_left else REFILLED
+        least = math.inf if conditions.shared and not self._fixed.ahead else probing  # a probe would slow all sessions
+        if conditions.shares_cores and self._credit < least:
             self._probe_steps_left = 0
             return choice
         return self._probe(conditions) or choice
@@ -302,12 +302,9 @@ def _plan_fixed_by(fixed: FixedChoices, *, single: bool) -> SpeculationPlan | No
 
 
 def _allowed_plans(gamma_max: int, fixed: FixedChoices, *, single: bool) -> list[SpeculationPlan]:
-    if single:
-        widths = [1]
-    elif fixed.branches is not None:
-        widths = [fixed.branches]
-    else:
-        widths = [1, *BRANCHES] if fixed.gamma is None else [1]
+    widths = [1, *BRANCHES] if fixed.gamma is None else [1]
+    if single or fixed.branches is not None:
+        widths = [1 if single else fixed.branches or 1]
     return [
         plan
         for plan in candidate_plans(gamma_max, widths, gamma_ahead=gamma_max if fixed.gamma is not None else None)

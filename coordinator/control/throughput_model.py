@@ -55,11 +55,8 @@ class SpeculationPlan:
     def mode(self) -> Mode:
         if self.gamma == 0:
             return Mode.PLAIN
-        if self.ahead and self.awaited:
-            return Mode.TREE_AHEAD_WAITING if self.branches > 1 else Mode.AHEAD_WAITING
-        if self.ahead:
-            return Mode.TREE_AHEAD if self.branches > 1 else Mode.AHEAD
-        return Mode.TREE_TURNS if self.branches > 1 else Mode.TURNS
+        way = (Mode.AHEAD_WAITING if self.awaited else Mode.AHEAD) if self.ahead else Mode.TURNS
+        return Mode(f"tree {way}") if self.branches > 1 else way
 
     @property
     def label(self) -> str:

@@ -20,6 +20,7 @@ from coordinator.control.gamma import Controller, FixedChoices
 from coordinator.control.throughput_model import PLAIN
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.placement.choice import load_of
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.hidden_states.session_states import SessionStates
@@ -55,7 +56,7 @@ class DraftingContext:
 class GuessReceiver(Protocol):
     """Verifier of a session's guesses: the stream to a verifier, or an attached engine."""
 
-    connection: Any  # with `info` and `round_trip_ms`
+    connection: Any  # with `info`, `sessions` and `round_trip_ms`
 
     def guess(self, guess: common.Guess) -> None: ...
 
@@ -105,8 +106,7 @@ class Drafting:
         """Keep drafters attached while this verifier has the session."""
         self._verifier = verifier
         self._passed_at = -1
-        load = verifier.connection.info.load
-        self._estimator.attach_verifier(load.cost, load.sessions)
+        self._estimator.attach_verifier(verifier.connection.info.load.cost, max(0, load_of(verifier.connection) - 1))
         async with background(*(self._keep_drafting(verifier, place) for place in range(self._places))):
             try:
                 yield
@@ -170,10 +170,14 @@ class Drafting:
         model = connection.info.model.fingerprint
         histories = TextHistories(self._context.pairs, self._target.fingerprint, model, self._text)
         await histories.recall()
+        pair = PairEstimate(self._positions)
+        options = self._record.request.speculation
+        adaptive = options.gamma is None and not options.ahead
+        if adaptive and share_cores(verifier.connection.info, connection.info) and not self._attached:
+            await histories.until_promising(self._record.tokens, pair, self._estimator, self._request_hidden_states)
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
-        pair = PairEstimate(self._positions)
         async with DrafterStream(
             connection, self._record, self._target, span, source, pair, self.control.plan
         ) as drafter:

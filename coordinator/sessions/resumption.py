@@ -24,7 +24,9 @@ async def finish_ended(record: SessionRecord, target: Target) -> None:
         return
     complete = None
     if record.request.params.grammar is not None:
-        complete = await asyncio.to_thread(_complete, record, target)
+        complete = await asyncio.to_thread(
+            lambda: target.grammars.compile(record.request.params).advance(record.tokens)
+        )
     if (end := _end(record, target, complete)) is not None:
         length, record.finish_reason = end
         record.cut(length)
@@ -48,11 +50,6 @@ def stop_ids(params: SamplingParams, target: Target) -> frozenset[int]:
     """Return the tokens on which a verifier ends the output."""
     ends = () if params.ignore_eos and params.grammar is None else target.info.eos_token_ids
     return frozenset((*params.stop_token_ids, *ends))
-
-
-def _complete(record: SessionRecord, target: Target) -> int | None:
-    """Return the number of tokens after which the grammar is complete."""
-    return target.grammars.compile(record.request.params).advance(record.tokens)
 
 
 def append_tail(record: SessionRecord, position: int, tail: tuple[int, ...], target: Target) -> None:

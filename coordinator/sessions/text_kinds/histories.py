@@ -7,13 +7,14 @@ promises what no chat can hold. It serves kinds that were not seen yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.control.estimator import PairEstimate, PairHistory
+from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
+POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
 
@@ -32,6 +33,25 @@ class TextHistories:
         kinds = ["", *self._text.kinds]
         found = await asyncio.gather(*(self._pairs.recall(self._target, self._key(kind)) for kind in kinds))
         self._recalled = dict(zip(kinds, found, strict=True))
+
+    async def until_promising(
+        self, tokens: Sequence[int], own: PairEstimate, session: Estimator, wait: Callable[[], None]
+    ) -> None:
+        """Wait while others share the verifier, unless guesses in such a text bring more than a token, or are unknown.
+
+        In turns, a guess takes two steps: the first one begins with the others before it is there.
+        """
+        kind = ""
+        while session.shared:
+            if len(tokens) >= self._text.due:
+                self._text.read(tokens)
+            if kind != self._text.kind:
+                kind = self._text.kind
+                self.start(own, session.pair, alone=True)
+                if self._recalled[kind] is None or session.pair.accepted_tokens > 1.0:
+                    return
+                wait()
+            await asyncio.sleep(POLL_S)
 
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:
         """Start a drafter's estimates from its history, and the session's too if no better drafter is attached."""

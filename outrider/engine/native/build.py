@@ -37,7 +37,7 @@ class NoCompiler(Exception):
 @cache
 def library() -> ctypes.CDLL:
     """Return the kernels for this machine. Raises NoCompiler."""
-    return load(_built_ahead() or _built_here())
+    return load(_built_ahead() or compile_for("native", home() / "kernels"))
 
 
 def identity() -> str:
@@ -101,10 +101,6 @@ def _built_ahead() -> Path | None:
         if capabilities.get(needed) and built.exists():
             return built
     return None
-
-
-def _built_here() -> Path:
-    return compile_for("native", home() / "kernels")
 
 
 def _digest(march: str) -> str:

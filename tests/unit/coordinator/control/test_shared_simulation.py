@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from coordinator.control.estimator import PairHistory
 from coordinator.control.gamma import FixedChoices
 from coordinator.control.simulation.verifier import SharedSimulation, Simulation
 from coordinator.control.simulation.world import World
@@ -61,6 +62,16 @@ def test_a_full_verifier_checks_nothing_and_no_session_loses() -> None:
     mean, least = times_plain([replace(narrow, acceptance=acceptance) for acceptance in (0.9, 0.3) * 3], 4000.0, None)
     assert mean > 0.98
     assert least > 0.97
+
+
+CPU = CostCurve((1, 4, 8, 16, 32, 64), (14.0, 24.0, 34.0, 42.0, 56.0, 90.0))
+CHAT = World(acceptance=0.45, gain=0.5, draft_ms=2.5, overhead_ms=3.0, cost=CPU, shared=True, burden=1.1)
+
+
+def test_sessions_that_share_their_cores_with_a_drafter_lose_nothing_by_guesses_that_seldom_hold() -> None:
+    history = PairHistory(acceptance=[CHAT.acceptance] * 3, draft_ms=CHAT.draft_ms, level_ms=CHAT.draft_ms)
+    results = SharedSimulation([CHAT] * 8, history=history).run(300 * CPU.at(8))
+    assert min(result.tokens_per_s for result in results) > 0.98 * 1000 / CPU.at(8)
 
 
 @pytest.mark.prove

@@ -534,3 +534,11 @@ def test_a_row_that_delays_nobody_is_free() -> None:
     assert net_throughput(beside, SpeculationPlan(4)) == pytest.approx(throughput(beside, SpeculationPlan(4)))
     crowded = replace(beside, other_tokens=16.0, other_sessions=16.0, other_tokens_per_ms=0.4)
     assert net_throughput(crowded, SpeculationPlan(4)) < net_throughput(crowded, PLAIN)
+
+
+def test_guesses_in_turns_come_after_the_others_have_begun_a_step() -> None:
+    """However near the drafter is: its session is in every second step."""
+    near = replace(FAIR, cost=CostCurve.line(40.0, 0.0), network_ms=0.0, draft_ms=0.1)
+    beside = replace(near, other_tokens=7.0, other_sessions=7.0)
+    alone, shared = (net_throughput(each, SpeculationPlan(4)) for each in (beside, replace(beside, shared=True)))
+    assert shared == pytest.approx(alone / 2, rel=0.02)

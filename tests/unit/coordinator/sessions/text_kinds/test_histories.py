@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import cast
 
-from coordinator.control.estimator import PairEstimate, PairHistory
+import pytest
+
+from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
+from coordinator.sessions.text_kinds import histories
 from coordinator.sessions.text_kinds.histories import MAX_UNSEEN, TextHistories
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
+from outrider.protocol.cost_curve import CostCurve
 from outrider.protocol.sampling_params import SamplingParams
 
 SHORT, LONG = tuple(range(20)), tuple(range(500, 800))
@@ -130,3 +135,72 @@ async def test_a_text_that_turns_leaves_what_each_part_showed() -> None:
     assert pair.expected < 0.1
     pair.read([*OWN, *OWN])
     assert pair.expected > 0.9
+
+
+# --- on cores that others use -----------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A chat whose drafter waits for its verifier's other sessions, unless its guesses are promising."""
+
+    def __init__(self, others: int) -> None:
+        self.session = Estimator(4)
+        self.session.attach_verifier(CostCurve.line(20.0, 1.0), others)
+        self.answer: list[int] = []
+        self.told = 0
+
+    async def begin(self, pair: Answering, prompt: tuple[int, ...] = SHORT) -> None:
+        await pair.begin(prompt)
+        promising = pair.histories.until_promising(self.answer, pair.own, self.session, self.tell)
+        self.task = asyncio.create_task(promising)
+        await asyncio.sleep(0)
+
+    def tell(self) -> None:
+        self.told += 1
+
+
+@pytest.fixture
+async def chats(monkeypatch: pytest.MonkeyPatch) -> Answering:
+    """A pair of whose guesses a chat accepts none, and a copy all."""
+    monkeypatch.setattr(histories, "POLL_S", 0.001)
+    pair = Answering()
+    await pair.answer(SHORT, OWN, accepted=0)
+    await pair.answer(LONG, list(LONG[:64]), accepted=4)
+    return pair
+
+
+async def test_beside_others_a_drafter_waits_until_they_have_left(chats: Answering) -> None:
+    waiting = Waiting(others=7)
+    await waiting.begin(chats)
+    await asyncio.sleep(0.01)
+    assert (waiting.task.done(), waiting.told) == (False, 1)
+    waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 0)
+    await asyncio.wait_for(waiting.task, 5.0)
+
+
+async def test_beside_others_a_drafter_begins_when_the_answer_copies(chats: Answering) -> None:
+    waiting = Waiting(others=7)
+    await waiting.begin(chats)
+    waiting.answer += list(range(16)) * 4
+    await asyncio.wait_for(waiting.task, 5.0)
+    assert waiting.session.pair.acceptance[0] > 0.9
+
+
+@pytest.mark.parametrize(("others", "prompt"), [(0, SHORT), (7, LONG)])
+async def test_a_drafter_does_not_wait_without_others_or_where_guesses_hold(
+    chats: Answering, others: int, prompt: tuple[int, ...]
+) -> None:
+    waiting = Waiting(others)
+    await waiting.begin(chats, prompt)
+    assert (waiting.task.done(), waiting.told) == (True, 0)
+
+
+async def test_a_kind_of_text_that_was_not_seen_is_tried_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "POLL_S", 0.001)
+    pair, waiting = Answering(), Waiting(others=7)
+    await pair.answer(SHORT, OWN, accepted=0)
+    await waiting.begin(pair)
+    await asyncio.sleep(0.01)
+    assert not waiting.task.done()
+    waiting.answer += list(range(16)) * 4
+    await asyncio.wait_for(waiting.task, 5.0)
