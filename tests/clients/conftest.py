@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import httpx2 as httpx
 import jsonschema
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -41,6 +42,12 @@ QUESTION = "How is the weather?"
 
 def check(name: str, arguments: Any) -> None:
     jsonschema.validate(arguments, SCHEMAS[name])
+
+
+def called(base: str, seed: int) -> dict[str, Any]:
+    """Options with which about half of the seeds call a tool once: the target is noise, and "n" begins the name."""
+    [letter] = httpx.post(f"{base.removesuffix('/v1')}/tokenize", json={"prompt": "n"}).json()["tokens"]
+    return {"seed": seed, "logit_bias": {str(letter): 20 * (seed % 2)}, "parallel_tool_calls": False}
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,16 @@ import pytest
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
-from tests.clients.conftest import QUESTION, TOOLS, Weather, check
+from tests.clients.conftest import QUESTION, TOOLS, Weather, called, check
+
+STRICT_SWITCH: dict[str, Any] = {"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}
 
 
 def model(base: str, *, gamma: int | None = None, **more: Any) -> ChatOpenAI:
-    """Each request has the same seed, so equal requests have equal answers."""
-    speculation = {} if gamma is None else {"gamma": gamma}
+    """Equal requests have equal seeds, and so equal answers."""
+    body = {"seed": 5, "speculation": {} if gamma is None else {"gamma": gamma}} | more.pop("extra_body", {})
     given = {"model": "target", "temperature": 1.0, "max_retries": 0, "timeout": 60} | more
-    return ChatOpenAI(base_url=base, api_key="none", extra_body={"seed": 5, "speculation": speculation}, **given)
+    return ChatOpenAI(base_url=base, api_key="none", extra_body=body, **given)
 
 
 @pytest.fixture(params=[False, True], ids=["chats", "responses"])
@@ -51,6 +53,28 @@ def test_structured_output(base: str, responses: bool, method: Any) -> None:
         found.append(structured.invoke(QUESTION))
     assert isinstance(found[0], Weather)
     assert found[0] == found[1]
+
+
+def test_structured_output_beside_tools(base: str, responses: bool) -> None:
+    """Each answer is calls or the wanted structure; a final answer that was parsed is of its type."""
+    kinds = set()
+    for seed in range(4):
+        found = []
+        for gamma in (0, 4):
+            asked = model(base, gamma=gamma, extra_body=called(base, seed), use_responses_api=responses, max_tokens=300)
+            both = asked.with_structured_output(
+                Weather, method="json_schema", tools=[STRICT_SWITCH], strict=True, include_raw=True
+            )
+            found.append(both.invoke(QUESTION))
+            assert found[-1]["parsing_error"] is None
+        calls = [(call["name"], call["args"]) for call in found[0]["raw"].tool_calls]
+        assert calls == [(call["name"], call["args"]) for call in found[1]["raw"].tool_calls]
+        assert found[0]["parsed"] == found[1]["parsed"]
+        assert isinstance(found[0]["parsed"], Weather) is not bool(calls)
+        for name, args in calls:
+            check(name, args)
+        kinds.add(bool(calls))
+    assert kinds == {True, False}
 
 
 def test_json_mode(base: str) -> None:

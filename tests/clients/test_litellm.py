@@ -9,7 +9,7 @@ import litellm
 import pytest
 from openai import OpenAI
 
-from tests.clients.conftest import QUESTION, TOOLS, Weather, check
+from tests.clients.conftest import QUESTION, TOOLS, Weather, called, check
 
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
@@ -40,6 +40,21 @@ def test_tools_are_called_whole_and_streamed(base: str) -> None:
 def test_formats(base: str) -> None:
     answer = complete(base, response_format=Weather)
     Weather.model_validate_json(answer.choices[0].message.content)
+
+
+def test_formats_beside_tools(base: str) -> None:
+    kinds = set()
+    for seed in range(4):
+        asked: dict[str, Any] = {"tools": TOOLS[1:], "response_format": Weather, "max_tokens": 300} | called(base, seed)
+        answer, plain = complete(base, **asked), complete(base, **asked, gamma=0)
+        assert calls_of(answer) == calls_of(plain)
+        assert answer.choices[0].message.content == plain.choices[0].message.content
+        for name, arguments in calls_of(answer):
+            check(name, json.loads(arguments))
+        if not calls_of(answer):
+            Weather.model_validate_json(answer.choices[0].message.content)
+        kinds.add(bool(calls_of(answer)))
+    assert kinds == {True, False}
 
 
 def test_an_agent_calls_two_tools_and_ends(base: str) -> None:

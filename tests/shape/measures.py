@@ -21,6 +21,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of the vLLM adapter": (("outrider/engine/vllm/", "verifier/target.py", "verifier/vllm_target.py"), 1_500),
     "lines of published drafters": (("drafter/published/", "methods/published", "models/published_drafters.py"), 2_120),
     "lines of training in published formats": (("outrider/train/published/",), 705),
+    "lines of formats beside tools": (("coordinator/api/http/agents/formats.py",), 70),
     "lines of the agents' API": (("coordinator/api/http/agents/",), 1_640),
     "lines of several targets": (("coordinator/workers/targets/", "outrider/launch/targets.py"), 300),
     "lines of priorities and deadlines": (("coordinator/admission/waiting/",), 370),

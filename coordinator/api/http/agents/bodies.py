@@ -171,8 +171,6 @@ class ChatBody(ChatFields, ChatOptions):
             raise ValueError("tool_choice required needs tools")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             raise ValueError("tool_choice needs a name of tools")
-        if self.calls_required is not None and (wanted := self.response_format) is not None and wanted.type != "text":
-            raise ValueError("tools need tool_choice none, or a response_format of text")
         return self
 
     @property
@@ -181,6 +179,11 @@ class ChatBody(ChatFields, ChatOptions):
         if not self.tools or self.tool_choice == "none":
             return None
         return self.tool_choice not in (None, "auto")
+
+    @property
+    def formatted(self) -> bool:
+        """Return whether an answer that calls no tool has a format, while tools can be called."""
+        return self.calls_required is False and self.response_format is not None and self.response_format.type != "text"
 
     @property
     def callable_tools(self) -> list[Tool]:

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect
+from coordinator.api.http.agents.dialects import THINK, THOUGHT, Manner
+from coordinator.api.http.agents.formats import call_starts
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -45,14 +46,15 @@ class _State(Enum):
 
 
 class AnswerParser:
-    """Parser of one answer. Without a dialect there are no calls."""
+    """Parser of one answer. Without names there are no calls; a `formatted` answer has them instead of content."""
 
-    def __init__(
-        self, dialect: Dialect | None, names: Collection[str] = (), *, thinks: bool = False, thinking: bool = False
-    ) -> None:
-        self._dialect = dialect
+    def __init__(self, manner: Manner, names: Collection[str] = (), *, formatted: bool = False) -> None:
+        self._dialect = dialect = manner.dialect
+        self._formatted = formatted
+        self._starts = call_starts(dialect, names, formatted=formatted) if names else ()
+        self._opener = dialect.opener if names and dialect.anywhere and not formatted else ""
         self._names = names
-        self._state = _State.REASONING if thinking else _State.START if thinks else _State.OPENING
+        self._state = _State.REASONING if manner.thinking else _State.START if manner.thinks else _State.OPENING
         self._text = ""  # not yet parsed
         self._blank = ""  # white space that begins the content, if any follows
         self._parts: list[Part] = []
@@ -97,8 +99,7 @@ class AnswerParser:
             case _State.OPENING:
                 return self._opening()
             case _State.CONTENT:
-                opener = self._dialect.opener if self._dialect is not None and self._dialect.anywhere else ""
-                return self._until(opener, PartKind.CONTENT, _State.CALLS)
+                return self._until(self._opener, PartKind.CONTENT, _State.CALLS)
             case _State.CALLS:
                 return self._between_calls()
             case _State.CALL:
@@ -118,15 +119,14 @@ class AnswerParser:
     def _opening(self) -> bool:
         """Find out whether an answer begins with calls, where only there they may be."""
         self._state = _State.CONTENT
-        dialect = self._dialect
-        if dialect is None or dialect.anywhere:
-            return True
-        text = self._text.lstrip()
-        if not self._ended and (not text or (dialect.opener.startswith(text) and text != dialect.opener)):
+        text = begun = self._text.lstrip()
+        if self._formatted:
+            self._text, begun = text, "".join(text.split())
+        if not self._ended and any(start.startswith(begun) and start != begun for start in self._starts):
             self._state = _State.OPENING
             return False
-        if text.startswith("{") or (dialect.opener and text.startswith(dialect.opener)):
-            self._opened = dialect.opener if text.startswith(dialect.opener) else ""
+        if begun.startswith(self._starts):
+            self._opened = self._dialect.opener if text.startswith(self._dialect.opener) else ""
             self._text = text[len(self._opened) :]
             self._state = _State.CALLS
         return True
@@ -145,7 +145,6 @@ class AnswerParser:
 
     def _between_calls(self) -> bool:
         dialect = self._dialect
-        assert dialect is not None
         text = self._text.lstrip(_BETWEEN if self.calls else _BLANK)
         for mark in (dialect.closer, dialect.opener):
             if mark and text.startswith(mark) and (self.calls or mark == dialect.opener):

@@ -50,7 +50,8 @@ def chat_input(body: ChatBody, target: Target, settings: CoordinatorSettings) ->
 def named_as_sent(body: ChatBody, names: Mapping[str, str]) -> Iterator[None]:
     """Name fields in refusals as the request does. A grammar was made of the tools, if any can be called."""
     if body.calls_required is not None:
-        names = {**names, "params.grammar": "tools"}
+        more = f" and {names.get('params.grammar', 'response_format')}" if body.formatted else ""
+        names = {**names, "params.grammar": f"tools{more}"}
     try:
         yield
     except InvalidRequest as error:
@@ -68,7 +69,7 @@ def _grammar(body: ChatBody, manner: Manner, target: Target, answer: Grammar | N
     schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.callable_tools}
     named = body.tool_choice not in (None, "auto", "required")
     parallel = body.parallel_tool_calls is not False and not named
-    return grammar_of(schemas, manner, target, required=required, parallel=parallel)
+    return grammar_of(schemas, manner, target, required=required, parallel=parallel, answer=answer)
 
 
 class AnswerReader:
@@ -76,23 +77,14 @@ class AnswerReader:
 
     def __init__(self, body: ChatBody, target: Target, manner: Manner) -> None:
         names = [tool.function.name for tool in body.callable_tools] if body.calls_required is not None else []
-        dialect = manner.dialect
-        self._parser = AnswerParser(dialect if names else None, names, thinks=manner.thinks, thinking=manner.thinking)
-        marks = (THINK, THOUGHT, dialect.opener, dialect.closer, dialect.bare)
+        self.parser = AnswerParser(manner, names, formatted=body.formatted)
+        marks = (THINK, THOUGHT, manner.dialect.opener, manner.dialect.closer, manner.dialect.bare)
         added = target.tokenizer.added_tokens_decoder.items()
         self._marks = {id_: token.content for id_, token in added if token.content in marks}
 
-    @property
-    def calls(self) -> int:
-        return self._parser.calls
-
-    @property
-    def cut(self) -> bool:
-        return self._parser.cut
-
     def read(self, session: Session, tokens: Sequence[Token], *, ended: bool) -> list[Part]:
         # Special tokens have no text in answers, also those that mark calls.
-        parser = self._parser
+        parser = self.parser
         parts = parser.feed("".join(token.text or self._marks.get(token.token, "") for token in tokens))
         return [*parts, *parser.feed(session.output.rest.text), *parser.end()] if ended else parts
 
@@ -127,7 +119,7 @@ class PartedReplies(ChatReplies):
 
     def _deltas(self, number: int, session: Session, tokens: Sequence[Token]) -> list[responses.Delta]:
         deltas: list[responses.Delta] = []
-        before = self._readers[number].calls
+        before = self._readers[number].parser.calls
         for part in self._readers[number].read(session, tokens, ended=not tokens):
             if part.kind is PartKind.CONTENT:
                 deltas.append({"content": part.text})
@@ -143,8 +135,8 @@ class PartedReplies(ChatReplies):
 
     def _reason(self, number: int, session: Session) -> responses.FinishName:
         reason = super()._reason(number, session)
-        reader = self._readers[number]
-        return "tool_calls" if reason == "stop" and reader.calls and not reader.cut else reason
+        parser = self._readers[number].parser
+        return "tool_calls" if reason == "stop" and parser.calls and not parser.cut else reason
 
 
 def call_id(session: Session, index: int) -> str:

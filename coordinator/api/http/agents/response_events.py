@@ -96,7 +96,7 @@ class ResponseReplies:
                     for event in output.add(part):
                         yield event
         status = "incomplete" if reason_of(session) == "length" else "completed"
-        for event in output.end("incomplete" if self._reader.cut else status):
+        for event in output.end("incomplete" if self._reader.parser.cut else status):
             yield event
         response = self._response(session, status, output.items)
         used: Any = usage([session], 1)

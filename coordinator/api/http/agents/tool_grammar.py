@@ -1,6 +1,7 @@
 """Grammars of answers with tools: each call follows the schema of its tool.
 
-With `required`, or a named tool, calls begin at the first token. With `auto` text is free until the dialect's opener.
+With `required`, or a named tool, calls begin at the first token. With `auto` text is free until the dialect's opener,
+unless a final answer has a format: then the first token begins either calls or an answer in that format.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.api.http.agents.dialects import THINK, THOUGHT, Dialect, Manner
+from coordinator.api.http.agents.formats import BLANK, WHITESPACE, call_schema, rule_of
 from coordinator.workers.target import Target
 from outrider.protocol.sampling_params import Grammar
 
 MAX_CALLS = 16  # in one answer
-_WHITESPACE = {"whitespace_pattern": r"[ ]|\n[ ]{0,32}"}
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -25,16 +26,19 @@ def grammar_of(
     *,
     required: bool,
     parallel: bool,
+    answer: Grammar | None = None,
 ) -> Grammar:
-    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas."""
-    rules = _Rules(manner.dialect, target)
+    """Return the grammar of an answer that may, or must, call these tools, given with their parameters' schemas.
+
+    `answer` is the format of an answer without calls; None: any text.
+    """
+    rules = _Rules(manner.dialect, target, None if required else answer)
     calls = rules.calls(tools, MAX_CALLS if parallel else 1, required=required)
+    start = ""
     if manner.thinking or (manner.thinks and not required):
         opened = "" if manner.thinking else rules.mark(THINK)
         thoughts = f"{opened} {rules.after_text(THOUGHT)}"
-        start = f"({thoughts})" + ("" if manner.thinking else "?")
-    else:
-        start = ""
+        start = f"({thoughts} {rules.blank})" + ("" if manner.thinking else "?")
     free = "" if required else f" | {rules.answer()}"
     return Grammar(lark="\n".join(["%llguidance {}", f"start: {start} ({calls}{free})", *rules.lines, _TEXT]))
 
@@ -42,8 +46,10 @@ def grammar_of(
 class _Rules:
     """Rules of one grammar. Markers that are tokens of their own are allowed as such, and spelled out."""
 
-    def __init__(self, dialect: Dialect, target: Target) -> None:
+    def __init__(self, dialect: Dialect, target: Target, format_: Grammar | None) -> None:
         self._dialect = dialect
+        self._format = format_
+        self.blank = "" if format_ is None else BLANK
         self._ids = {token.content: id_ for id_, token in target.tokenizer.added_tokens_decoder.items()}
         self.lines: list[str] = []
 
@@ -61,10 +67,11 @@ class _Rules:
         dialect = self._dialect
         each = []
         for number, (name, schema) in enumerate(tools.items()):
-            whole = {"x-guidance": _WHITESPACE, **schema}
+            whole, head, tail = {"x-guidance": WHITESPACE, **schema}, self._head(name), json.dumps(dialect.tail)
+            if self._format and not dialect.anywhere:
+                whole, head, tail = call_schema(name, schema, dialect), "", ""
             self.lines.append(f"arguments_{number}: %json {json.dumps(whole)}")
-            tail = json.dumps(dialect.tail) if dialect.tail else ""
-            each.append(f"{self._head(name)} arguments_{number} {tail}")
+            each.append(f"{head} arguments_{number} {tail if dialect.tail else ''}")
         self.lines.append(f"call: {' | '.join(each)}")
         before, after = (json.dumps(text) if text else "" for text in (dialect.before, dialect.after))
         closer = self.mark(dialect.closer) if dialect.closer else ""
@@ -79,17 +86,18 @@ class _Rules:
         """Return the rule of what comes before the first call."""
         dialect = self._dialect
         if dialect.anywhere:
-            return self.mark(dialect.opener) if required else self.after_text(dialect.opener)
-        return r"/[ \n]{0,4}/" + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
+            return self.mark(dialect.opener) if required or self._format else self.after_text(dialect.opener)
+        return ("" if self._format else BLANK) + (f" {self.mark(dialect.opener)}?" if dialect.opener else "")
 
     def _head(self, name: str) -> str:
-        dialect = self._dialect
-        if not dialect.bare:
-            return json.dumps(dialect.head(name))
-        return f"{json.dumps(name)} {self.mark(dialect.bare)}"
+        bare = self._dialect.bare
+        return f"{json.dumps(name)} {self.mark(bare)}" if bare else json.dumps(self._dialect.head(name))
 
     def answer(self) -> str:
         """Return the rule of an answer without calls."""
+        if self._format is not None:
+            self.lines.append(rule_of(self._format, self._dialect))
+            return "answer"
         if self._dialect.anywhere:
             return "TEXT"
         self.lines.append(r"ANSWER: /([ \n]*([^{ \n](.|\n)*)?)/")

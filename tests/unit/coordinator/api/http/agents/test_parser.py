@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect
+from coordinator.api.http.agents.dialects import HERMES, JSON, LLAMA3, MISTRAL, MISTRAL_ARGS, Dialect, Manner
 from coordinator.api.http.agents.parser import AnswerParser, Part, PartKind
 
 NAMES = ("get_weather", "get_time", "f")
@@ -163,15 +163,15 @@ def cuts(text: str, at: list[int]) -> list[str]:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_sample(name: str) -> None:
     dialect, text, expected = SAMPLES[name]
-    assert parsed(AnswerParser(dialect, NAMES), [text]) == expected
-    assert parsed(AnswerParser(dialect, NAMES), list(text)) == expected, "character by character"
+    assert parsed(AnswerParser(Manner(dialect, True), NAMES), [text]) == expected
+    assert parsed(AnswerParser(Manner(dialect, True), NAMES), list(text)) == expected, "character by character"
 
 
 @settings(max_examples=300, deadline=None)
 @given(name=st.sampled_from(sorted(SAMPLES)), at=st.lists(st.integers(0, 1000), max_size=6))
 def test_pieces_change_nothing(name: str, at: list[int]) -> None:
     dialect, text, expected = SAMPLES[name]
-    assert parsed(AnswerParser(dialect, NAMES), cuts(text, at)) == expected
+    assert parsed(AnswerParser(Manner(dialect, True), NAMES), cuts(text, at)) == expected
 
 
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<think>", "</think>", "{", "}")
@@ -191,7 +191,7 @@ def test_noise_is_parsed_equally_in_pieces(
     dialect: Dialect | None, text: str, at: list[int], thinks: bool, thinking: bool
 ) -> None:
     def new() -> AnswerParser:
-        return AnswerParser(dialect, NAMES, thinks=thinks, thinking=thinking)
+        return AnswerParser(Manner(dialect or HERMES, True, thinks, thinking), NAMES if dialect else ())
 
     whole = parsed(new(), [text])
     assert parsed(new(), cuts(text, at)) == whole
@@ -202,7 +202,7 @@ def test_noise_is_parsed_equally_in_pieces(
 @pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON], ids=lambda each: each.name)
 def test_what_a_dialect_writes_is_parsed(dialect: Dialect) -> None:
     arguments = {"city": 'Sao "Paulo" \\ {', "n": [1, {"é": None}]}
-    answer = parsed(AnswerParser(dialect, NAMES), [dialect.write("f", arguments)])
+    answer = parsed(AnswerParser(Manner(dialect, True), NAMES), [dialect.write("f", arguments)])
     assert [(name, json.loads(text)) for name, text in answer.calls] == [("f", arguments)]
     assert not answer.content
 
@@ -224,4 +224,4 @@ THOUGHTS = {
 def test_reasoning_is_apart(name: str) -> None:
     thinking, text, expected = THOUGHTS[name]
     for pieces in ([text], list(text)):
-        assert parsed(AnswerParser(HERMES, NAMES, thinks=True, thinking=thinking), pieces) == expected
+        assert parsed(AnswerParser(Manner(HERMES, True, True, thinking), NAMES), pieces) == expected

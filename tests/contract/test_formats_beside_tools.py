@@ -1,0 +1,199 @@
+"""Tools and a format in one request: every answer is valid calls or a valid final answer, in every dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict
+
+from coordinator.api.service import CoordinatorService
+from outrider.base.aio import until as soon
+from outrider.engine.loading.loader import LoadedModel
+from outrider.settings.coordinator import CoordinatorSettings
+from tests.cluster import Redis, in_process
+from tests.contract.conftest import HEARTBEAT_MS, drafter_serving, verifier_serving
+from tests.contract.test_tools import ASK, SCHEMAS, TOOLS, named, streamed
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+DIALECTS = ("hermes", "llama3", "mistral", "json")
+DAYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["get_time", "days"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["name", "days"],
+    "additionalProperties": False,
+}
+REGEX = "(yes|no), [0-9]{2}"
+FORMATS: dict[str, dict[str, Any]] = {
+    "schema": {"type": "json_schema", "json_schema": {"name": "days", "schema": DAYS}},
+    "object": {"type": "json_object"},
+    "regex": {"type": "regex", "regex": REGEX},
+}
+SEEDS = 4
+
+
+class Days(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    sunny: bool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def apis(
+    loaded: LoadedModel, redis_server: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, AsyncOpenAI]]:
+    """A client for each dialect, of a coordinator of its own; all of them share the workers."""
+    async with AsyncExitStack() as stack:
+        services, addresses = [], []
+        for dialect in DIALECTS:
+            settings = CoordinatorSettings(http_port=0, heartbeat_ms=HEARTBEAT_MS, worker_wait_s=5, tool_parser=dialect)
+            services.append(CoordinatorService(settings, redis_server.url))
+            addresses.append(await stack.enter_async_context(in_process(services[-1], settings)))
+        everywhere = {"coordinators": ",".join(addresses)}
+        await stack.enter_async_context(verifier_serving(loaded, tmp_path_factory.mktemp("tokenizer"), **everywhere))
+        await stack.enter_async_context(drafter_serving(kind="ngram", **everywhere))
+        clients = {}
+        for dialect, service in zip(DIALECTS, services, strict=True):
+            assert await soon(lambda at=service: at.ready() and len(at.sessions.worker_pool.connections()) == 2, 20)
+            base = f"http://{service.http_address}/v1"
+            clients[dialect] = await stack.enter_async_context(
+                AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
+            )
+        yield clients
+
+
+def kind_of(form: str, content: str, calls: list[tuple[str, str]], reason: str) -> str:
+    """Check an answer, and return whether it is calls or a final answer; an answer may be cut."""
+    for name, arguments in calls if reason != "length" else ():
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name] or {"type": "object", "maxProperties": 0})
+    if calls:
+        assert reason == "length" or (reason, content) == ("tool_calls", ""), "a call that was cut is text"
+        return "calls"
+    if reason == "length":
+        return "cut"
+    assert reason == "stop"
+    assert content
+    if form == "regex":
+        assert re.fullmatch(REGEX, content)
+    else:
+        jsonschema.validate(json.loads(content), DAYS if form == "schema" else {"type": "object"})
+    return "answer"
+
+
+async def valid_for_seeds(api: AsyncOpenAI, loaded: LoadedModel, form: str, seeds: int) -> None:
+    """The target is noise: with a bias for their first letters, half of its answers are calls."""
+    seen = Counter[str]()
+    letters = loaded.tokenizer.encode(
+        "<[a{" if form == "regex" else "<[" if form == "object" else "<[a", add_special_tokens=False
+    )
+    for seed in range(seeds):
+        body = ASK | {"response_format": FORMATS[form], "seed": seed, "max_tokens": 100}
+        body["parallel_tool_calls"] = seed % 4 > 1
+        body["logit_bias"] = {str(letter): 20 for letter in letters if seed % 2}
+        told = []
+        for gamma in (4, 0):
+            found = await api.chat.completions.create(**body, extra_body={"speculation": {"gamma": gamma}})
+            [choice] = found.choices
+            calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+            told.append((choice.message.content or "", calls, choice.finish_reason))
+        pieces, reason = await streamed(api, **body)
+        told.append((pieces["content"], [(call["name"], call["arguments"]) for call in pieces["tool_calls"]], reason))
+        assert told[0] == told[1] == told[2]
+        seen[kind_of(form, *told[0])] += 1
+    assert form == "object" or (seen["calls"] and seen["answer"]), seen
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_every_answer_is_valid_and_the_same_in_every_way(
+    apis: dict[str, AsyncOpenAI], loaded: LoadedModel, dialect: str, form: str
+) -> None:
+    await valid_for_seeds(apis[dialect], loaded, form, SEEDS)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_hundred_answers_are_valid(
+    apis: dict[str, AsyncOpenAI], loaded: LoadedModel, dialect: str, form: str
+) -> None:
+    await valid_for_seeds(apis[dialect], loaded, form, 100)
+
+
+@pytest.mark.parametrize("choice", ["required", named("add")], ids=["required", "named"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_call_that_must_be_is_one(apis: dict[str, AsyncOpenAI], dialect: str, choice: Any) -> None:
+    for form in FORMATS.values():
+        body = ASK | {"response_format": form, "tool_choice": choice, "seed": 1, "parallel_tool_calls": False}
+        found = (await apis[dialect].chat.completions.create(**body)).choices[0]
+        plain = (await apis[dialect].chat.completions.create(**body | {"response_format": {"type": "text"}})).choices[0]
+        assert found.message.content is None
+        [call], [same] = found.message.tool_calls, plain.message.tool_calls
+        assert call.function == same.function
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_the_same_as_a_response(apis: dict[str, AsyncOpenAI], dialect: str) -> None:
+    flat: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    for seed in range(SEEDS):
+        chat = (
+            (await apis[dialect].chat.completions.create(**ASK | {"response_format": FORMATS["schema"], "seed": seed}))
+            .choices[0]
+            .message
+        )
+        given: dict[str, Any] = {"model": "", "input": "Weather?", "tools": flat, "temperature": 1}
+        given |= {"text": {"format": {"type": "json_schema", "name": "days", "schema": DAYS}}, "max_output_tokens": 300}
+        found = await apis[dialect].responses.create(**given, extra_body={"seed": seed})
+        calls = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
+        assert found.output_text == (chat.content or "")
+        assert calls == [(call.function.name, call.function.arguments) for call in chat.tool_calls or ()]
+        async with apis[dialect].responses.stream(**given, extra_body={"seed": seed}) as stream:
+            *_, last = [event async for event in stream]
+        assert last.type in ("response.completed", "response.incomplete")
+        assert last.response.output_text == found.output_text
+
+
+async def test_the_clients_own_parser(apis: dict[str, AsyncOpenAI]) -> None:
+    """OpenAI's client reads what comes into the types that it was given."""
+    strict: list[Any] = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": SCHEMAS[name]}}
+        for name in ("get_weather", "add")
+    ]
+    for seed in range(SEEDS):
+        message = (
+            (
+                await apis["hermes"].chat.completions.parse(
+                    model="", messages=ASK["messages"], tools=strict, response_format=Days, seed=seed, max_tokens=300
+                )
+            )
+            .choices[0]
+            .message
+        )
+        assert isinstance(message.parsed, Days) is not bool(message.tool_calls)
+
+
+async def test_formats_that_are_refused(apis: dict[str, AsyncOpenAI]) -> None:
+    fields = {"name": {"type": "string"}, "arguments": {"type": "object"}}
+    like_a_call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
+    for dialect, form, refused in (
+        ("json", {"type": "json_schema", "json_schema": {"name": "x", "schema": like_a_call}}, True),
+        ("hermes", {"type": "json_schema", "json_schema": {"name": "x", "schema": like_a_call}}, False),
+        ("hermes", {"type": "regex", "regex": "("}, True),
+    ):
+        body = ASK | {"response_format": form, "max_tokens": 4}
+        if not refused:
+            await apis[dialect].chat.completions.create(**body)
+            continue
+        with pytest.raises(openai.BadRequestError) as caught:
+            await apis[dialect].chat.completions.create(**body)
+        assert caught.value.param == "tools and response_format", caught.value
