@@ -12,7 +12,18 @@
 
 #if TILES
 
-#define TILE 1024 /* bytes of a tile */
+#define TILE 1024 /* bytes: 16 outputs by 32 inputs, or 16 pairs of inputs by 16 rows */
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+#ifdef EMULATED_TILES
+#include "emulated_tiles.h"
+#else
+#define EMULATED 0
 
 /* The compiler's own functions do not tell it that tiles read and write memory. */
 #define TILE_LOAD(tile, from, stride) \
@@ -22,14 +33,9 @@
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define TILE_DOT(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :)
 
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
 INLINE void configure_tiles(const TileConfig *config) { __asm__ volatile("ldtilecfg %0" : : "m"(*config)); }
 INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }
+#endif
 
 INLINE __m512 widen(__m256i halves) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
 

@@ -1,7 +1,7 @@
 /* Attention over keys and values in pages, as floats or rounded to bfloat16. The largest score comes before the sums, and sums go key by key in order, so
  * masked keys between others change nothing (trees). */
 
-#include "model.h"
+#include "tasks.h"
 
 static void turn(float *restrict head, const float *restrict cos, const float *restrict sin, int rotated) {
     int half = rotated / 2, i = 0;
@@ -158,90 +158,133 @@ static void weigh(int count, float *scores, long stride, const float *peaks, int
         }
 }
 
-/* Queries of a session that share a key head: query q belongs to row q / group. */
-static void attend(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first_query,
-                   int count, const float *qkv, long qkv_stride, float *attended, float *scores, const char *after) {
-    int dim = model->head_dim, group = model->heads / model->kv_heads, panels = value_panels(model);
-    int first_row = first_query / group, last_row = (first_query + count - 1) / group;
-    float *queries = scores, *out = queries + (long)MAX_ROWS * dim;
-    float *peaks = out + (long)MAX_ROWS * panels * PANEL, *totals = peaks + MAX_ROWS;
-    int rows[MAX_ROWS], heads[MAX_ROWS], bytes = model->cache_bytes;
-    Accumulate *begin_with = bytes == 2 ? begin_halves : begin_floats, *go_on = bytes == 2 ? go_on_halves : go_on_floats;
-    scores = totals + MAX_ROWS;
-    for (int q = 0; q < count; q++) {
-        rows[q] = (first_query + q) / group;
-        heads[q] = kv_head * group + (first_query + q) % group;
-        memcpy(queries + q * dim, qkv + (segment->start + rows[q]) * qkv_stride + heads[q] * dim, 4 * (size_t)dim);
-    }
-    int end = segment->base + (segment->sees ? segment->count : last_row + 1), begin = 0;
-    if (layer->window) {
-        int lowest = segment->base + (segment->depths ? 0 : first_row) - layer->window + 1;
-        begin = lowest > 0 ? lowest / PAGE * PAGE : 0;
-    }
-    int pages = (end - begin + PAGE - 1) / PAGE;
-    long stride = (long)pages * PAGE;
-    vec highest[MAX_ROWS];
-    for (int q = 0; q < count; q++) peaks[q] = -INFINITY, totals[q] = 0, highest[q] = spread(-INFINITY);
+typedef struct {
+    const Segment *segment;
+    int row, head;
+} Query;
 
-    for (int p = 0; p < pages; p++) {
-        int first = begin + p * PAGE, page = segment->table[first / PAGE];
-        const char *keys = key_at(model, layer, page, kv_head, 0);
-        const char *next = p + 1 < pages ? key_at(model, layer, segment->table[first / PAGE + 1], kv_head, 0)
-                                         : value_at(model, layer, segment->table[begin / PAGE], kv_head, 0, 0);
-        for (int part = 0; part < PAGE; part += PANEL)
-            begin_with(count, queries, dim, keys + (long)part * dim * bytes, dim, 0, dim, (Ahead){next, bytes * LANES},
-                       scores + p * PAGE + part, stride);
-        int hidden = first + PAGE > segment->base || layer->window;
-        for (int q = 0; q < count; q++) {
-            float *row = scores + q * stride + p * PAGE;
-            if (model->softcap > 0)
-                cap_scores(row, PAGE, model->softcap);
-            if (hidden) hide(segment, rows[q], layer->window, first, row);
-            for (int j = 0; j < PAGE; j += LANES) highest[q] = larger(load(row + j), highest[q]);
+/* Queries of one segment, and the slots that they see: those of its own pages. */
+typedef struct {
+    int first, count, own, end;
+} Part;
+
+/* What a task computes with. Memory is of the thread; scores are from slot `begin` on. */
+typedef struct {
+    const Model *model;
+    const Layer *layer;
+    int kv_head, begin;
+    long stride; /* of the scores of a query */
+    Query queries[MAX_ROWS];
+    vec highest[MAX_ROWS];
+    float *rows, *out, *peaks, *totals, *scores;
+} Work;
+
+/* Scores of pages, and the highest ones. `then` is read after them. */
+static void score_pages(Work *work, const Part *part, int from, int end, const char *then) {
+    const Model *model = work->model;
+    const Segment *segment = work->queries[part->first].segment;
+    const int dim = model->head_dim, bytes = model->cache_bytes, window = work->layer->window;
+    Accumulate *begin_with = bytes == 2 ? begin_halves : begin_floats;
+    for (int first = from; first < end; first += PAGE) {
+        const int *page = &segment->table[first / PAGE];
+        const char *keys = key_at(model, work->layer, *page, work->kv_head, 0);
+        const char *next = first + PAGE < end ? key_at(model, work->layer, page[1], work->kv_head, 0) : then;
+        float *scores = work->scores + part->first * work->stride + first - work->begin;
+        for (int panel = 0; panel < PAGE; panel += PANEL)
+            begin_with(part->count, work->rows + part->first * dim, dim, keys + (long)panel * dim * bytes, dim, 0, dim,
+                       (Ahead){next, bytes * LANES}, scores + panel, work->stride);
+        for (int q = part->first; q < part->first + part->count; q++, scores += work->stride) {
+            const Query *query = &work->queries[q];
+            if (model->softcap > 0) cap_scores(scores, PAGE, model->softcap);
+            if (first + PAGE > segment->base || window) hide(query->segment, query->row, window, first, scores);
+            for (int j = 0; j < PAGE; j += LANES) work->highest[q] = larger(load(scores + j), work->highest[q]);
         }
-    }
-    for (int q = 0; q < count; q++)
-        for (int j = 0; j < LANES; j++)
-            if (highest[q][j] > peaks[q]) peaks[q] = highest[q][j];
-    memset(out, 0, 4 * (size_t)count * panels * PANEL);
-    for (int p = 0; p < pages; p++) {
-        int page = segment->table[begin / PAGE + p];
-        int used = end - begin - p * PAGE < PAGE ? end - begin - p * PAGE : PAGE; /* later slots are undefined */
-        float *part = scores + p * PAGE;
-        weigh(count, part, stride, peaks, used, totals);
-        const char *values = value_at(model, layer, page, kv_head, 0, 0);
-        const char *next = after;
-        if (p + 1 < pages) next = value_at(model, layer, segment->table[begin / PAGE + p + 1], kv_head, 0, 0);
-        for (int v = 0; v < panels; v++)
-            go_on(count, part, stride, values + (long)v * PANEL * PAGE * bytes, PAGE, 0, used,
-                  (Ahead){next + (long)v * PANEL * PAGE * bytes, bytes * LANES}, out + v * PANEL, (long)panels * PANEL);
-    }
-    for (int q = 0; q < count; q++) {
-        float *to = attended + ((long)(segment->start + rows[q]) * model->heads + heads[q]) * dim;
-        if (!all_finite(out + q * panels * PANEL, (long)panels * PANEL))
-            weigh_seen(model, layer, segment, kv_head, rows[q], begin, end, scores + q * stride, out + q * panels * PANEL);
-        float factor = 1.0f / totals[q];
-        for (int d = 0; d < dim; d++) to[d] = out[q * panels * PANEL + d] * factor;
     }
 }
 
-/* Queries of a session are shared out evenly: a task is as few as fit in registers together. */
-int list_tasks(const Model *model, const Step *step, Task *tasks) {
-    int group = model->heads / model->kv_heads, n = 0, most = model->tiled_cache ? QUERIES : MAX_ROWS;
-    long before = 0;
-    for (int s = 0; s < step->num_segments; s++) {
-        const Segment *segment = &step->segments[s];
-        int queries = segment->count * group, parts = (queries + most - 1) / most;
-        for (int part = 0; part < parts; part++)
-            for (int h = 0; h < model->kv_heads; h++, n++) {
-                if (!tasks) continue;
-                int first = queries * part / parts, count = queries * (part + 1) / parts - first;
-                long cost = (segment->base + (first + count) / group + PAGE) * (count + 4l); /* 4: to read a key */
-                tasks[n] = (Task){s, h, first, count, before, cost};
-                before += cost;
-            }
+/* Adds the values of pages to the sums, by their weights. `then` is read after them. */
+static void add_pages(const Work *work, const Part *part, int from, int end, const char *then) {
+    const Model *model = work->model;
+    const Segment *segment = work->queries[part->first].segment;
+    const int panels = value_panels(model), bytes = model->cache_bytes;
+    const long width = (long)panels * PANEL, panel = (long)PANEL * PAGE * bytes;
+    Accumulate *go_on = bytes == 2 ? go_on_halves : go_on_floats;
+    for (int first = from; first < end; first += PAGE) {
+        const int *page = &segment->table[first / PAGE];
+        const int used = end - first < PAGE ? end - first : PAGE; /* later slots are undefined */
+        float *weights = work->scores + part->first * work->stride + first - work->begin;
+        weigh(part->count, weights, work->stride, work->peaks + part->first, used, work->totals + part->first);
+        const char *values = value_at(model, work->layer, *page, work->kv_head, 0, 0);
+        const char *next = first + PAGE < end ? value_at(model, work->layer, page[1], work->kv_head, 0, 0) : then;
+        for (int v = 0; v < panels; v++)
+            go_on(part->count, weights, work->stride, values + v * panel, PAGE, 0, used,
+                  (Ahead){next + v * panel, bytes * LANES}, work->out + part->first * width + v * PANEL, width);
     }
-    return n;
+}
+
+/* Divides by the totals. Sums that are no numbers are computed again, without the keys that a row does not see. */
+static void finish(const Work *work, const Part *part, float *attended) {
+    const Model *model = work->model;
+    const long width = (long)value_panels(model) * PANEL;
+    for (int q = part->first; q < part->first + part->count; q++) {
+        const Query *query = &work->queries[q];
+        float *out = work->out + q * width;
+        if (!all_finite(out, width))
+            weigh_seen(model, work->layer, query->segment, work->kv_head, query->row, work->begin, part->end,
+                       work->scores + q * work->stride, out);
+        float factor = 1.0f / work->totals[q];
+        float *to = attended + ((long)(query->segment->start + query->row) * model->heads + query->head) * model->head_dim;
+        for (int d = 0; d < model->head_dim; d++) to[d] = out[d] * factor;
+    }
+}
+
+/* Lists the queries of a task that are of one segment: query q of it belongs to row q / group. */
+static Part list_queries(Work *work, const Task *task, const Segment *segment, int next, const float *qkv, long stride) {
+    const int dim = work->model->head_dim, group = work->model->heads / work->model->kv_heads;
+    const int left = segment->count * group - task->first, count = task->count - next < left ? task->count - next : left;
+    for (int q = 0; q < count; q++) {
+        Query query = {segment, (task->first + q) / group, task->kv_head * group + (task->first + q) % group};
+        work->queries[next + q] = query;
+        memcpy(work->rows + (next + q) * dim, qkv + (segment->start + query.row) * stride + query.head * dim,
+               4 * (size_t)dim);
+    }
+    int first_row = task->first / group, last_row = (task->first + count - 1) / group;
+    int lowest = segment->base + (segment->depths ? 0 : first_row) - work->layer->window + 1;
+    lowest = work->layer->window && lowest > 0 ? lowest / PAGE * PAGE : 0;
+    if (!next || lowest < work->begin) work->begin = lowest;
+    return (Part){next, count, task->shared * PAGE, segment->base + (segment->sees ? segment->count : last_row + 1)};
+}
+
+static void attend(const Model *model, const Layer *layer, const Task *task, const float *qkv, long qkv_stride,
+                   float *attended, float *memory, const char *after) {
+    const long width = (long)value_panels(model) * PANEL;
+    const int count = task->count, shared = task->shared * PAGE;
+    Work work = {.model = model, .layer = layer, .kv_head = task->kv_head, .rows = memory};
+    Part parts[QUERIES], *end = parts, all = {0, count, 0, shared};
+    work.out = work.rows + (long)MAX_ROWS * model->head_dim;
+    work.peaks = work.out + MAX_ROWS * width, work.totals = work.peaks + MAX_ROWS, work.scores = work.totals + MAX_ROWS;
+    for (int next = 0; next < count; next += end++->count)
+        *end = list_queries(&work, task, task->segments[end - parts], next, qkv, qkv_stride);
+    for (Part *part = parts; part < end; part++) {
+        if (part->own < work.begin) part->own = work.begin;
+        long length = (part->end - work.begin + PAGE - 1) / PAGE * PAGE;
+        work.stride = length > work.stride ? length : work.stride;
+    }
+    for (int q = 0; q < count; q++) work.peaks[q] = -INFINITY, work.totals[q] = 0, work.highest[q] = spread(-INFINITY);
+    memset(work.out, 0, 4 * (size_t)(count * width));
+
+    const int *first_page = &task->segments[0]->table[work.begin / PAGE];
+    const char *values = value_at(model, layer, *first_page, task->kv_head, 0, 0);
+    score_pages(&work, &all, work.begin, shared, values);
+    for (const Part *part = parts; part < end; part++) score_pages(&work, part, part->own, part->end, values);
+    for (int q = 0; q < count; q++)
+        for (int j = 0; j < LANES; j++)
+            if (work.highest[q][j] > work.peaks[q]) work.peaks[q] = work.highest[q][j];
+    add_pages(&work, &all, work.begin, shared, after);
+    for (const Part *part = parts; part < end; part++) {
+        add_pages(&work, part, part->own, part->end, after);
+        finish(&work, part, attended);
+    }
 }
 
 /* A thread has tasks that follow each other, of about the same cost as the others'. */
@@ -258,14 +301,12 @@ void attention(const Model *model, const Layer *layer, const Step *step, const T
     for (const Task *task = tasks; task <= last; task++) {
         if ((task->before + task->cost / 2) * threads / (last->before + last->cost) != thread) continue;
         const Task *next = task < last ? task + 1 : task;
-        const Segment *segment = &step->segments[task->segment], *after = &step->segments[next->segment];
         float *memory = step->scores + thread * step->scores_per_thread;
         if (model->tiled_cache)
-            attend_in_tiles(model, layer, segment, task->kv_head, task->first, task->count, step->mixed, stride,
-                            step->attended, memory, after, next->kv_head);
+            attend_in_tiles(model, layer, task, step->mixed, stride, step->attended, memory, next);
         else
-            attend(model, layer, segment, task->kv_head, task->first, task->count, step->mixed, stride, step->attended,
-                   memory, key_at(model, layer, after->table[0], next->kv_head, 0));
+            attend(model, layer, task, step->mixed, stride, step->attended, memory,
+                   key_at(model, layer, next->segments[0]->table[0], next->kv_head, 0));
     }
 #pragma omp barrier
 }

@@ -5,10 +5,12 @@
  * positions, aligned, block after block. To add is what tiles.c says. The sum of the weights has 16 lanes by position,
  * which are added at the end. All of it goes by a row's own positions: where a tree's nodes are in other slots, their
  * scores and values are gathered first, so a guess has the bits of the token that it becomes. A query is a row of the
- * tiles, and its bits depend on no other one. Masked weights are 0 and add nothing.
+ * tiles, and its bits depend on no other one. Masked weights are 0 and add nothing. So queries of several sessions go
+ * together over the pages that these share, and then on with the pages of their own.
  */
 
-#include "amx.h"
+#include "tiled_cache.h"
+#include "tasks.h"
 
 #if TILES
 
@@ -21,66 +23,36 @@ typedef struct {
     int row, head, position;
 } Query;
 
+/* Queries of one segment. Pages: the first of their own, the first whose slots are not in the order of positions, and
+ * the end of those that they see. */
+typedef struct {
+    int first, count, own, direct, end;
+} Part;
+
 /* What a task computes with. Memory is of the thread. */
 typedef struct {
     const Model *model;
     const Layer *layer;
-    int kv_head, count, begin, end; /* queries; pages */
-    const Segment *after; /* and the key head of the next task */
-    int after_head;
+    const Task *task, *after;
+    int begin, lowest; /* page; position */
     Query queries[QUERIES];
     char *tiles, *gathered; /* of queries: [blocks of dimensions][2 parts]; values of a page */
     float *out, *one;       /* sums, and those of some rows alone: [2 · QUERIES][panels · 16] */
     Scores *scores;         /* by page, from `begin` on, and one more */
 } Work;
 
-static int blocks_of(const Model *model) { return (model->head_dim + 31) / 32; }
-static int panels_of(const Model *model) { return (model->head_dim + 15) / 16; }
 static long width_of(const Model *model) { return 16l * panels_of(model); }
 
-long tiled_keys(const Model *model) { return 2l * blocks_of(model) * TILE; }
-long tiled_values(const Model *model) { return (long)panels_of(model) * TILE; }
-
-static const char *page_at(const Model *model, const void *cache, long size, int page, int kv_head) {
-    return (const char *)cache + ((long)page * model->num_layers * model->kv_heads + kv_head) * size;
-}
 static const char *keys_of(const Work *work, const Segment *segment, int page) {
-    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->kv_head);
+    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->task->kv_head);
 }
 static const char *values_of(const Work *work, const Segment *segment, int page) {
-    return page_at(work->model, work->layer->values, tiled_values(work->model), segment->table[page], work->kv_head);
-}
-
-/* A page of keys is [2 halves][blocks of 32 dimensions][16 pairs][16 slots][2]; of values [panels][16 pairs of slots][16][2]. */
-char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
-    long tile = offset / 16 * blocks_of(model) + dim / 32;
-    return (char *)page_at(model, layer->keys, tiled_keys(model), page, kv_head) + tile * TILE + dim % 32 / 2 * 64 +
-           offset % 16 * 4 + dim % 2 * 2;
-}
-char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
-    return (char *)page_at(model, layer->values, tiled_values(model), page, kv_head) + dim / 16 * TILE +
-           offset / 2 * 64 + dim % 16 * 4 + offset % 2 * 2;
-}
-
-/* Only its own bytes are written: the neighbours may be another thread's. */
-void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
-                  const float *value) {
-    for (int d = 0; d < model->head_dim; d += 16) {
-        __mmask16 mask = (__mmask16)(model->head_dim - d < 16 ? (1 << (model->head_dim - d)) - 1 : 0xffff);
-        __m512 numbers = _mm512_maskz_loadu_ps(mask, key + d), other = _mm512_maskz_loadu_ps(mask, value + d);
-        uint32_t pairs[8];
-        _mm256_storeu_si256((__m256i *)pairs, (__m256i)_mm512_cvtneps_pbh(numbers));
-        char *to = tiled_key(model, layer, page, kv_head, offset, d);
-        for (int i = 0; i < 8; i++) memcpy(to + 64 * i, pairs + i, 4);
-        __m512i halves = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(other));
-        to = tiled_value(model, layer, page, kv_head, offset & ~1, d);
-        _mm512_mask_storeu_epi16(to, 0x55555555u << offset % 2, _mm512_slli_epi32(halves, 16 * (offset % 2)));
-    }
+    return page_at(work->model, work->layer->values, tiled_values(work->model), segment->table[page], work->task->kv_head);
 }
 
 static void prepare_queries(Work *work, const float *qkv, long stride) {
     int dim = work->model->head_dim;
-    for (int q = 0; q < work->count; q++) {
+    for (int q = 0; q < work->task->count; q++) {
         const Query *query = &work->queries[q];
         const float *from = qkv + (query->segment->start + query->row) * stride + query->head * dim;
         for (int d = 0; d < dim; d += 32) {
@@ -104,7 +76,13 @@ INLINE void fetch_tile(Coming coming, int tile) {
     for (int i = 0; i < TILE && coming.later; i += 64) __builtin_prefetch(coming.later + tile * TILE + i, 0, 2);
 }
 
-/* Scores of queries from `first` on, as many as tiles have rows. */
+/* As many queries go together from here on. */
+static void configure(int queries) {
+    TileConfig config = {.palette = 1};
+    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 6 ? queries : 16), config.bytes[t] = 64;
+    configure_tiles(&config);
+}
+
 INLINE void score_half(const char *queries, const char *keys, const int blocks, Coming coming, int half, float *to) {
     TILE_ZERO(0);
     for (int d = 0; d < blocks; d++, queries += TWO_PARTS, keys += TILE) {
@@ -118,18 +96,12 @@ INLINE void score_half(const char *queries, const char *keys, const int blocks, 
     TILE_STORE(0, to, 4 * PAGE);
 }
 
-static void score_page(const Work *work, const char *keys, Coming coming, float *to) {
-    int blocks = blocks_of(work->model);
-    score_half(work->tiles, keys, blocks, coming, 0, to);
-    score_half(work->tiles, keys + blocks * TILE, blocks, coming, 1, to + 16);
-}
-
-/* Masks what the queries do not see of a page, by position, and finds their largest scores. */
-static void mask_page(const Work *work, int page, vec *peaks) {
+/* Masks what queries do not see of a page, by position, and finds their largest scores. */
+static void mask_page(const Work *work, const Part *part, int page, vec *peaks) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     float(*rows)[PAGE] = work->scores[page - work->begin];
     int window = work->layer->window;
-    for (int q = 0; q < work->count; q++) {
+    for (int q = part->first; q < part->first + part->count; q++) {
         int last = work->queries[q].position;
         if (page * PAGE > last) continue;
         if (work->model->softcap > 0) cap_scores(rows[q], PAGE, work->model->softcap);
@@ -148,10 +120,27 @@ static void mask_page(const Work *work, int page, vec *peaks) {
     }
 }
 
+/* Scores of pages from `from` on, with masks as far as slots are in the order of positions. */
+static void score_pages(const Work *work, const Part *part, int from, int end, vec *peaks) {
+    const Segment *segment = work->queries[part->first].segment;
+    const char *queries = work->tiles + 64 * part->first;
+    const int blocks = blocks_of(work->model);
+    for (int page = from; page < end; page++) {
+        const char *keys = keys_of(work, segment, page);
+        const Coming coming = {page + 1 < end ? keys_of(work, segment, page + 1) : NULL,
+                               page - work->begin < FEW_PAGES ? values_of(work, segment, page) : NULL};
+        float *to = work->scores[page - work->begin][part->first];
+        score_half(queries, keys, blocks, coming, 0, to);
+        score_half(queries, keys + blocks * TILE, blocks, coming, 1, to + 16);
+        if (page > from && page - 1 < part->direct) mask_page(work, part, page - 1, peaks);
+    }
+    if (end > from && end - 1 < part->direct) mask_page(work, part, end - 1, peaks);
+}
+
 /* Scores become weights in two parts. */
-static void weigh_page(const Work *work, int page, const float *peaks, vec *totals) {
+static void weigh_page(const Work *work, const Part *part, int page, const float *peaks, vec *totals) {
     float(*rows)[PAGE] = work->scores[page - work->begin];
-    for (int q = 0; q < work->count; q++) {
+    for (int q = part->first; q < part->first + part->count; q++) {
         __m512i parts[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
         if (page * PAGE <= work->queries[q].position) {
             vec low = exponential(load(rows[q]) - peaks[q]), high = exponential(load(rows[q] + 16) - peaks[q]);
@@ -173,13 +162,14 @@ static void weigh_page(const Work *work, int page, const float *peaks, vec *tota
 
 /* Keys that the next task begins with. */
 static const char *next_keys(const Work *work, int page) {
-    const Segment *segment = work->after;
+    const Segment *segment = work->after->segments[0];
     if (page >= FEW_PAGES || page * PAGE >= segment->base + segment->count) return NULL;
-    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->after_head);
+    return page_at(work->model, work->layer->keys, tiled_keys(work->model), segment->table[page], work->after->kv_head);
 }
 
 /* Adds the values of pages to the sums of queries from `first` on: those of their segment's pages, or `gathered` ones. */
 static void add_values(const Work *work, int first, int from, int end, const char *gathered, float *sums) {
+    if (from >= end) return;
     const Segment *segment = work->queries[first].segment;
     const long width = width_of(work->model), stride = 4 * width;
     for (int v = 0; v < panels_of(work->model); v += 4) {
@@ -193,7 +183,7 @@ static void add_values(const Work *work, int first, int from, int end, const cha
             const char *weights = (const char *)work->scores[page - work->begin][first];
             const char *values = (gathered ? gathered : values_of(work, segment, page)) + v * TILE;
             const Coming coming = {gathered || page + 1 == end ? NULL : values_of(work, segment, page + 1),
-                                   gathered ? NULL : next_keys(work, page - from)};
+                                   gathered || first ? NULL : next_keys(work, page - from)};
             TILE_LOAD(4, weights, 4 * PAGE);
             TILE_LOAD(5, weights + 64, 4 * PAGE);
             ADD_PANEL(0, 6)
@@ -245,8 +235,8 @@ static const char *gather_values(const Work *work, const Query *query, const int
 }
 
 /* Puts the scores of a tree's rows from a page on into the order of their positions. */
-static void gather_scores(const Work *work, int page) {
-    for (int q = 0; q < work->count; q++) {
+static void gather_scores(const Work *work, const Part *part, int page) {
+    for (int q = part->first; q < part->first + part->count; q++) {
         const Query *query = &work->queries[q];
         int first = page * PAGE, count = query->position + 1 - first, path[query->segment->count];
         float gathered[count];
@@ -274,7 +264,7 @@ static void add_path(const Work *work, int first, int count, int from, float *su
 /* Sums that are no numbers: a weight of 0 does not keep a NaN or an infinity out, so the row goes without masked values. */
 static void finish(const Work *work, const vec *totals, float *attended) {
     const long width = width_of(work->model);
-    for (int q = 0; q < work->count; q++) {
+    for (int q = 0; q < work->task->count; q++) {
         const Query *query = &work->queries[q];
         float *sums = work->out + q * width, total = sum(&totals[q]);
         vec zeros = {0};
@@ -305,80 +295,86 @@ long tiled_scratch(const Model *model, long longest) {
     return lay_out(&work, NULL) - (float *)NULL + (longest / PAGE + 3) * QUERIES * PAGE;
 }
 
-/* Queries of a session that share a key head: query q belongs to row q / group. */
-void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
-                     int after_head) {
-    int group = model->heads / model->kv_heads, highest = 0, lowest = segment->base + segment->count;
-    Work work = {.model = model, .layer = layer, .kv_head = kv_head, .count = count, .after = after,
-                 .after_head = after_head};
-    work.scores = (Scores *)lay_out(&work, memory);
+/* Lists the queries of a task that are of one segment: query q of it belongs to row q / group. */
+static Part list_queries(Work *work, const Segment *segment, int first, int next) {
+    const Task *task = work->task;
+    int group = work->model->heads / work->model->kv_heads, left = segment->count * group - task->first;
+    int count = task->count - next < left ? task->count - next : left, highest = 0;
     for (int q = 0; q < count; q++) {
         int row = (first + q) / group, position = segment->base + (segment->depths ? segment->depths[row] : row);
-        work.queries[q] = (Query){segment, row, kv_head * group + (first + q) % group, position};
+        work->queries[next + q] = (Query){segment, row, task->kv_head * group + (first + q) % group, position};
         if (position > highest) highest = position;
-        if (position < lowest) lowest = position;
+        if (position < work->lowest) work->lowest = position;
     }
-    if (layer->window && lowest >= layer->window) work.begin = (lowest + 1 - layer->window) / PAGE;
-    work.end = highest / PAGE + 1;
-    TileConfig config = {.palette = 1};
-    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 6 ? count : 16), config.bytes[t] = 64;
-    configure_tiles(&config);
+    int end = highest / PAGE + 1, direct = segment->sees && segment->base / PAGE < end ? segment->base / PAGE : end;
+    return (Part){next, count, task->shared, direct, end};
+}
+
+/* Scores of the pages that are a part's own. */
+static void score_part(const Work *work, const Part *part, vec *peaks) {
+    const Segment *segment = work->queries[part->first].segment;
+    configure(part->count);
+    if (!segment->sees) {
+        score_pages(work, part, part->own, part->direct, peaks);
+        return;
+    }
+    score_pages(work, part, part->own, (segment->base + segment->count - 1) / PAGE + 1, peaks);
+    gather_scores(work, part, part->direct);
+    for (int page = part->direct; page < part->end; page++) mask_page(work, part, page, peaks);
+}
+
+/* Adds the values of the pages that are a part's own. */
+static void add_part(const Work *work, const Part *part) {
+    const long width = width_of(work->model);
+    configure(part->count);
+    add_values(work, part->first, part->own, part->direct, NULL, work->out + part->first * width);
+    int q = part->first, end = q + part->count, next;
+    for (; q < end && part->direct < part->end; q = next) {
+        for (next = q + 1; next < end && work->queries[next].row == work->queries[q].row;) next++;
+        add_path(work, q, next - q, part->direct, work->out + q * width);
+    }
+}
+
+void attend_in_tiles(const Model *model, const Layer *layer, const Task *task, const float *qkv, long qkv_stride,
+                     float *attended, float *memory, const Task *after) {
+    Work work = {.model = model, .layer = layer, .task = task, .after = after, .lowest = INT32_MAX};
+    Part parts[QUERIES], *end = parts, all = {0, task->count, 0, task->shared, task->shared};
+    work.scores = (Scores *)lay_out(&work, memory);
+    for (int next = 0; next < task->count; next += end++->count)
+        *end = list_queries(&work, task->segments[end - parts], task->first, next);
+    if (layer->window && work.lowest >= layer->window) work.begin = (work.lowest + 1 - layer->window) / PAGE;
+    for (Part *part = parts; part < end; part++) {
+        if (part->own < work.begin) part->own = work.begin;
+        if (part->direct < part->own) part->direct = part->own;
+    }
     prepare_queries(&work, qkv, qkv_stride);
 
     vec peaks[QUERIES], totals[QUERIES] = {{0}};
-    for (int q = 0; q < count; q++) peaks[q] = spread(-INFINITY);
-    /* The pages of a tree's slots, and the first whose slots are not in the order of positions. */
-    int stored = segment->sees ? (segment->base + segment->count - 1) / PAGE + 1 : work.end;
-    int direct = segment->sees && segment->base / PAGE < work.end ? segment->base / PAGE : work.end;
-    if (direct < work.begin) direct = work.begin;
-    for (int page = work.begin; page < stored; page++) {
-        Coming coming = {page + 1 < stored ? keys_of(&work, segment, page + 1) : NULL,
-                         page - work.begin < FEW_PAGES ? values_of(&work, segment, page) : NULL};
-        score_page(&work, keys_of(&work, segment, page), coming, (float *)work.scores[page - work.begin]);
-        if (page > work.begin && page - 1 < direct) mask_page(&work, page - 1, peaks);
-    }
-    if (stored - 1 < direct) mask_page(&work, stored - 1, peaks);
-    if (segment->sees) {
-        gather_scores(&work, direct);
-        for (int page = direct; page < work.end; page++) mask_page(&work, page, peaks);
-    }
     float largest[QUERIES];
-    for (int q = 0; q < count; q++) {
+    for (int q = 0; q < task->count; q++) peaks[q] = spread(-INFINITY);
+    configure(task->count);
+    score_pages(&work, &all, work.begin, task->shared, peaks);
+    for (const Part *part = parts; part < end; part++) score_part(&work, part, peaks);
+    for (int q = 0; q < task->count; q++) {
         largest[q] = -INFINITY;
         for (int i = 0; i < 16; i++) largest[q] = peaks[q][i] > largest[q] ? peaks[q][i] : largest[q];
     }
-    for (int page = work.begin; page < work.end; page++) weigh_page(&work, page, largest, totals);
+    for (const Part *part = parts; part < end; part++)
+        for (int page = work.begin; page < part->end; page++) weigh_page(&work, part, page, largest, totals);
     memset(work.out, 0, 4 * (size_t)(QUERIES * width_of(model)));
-    add_values(&work, 0, work.begin, direct, NULL, work.out);
-    for (int q = 0, next; q < count && direct < work.end; q = next) {
-        for (next = q + 1; next < count && work.queries[next].row == work.queries[q].row;) next++;
-        add_path(&work, q, next - q, direct, work.out + q * width_of(model));
-    }
+    configure(task->count);
+    add_values(&work, 0, work.begin, task->shared, NULL, work.out);
+    for (const Part *part = parts; part < end; part++) add_part(&work, part);
     finish(&work, totals, attended);
     release_tiles();
 }
 
 #else
 
-long tiled_keys(const Model *model) { return (void)model, 0; }
-long tiled_values(const Model *model) { return (void)model, 0; }
 long tiled_scratch(const Model *model, long longest) { return (void)model, (void)longest, 0; }
-char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
-    return (void)model, (void)layer, (void)page, (void)kv_head, (void)offset, (void)dim, NULL;
-}
-char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim) {
-    return tiled_key(model, layer, page, kv_head, offset, dim);
-}
-void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
-                  const float *value) {
-    (void)model, (void)layer, (void)page, (void)kv_head, (void)offset, (void)key, (void)value;
-}
-void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
-                     int after_head) {
-    (void)model, (void)layer, (void)segment, (void)kv_head, (void)first, (void)count, (void)qkv, (void)qkv_stride;
-    (void)attended, (void)memory, (void)after, (void)after_head;
+void attend_in_tiles(const Model *model, const Layer *layer, const Task *task, const float *qkv, long qkv_stride,
+                     float *attended, float *memory, const Task *after) {
+    (void)model, (void)layer, (void)task, (void)qkv, (void)qkv_stride, (void)attended, (void)memory, (void)after;
 }
 
 #endif

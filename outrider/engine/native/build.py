@@ -71,9 +71,9 @@ def structures() -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def compile_for(march: str, into: Path) -> Path:
+def compile_for(march: str, into: Path, *flags: str) -> Path:
     """Compile the kernels for an instruction set, unless that was done before."""
-    target = into / f"kernels-{march}-{_digest(march)}.so"
+    target = into / f"kernels-{march}-{_digest(march, *flags)}.so"
     if target.exists():
         return target
     if (compiler := shutil.which("cc")) is None:
@@ -83,7 +83,7 @@ def compile_for(march: str, into: Path) -> Path:
         sources = sorted(_FOLDER.glob("*.c"))
         # Linked without OpenMP: torch has loaded its library already, and two thread pools would compete.
         commands = (
-            [compiler, *_FLAGS, f"-march={march}", "-c", *map(str, sources)],
+            [compiler, *_FLAGS, *flags, f"-march={march}", "-c", *map(str, sources)],
             [compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "kernels.so", "-lm"],
         )
         for command in commands:
@@ -103,9 +103,9 @@ def _built_ahead() -> Path | None:
     return None
 
 
-def _digest(march: str) -> str:
+def _digest(march: str, *flags: str) -> str:
     """Return a digest of everything that decides the compiled result."""
-    digest = hashlib.sha256(" ".join(_FLAGS).encode())
+    digest = hashlib.sha256(" ".join([*_FLAGS, *flags]).encode())
     for source in sorted(_FOLDER.glob("*.[ch]")):
         digest.update(source.read_bytes())
     if march == "native":

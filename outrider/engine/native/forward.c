@@ -11,7 +11,7 @@
  * build.py compiles the files, and engine.py calls the functions below.
  */
 
-#include "model.h"
+#include "tasks.h"
 
 #define ARITHMETIC 1 /* raise it when the bits of any result change */
 
@@ -97,10 +97,9 @@ int64_t outrider_scratch(const Model *model, Step *step) { return lay_out(model,
 
 int outrider_forward(const Model *model, Step *step) {
     lay_out(model, step);
-    int num_tasks = list_tasks(model, step, NULL);
-    Task *tasks = malloc(sizeof(Task) * (size_t)num_tasks);
+    int num_tasks;
+    Task *tasks = list_tasks(model, step, &num_tasks);
     if (!tasks) return -1;
-    list_tasks(model, step, tasks);
 #pragma omp parallel num_threads(step->threads)
     {
         for (int l = 0; l < model->num_layers; l++) {

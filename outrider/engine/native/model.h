@@ -117,22 +117,5 @@ const float *normalise_rows(const Norm *norm, const float *x, const Step *step, 
 void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
 void activate(float *x, int rows, const Model *model, float *y);
 
-typedef struct {
-    int32_t segment, kv_head, first, count; /* queries */
-    long before, cost; /* of the tasks before it, and its own */
-} Task;
-
-#define QUERIES 16 /* of a task in tiles */
-
-int list_tasks(const Model *model, const Step *step, Task *tasks);
-long tiled_scratch(const Model *model, long longest);
-char *tiled_key(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim);
-char *tiled_value(const Model *model, const Layer *layer, int page, int kv_head, int offset, int dim);
-void put_in_tiles(const Model *model, const Layer *layer, int page, int kv_head, int offset, const float *key,
-                  const float *value);
-void attend_in_tiles(const Model *model, const Layer *layer, const Segment *segment, int kv_head, int first, int count,
-                     const float *qkv, long qkv_stride, float *attended, float *memory, const Segment *after,
-                     int after_head);
-void attention(const Model *model, const Layer *layer, const Step *step, const Task *tasks, int num_tasks);
 int64_t outrider_scratch(const Model *model, Step *step);
 int outrider_forward(const Model *model, Step *step);

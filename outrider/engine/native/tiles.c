@@ -7,10 +7,7 @@
  * have no second part.
  */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")
-#define TILES 1
-#endif
+#include "amx.h"
 
 #include "formats.h"
 
@@ -25,29 +22,15 @@
 #define NEAR_T0 2048 /* prefetch distance into the first-level cache, bytes; the second level has the next panels */
 #define SLOT (8 * TILE) /* the unpacked block of one or two panels: four units in two parts */
 
-/* The compiler's own functions do not tell it that tiles read and write memory. */
-#define TILE_LOAD(tile, from, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(from), "r"((long)(stride)) : "memory")
-#define TILE_STORE(tile, to, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(to), "r"((long)(stride)) : "memory")
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
-#define TILE_DOT(sum, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum : :)
-
 /* Sums in tiles 0 to 3: four units of outputs, or two by two groups of rows. Weights in 4 and 5, rows in 6 and 7. */
 static void configure(int columns) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
+    TileConfig config = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         config.rows[t] = 16;
         config.bytes[t] = (uint16_t)(t == 4 || t == 5 ? 64 : 4 * columns);
     }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+    configure_tiles(&config);
 }
-
-INLINE __m512 widen(__m256i halves) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16); }
 
 /* A perfect shuffle of `count` vectors, as often as it takes to turn rows of 16 into columns of `count`; and back. */
 INLINE void interleave(__m512i *v, const int count) {
@@ -353,13 +336,14 @@ void product_tiles(const Linear *linear, const float *x, int rows, float *y, lon
         MULTIPLY(FIVE_K)
         MULTIPLY(SIX_K)
     }
-    __asm__ volatile("tilerelease" : :);
+    release_tiles();
 #pragma omp barrier
 }
 
 /* Whether this processor has tiles of bfloat16 and the system lets this process use them. */
 int outrider_tiles(void) {
     __builtin_cpu_init();
+    if (EMULATED) return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
     uint32_t a = 7, b, c = 0, d;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     if (!(d >> 22 & 1) || !__builtin_cpu_supports("avx512vnni")) return 0;

@@ -3,9 +3,8 @@
 
 #pragma once
 
+#include "amx.h"
 #include "formats.h"
-
-#define TILE 1024 /* bytes: 16 outputs by 32 inputs, or 16 pairs of inputs by 16 rows */
 
 /* In every 4 bytes: the upper two of `even`, then those of `odd`. One operation, where a shift and an "or" are two. */
 INLINE __m512i upper_halves(__m512 even, __m512 odd) {

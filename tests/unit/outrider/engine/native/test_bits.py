@@ -15,6 +15,7 @@ from outrider.engine import SessionTokens
 from outrider.engine.model_spec import Cosines, Layer, Linear, ModelSpec, Norm
 from outrider.engine.native import NativeEngine, build
 from outrider.protocol.fleet import ModelInfo
+from tests.unit.outrider.engine.native.tiles import tiles
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 99, 72, 100, 6, 2, 20
 TOKENS = [i * i * 31 % VOCAB for i in range(70)]
@@ -148,9 +149,8 @@ def test_bits_change_only_with_the_kernels_version(level: str, monkeypatch: pyte
 
 
 def test_bits_of_attention_in_tiles_change_only_with_its_version() -> None:
-    if not build.library().outrider_tiles():
-        pytest.skip("this processor has no AMX tiles")
-    runs = engine("silu", "float32", tiles=True)
+    with tiles():
+        runs = engine("silu", "float32", tiles=True)
     runs.use_cache(torch.bfloat16)
     digest = digest_of(runs)
     assert f", {TILED_CACHE}, " in runs.arithmetic, "raise the version in engine.py together with the digest here"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from outrider.engine.transformers.engine import TransformersEngine
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
 from outrider.testing.toy_models import make_model
+from tests.unit.outrider.engine.native.tiles import tiles
 
 TILES = "bfloat16 in tiles"
 VOCAB = 203  # no multiple of any panel
@@ -68,9 +70,8 @@ def seeded(kind: Any, config: Any) -> Any:
 def engine(model: Any, weights: str = "float32", threads: int = 1, cache: str = "float32") -> NativeEngine:
     info = ModelInfo("m", "f", vocab_size=VOCAB)
     tiled = "tiles" in cache
-    if tiled and not build.library().outrider_tiles():
-        pytest.skip("this processor has no tiles")
-    made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads, tiles=tiled)
+    with tiles() if tiled else nullcontext():
+        made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads, tiles=tiled)
     made.use_cache(getattr(torch, cache.split()[0]))
     assert made._model.tiled_cache == tiled
     return made

@@ -19,6 +19,7 @@ from outrider.engine.native import engine as native_engine
 from outrider.models.gguf import QuantizedRows, detach_rows
 from outrider.protocol.errors import StartupError
 from outrider.protocol.fleet import ModelInfo
+from tests.unit.outrider.engine.native.tiles import tiles
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 LEVELS = [level for level, needed in build._LEVELS.items() if torch.cpu.get_capabilities().get(needed)]
@@ -133,9 +134,6 @@ def test_a_token_without_a_row_is_refused(token: int) -> None:
             runs.extend([SessionTokens("s", [3, token])])
 
 
-needs_tiles = pytest.mark.skipif(not build.library().outrider_tiles(), reason="this processor has no AMX tiles")
-
-
 def added(sums: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What a tile adds: [rows, outputs] + [rows, 32] · [outputs, 32], by hand. Doubles hold products of bfloat16."""
     chains = torch.zeros(2, *sums.shape)
@@ -148,7 +146,6 @@ def truncated(weight: torch.Tensor) -> torch.Tensor:
     return (weight.view(torch.int32) & -65536).view(torch.float32)
 
 
-@needs_tiles
 @pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
 @pytest.mark.parametrize("rows", [9, 19, 70])
 def test_products_in_tiles_are_the_documented_sums(kind: str, rows: int) -> None:
@@ -159,7 +156,8 @@ def test_products_in_tiles_are_the_documented_sums(kind: str, rows: int) -> None
     upper = truncated(weight)
     if kind == "bfloat16":
         weight, quantized = upper, None
-    runs = engine(model("Q4_1"), tiles=True)
+    with tiles():
+        runs = engine(model("Q4_1"), tiles=True)
     linear = runs._linear(Linear(weight, None, (quantized,) if quantized else ()), "float32")
     assert linear.tiles
     scratch, found = torch.zeros(1 << 20), torch.zeros(rows, 40)
@@ -177,7 +175,6 @@ def test_products_in_tiles_are_the_documented_sums(kind: str, rows: int) -> None
     assert torch.equal(found, sums)
 
 
-@needs_tiles
 @pytest.mark.parametrize("kind", [*KINDS, "mixed", "bfloat16", "int8"])
 def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> None:
     """And as near to the truth as two parts of 16 bits at least can be, where float32 has 24."""
@@ -188,7 +185,8 @@ def test_products_in_tiles_are_the_same_for_any_number_of_rows(kind: str) -> Non
             parameter.data = parameter.data.to(torch.bfloat16).float()
     else:
         made = model("Q4_K", "Q6_K") if kind == "mixed" else model(kind)
-    tiled = engine(made, threads=2 if kind == "Q8_0" else 1, weights=weights, tiles=True)
+    with tiles():
+        tiled = engine(made, threads=2 if kind == "Q8_0" else 1, weights=weights, tiles=True)
     assert tiled._layers[0].down[0].tiles
     found = logits(tiled).clone()
     exact = logits(engine(made, weights=weights))
