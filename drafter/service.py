@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -42,8 +41,9 @@ class DrafterService(WorkerService, StateDeclaration, rpc.DrafterServicer):
         self._loop = DraftingLoop(drafter, settings.max_sessions, self._metrics)
         self._grammars = TargetGrammars(settings)
         about = WorkerInfo("", Role.DRAFTER, "", drafter.info, settings.kind, hidden_states=drafter.needs_hidden_states)
-        about = replace(about, state_spec=self.declare(drafter, float8=settings.feature_dtype == "fp8"))
-        super().__init__(settings, about, drafter.vocabulary, self._loop, self._metrics, tracing)
+        super().__init__(
+            settings, self.declare(about, drafter, settings), drafter.vocabulary, self._loop, self._metrics, tracing
+        )
         keys = self.credentials.own_keys
         self.multiplexed = MultiplexedHandler(self.Draft, pb.DraftRequest.FromString, keys, settings)
 
@@ -103,6 +103,7 @@ def _opening(request: pb.DraftRequest) -> DraftOpening:
         steering=convert.draft_steering_from_proto(given.steer),
         vocabulary_digest=given.vocabulary_digest,
         eos_token_ids=tuple(given.eos_token_ids),
+        earlier_states=given.earlier_states,
     )
 
 
@@ -113,6 +114,8 @@ def _apply(session: DraftSession, request: pb.DraftRequest) -> None:
         given = committed.HasField("hidden_states")
         hidden_states = convert.hidden_states_from_proto(committed.hidden_states) if given else None
         session.commit(committed.position, tuple(committed.tokens), hidden_states)
+    elif kind == "earlier_states":
+        session.hidden_states.add_earlier(convert.hidden_states_from_proto(request.earlier_states))
     elif kind == "steer":
         session.steer(convert.draft_steering_from_proto(request.steer))
     else:

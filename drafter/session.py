@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
+from drafter.hidden_states.earlier_states import StateQueue
 from drafter.interface import DraftRequest
 from outrider.base.decayed_mean import DecayedMean
-from outrider.protocol.checks import check_tokens
+from outrider.protocol.checks import check_number, check_tokens
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, HiddenStates
+from outrider.protocol.hidden_states.earlier_states import MAX_EARLIER_POSITIONS
+from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import MAX_GAMMA, DraftSteering, Guess, SessionOpening, path_to
 from outrider.speculation.open_guesses import OpenGuesses
 
@@ -32,12 +34,14 @@ class DraftOpening(SessionOpening):
     cache_salt: str = ""
     vocabulary_digest: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    earlier_states: int = 0  # positions whose states may come later
 
     def check(self) -> None:
         if self.vocab_size < 1:
             raise InvalidRequest.of("open.vocab_size", self.vocab_size, "at least 1")
         self.check_for(self.vocab_size, self.steering, self.cache_salt)
         check_tokens("open.eos_token_ids", self.eos_token_ids, self.vocab_size)
+        check_number("open.earlier_states", self.earlier_states, 0, MAX_EARLIER_POSITIONS)
 
 
 class DraftSession:
@@ -59,7 +63,7 @@ class DraftSession:
         self._committed = list(opening.tokens)
         self._open = OpenGuesses(len(opening.tokens))
         self._request: DraftRequest | None = None  # the last one
-        self._hidden_states: list[HiddenStates] = []
+        self.hidden_states = StateQueue(opening.earlier_states)
         self._gamma = 0
         self._branches = 1
         self._nodes = 0
@@ -76,7 +80,6 @@ class DraftSession:
             return None
         guess = self._open.guess
         path = [guess.tokens[node] for node in path_to(guess.tip, guess.shape.parents)]
-        hidden_states, self._hidden_states = tuple(self._hidden_states), []
         max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us.value, 1.0))) if self._eager else MAX_GAMMA
         self._request = DraftRequest(
             session=self.key,
@@ -92,7 +95,7 @@ class DraftSession:
             budget=self._budget,
             depth=self._depth,
             min_per_level=EAGER_MIN_PER_LEVEL if self._eager else 1,
-            hidden_states=hidden_states,
+            hidden_states=self.hidden_states.take(),
             calibration=self._calibration,
             grammar_cursor=self._grammar_cursor,
         )
@@ -146,7 +149,7 @@ class DraftSession:
         new = tokens[known - position :]
         check_tokens("committed.tokens", new, self._vocab_size)
         if hidden_states is not None:
-            self._buffer(hidden_states)
+            self.hidden_states.add(hidden_states)
         for siblings, accepted in self._open.commit(new):
             self._calibration.record_outcome(siblings, accepted)
         self._committed += new
@@ -162,12 +165,6 @@ class DraftSession:
         self._eager = self._eager if steering.eager is None else steering.eager
         if steering.gamma is not None or steering.branches is not None or steering.nodes is not None:
             self._exhausted = False
-
-    def _buffer(self, hidden_states: HiddenStates) -> None:
-        """Keep hidden states for the next request; without requests, only the newest positions."""
-        self._hidden_states.append(hidden_states)
-        while sum(kept.count for kept in self._hidden_states) > MAX_HIDDEN_POSITIONS:
-            self._hidden_states.pop(0)
 
     @property
     def _depth(self) -> int:

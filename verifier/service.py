@@ -22,12 +22,14 @@ from outrider.protocol import convert, message_limits
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import Role, WorkerInfo
+from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.runtime.worker_service import WorkerService
 from outrider.settings.verifier import VerifierSettings
 from outrider.speculation.grammar import GrammarCompiler, GrammarMatcher
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1 import verifier_pb2_grpc as rpc
+from verifier.hidden_states.earlier_states import earlier_states
 from verifier.hidden_states.projections import ProjectionService
 from verifier.limits import SchedulerLimits
 from verifier.loop import VerificationLoop
@@ -102,6 +104,8 @@ class VerifierService(WorkerService, ProjectionService, rpc.VerifierServicer):
                             self._loop.wake()
                         if isinstance(reply, Rejection):
                             yield pb.VerifyReply(refused=convert.error_to_proto(reply.error), source=reply.source)
+                        elif isinstance(reply, EarlierStates):
+                            yield pb.VerifyReply(earlier_states=earlier_states(session.hidden_states, reply))
                         else:
                             span.add(len(reply.tokens), reply.timings.step_us, reply.timings.cached_tokens)
                             yield pb.VerifyReply(verdict=convert.verdict_to_proto(reply))

@@ -12,6 +12,7 @@ import torch
 from outrider.protocol.checks import MAX_EPOCH, check_salt, check_tokens
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.fleet import ModelInfo
+from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.speculation import (
     MAX_GAMMA,
     MAX_NODES,
@@ -27,6 +28,7 @@ from outrider.speculation.grammar import GrammarMatcher
 from outrider.speculation.sampling import History
 from outrider.speculation.tree import GuessTree
 from verifier.hidden_states.buffer import HiddenStateBuffer
+from verifier.hidden_states.earlier_states import queue_request
 
 MAX_UNREAD_VERDICTS = 64  # a session with more unread replies is stalled
 MAX_UNREAD_REPLIES = 1024  # beyond that, a further rejection ends the session
@@ -91,7 +93,7 @@ class VerifySession:
         self.prompt_length = opening.prompt_length
         self.committed = list(opening.tokens)
         self.hidden_states = HiddenStateBuffer(opening.hidden_states, opening.cache_salt, self.committed)
-        self.outbox: asyncio.Queue[Verdict | Rejection | Ended] = asyncio.Queue()
+        self.outbox: asyncio.Queue[Verdict | Rejection | EarlierStates | Ended] = asyncio.Queue()
         self.tree = GuessTree(
             self.committed, single=self.params.mode.needs_draft_probs, max_nodes=MAX_NODES, max_ahead=MAX_GAMMA
         )
@@ -145,6 +147,8 @@ class VerifySession:
             self.hidden_states.enable(steering.hidden_states)
         if steering.states is not None:
             self.hidden_states.request(steering.states)
+        if steering.earlier_states is not None:
+            queue_request(self.outbox, steering.earlier_states)
 
     def add_guess(self, guess: Guess) -> None:
         """Check a guess and add it to the tree; raise InvalidRequest if it is invalid."""

@@ -117,7 +117,7 @@ class AttachedSession:
     def _receive(self, reply: verify.VerifyReply) -> None:
         kind = reply.WhichOneof("message")
         if kind == "refused":
-            self._drafting.drop_refused(self._reader.refusal(reply))
+            self._drafting.receive(self._reader.refusal(reply))
             return
         if kind != "verdict":
             raise InvalidRequest.of("message", kind or "empty", "verdict or refused")

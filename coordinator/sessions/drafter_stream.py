@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from coordinator.control.estimator import PairEstimate
 from coordinator.control.throughput_model import OPEN_NODES, SpeculationPlan
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.hidden_states.earlier_states import EarlierProgress
 from coordinator.sessions.hidden_states.window import HiddenStateWindow
 from coordinator.sessions.seeds import drafter_params
 from coordinator.sessions.streams import WorkerStream
@@ -101,7 +102,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         pair: PairEstimate,
         plan: SpeculationPlan,
     ) -> None:
-        request = record.request
+        request, earlier = record.request, EarlierProgress(connection.info.earlier_states)
         opening = draft.OpenDraft(
             session_id=record.session_id,
             epoch=record.epoch,
@@ -113,6 +114,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
             cache_salt=request.cache_salt,
             vocabulary_digest=target.vocabulary_digest,
             eos_token_ids=target.eos_token_ids,
+            earlier_states=earlier.wanted,
         )
         super().__init__(connection, draft.DraftRequest(open=opening), draft.DraftReply.FromString, span)
         self.source = source
@@ -124,6 +126,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         self.spec = connection.info.state_spec or FINAL_STATES  # of the hidden states that it reads
         self.passed: common.Guess | None = None  # the newest empty guess: nothing to propose at its position
         self.limits = DraftLimits(time.monotonic())
+        self.earlier = earlier
         self._unsent: tuple[int, ...] = ()  # committed tokens
         self._unsent_states: HiddenStateWindow | None = None
         self._position = 0  # after them
@@ -175,7 +178,7 @@ class DrafterStream(WorkerStream[draft.DraftRequest, draft.DraftReply]):
         position, tokens, self._unsent = self._position - len(self._unsent), self._unsent, ()
         window, self._unsent_states = self._unsent_states, None
         unsent = None if window is None else window.contents()
-        states = None if unsent is None else convert.hidden_states_to_proto(unsent)
+        states = None if unsent is None else convert.hidden_states_to_proto(self.earlier.follow(unsent))
         self.send(draft.DraftRequest(committed=draft.Committed(position=position, tokens=tokens, hidden_states=states)))
 
     def steer(self, plan: SpeculationPlan) -> None:

@@ -23,6 +23,7 @@ from coordinator.persistence.session_record import SessionRecord
 from coordinator.placement.choice import load_of
 from coordinator.sessions.drafter_stream import DrafterStream
 from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
+from coordinator.sessions.hidden_states.earlier_states import EarlierReply, ask_earlier, relay_earlier
 from coordinator.sessions.hidden_states.session_states import SessionStates
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.text_kinds.histories import TextHistories
@@ -134,20 +135,22 @@ class Drafting:
         for drafter in self._attached.values():
             states = self._states.of(verdict, drafter.spec) if carries_states else None
             self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, states)
+        ask_earlier(self._verifier, self._attached.values(), self._states)
         best, tokens = self._attached.get(self._selection.best or 0), self._record.tokens
         if best is not None and len(tokens) >= self._text.due:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)
         self._steer()
 
-    def drop_refused(self, refusal: Refusal) -> None:
-        """Detach the drafter whose guess the verifier refused, or whose projection it does not have."""
-        if digest := self._states.missing(refusal.error):
+    def receive(self, reply: Refusal | EarlierReply) -> None:
+        """Detach the drafter whose guess the verifier refused, or whose projection it lacks; pass earlier states on."""
+        if isinstance(reply, EarlierReply):
+            self._stats.hidden_bytes += relay_earlier(self._attached.values(), reply)
+        elif digest := self._states.missing(reply.error):
             for each in (each for each in self._attached.values() if each.spec.projection == digest):
                 each.cancel(PeerLost("the verifier does not have its projection"))
-        drafter = self._attached.get(refusal.source)
-        if drafter is not None:
+        elif (drafter := self._attached.get(reply.source)) is not None:
             self._chooser.exclude(drafter.connection.info.worker_id)
-            drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {refusal.error.message}"))
+            drafter.cancel(ProtocolViolation(f"the verifier refuses its guesses: {reply.error.message}"))
 
     async def _keep_drafting(self, verifier: GuessReceiver, place: int) -> None:
         """Attach one drafter after another to this place."""

@@ -27,7 +27,6 @@ from coordinator.sessions.drafting import Drafting, DraftingContext
 from coordinator.sessions.output import SessionOutput
 from coordinator.sessions.stats import RequestStats
 from coordinator.sessions.streams import VerifierStream
-from coordinator.sessions.verdicts import Refusal
 from coordinator.workers.choosers import NoVerifier, VerifierChooser
 from coordinator.workers.target import Target
 from coordinator.workers.worker_pool import WorkerPool
@@ -161,8 +160,8 @@ class Session:
                 self.record.verifier = connection.info.worker_id
                 async with self.drafting.attached_to(verifier):
                     async for reply in verifier.replies():
-                        if isinstance(reply, Refusal):
-                            self.drafting.drop_refused(reply)
+                        if not isinstance(reply, Verdict):
+                            self.drafting.receive(reply)
                             continue
                         self._commit(reply)
                         moving = connection.info.draining and self._verifiers.available() is not None

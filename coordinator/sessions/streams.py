@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from coordinator.persistence.session_record import SessionRecord
+from coordinator.sessions.hidden_states.earlier_states import EarlierReply
 from coordinator.sessions.seeds import verifier_params
 from coordinator.sessions.verdicts import Refusal, SentMessages, VerdictReader
 from coordinator.workers.liveness import VerdictDeadline
@@ -156,6 +157,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
 
     def steer(self, steering: VerifySteering) -> None:
         self._sent.messages += 1 + self._sent.states.note(steering)
+        self._sent.earlier.note(steering)
         if steering.draft_wait_us is not None:
             self._deadline.wait_timeout_s = steering.draft_wait_us / 1e6
         self.send(verify.VerifyRequest(steer=convert.verify_steering_to_proto(steering)))
@@ -163,7 +165,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
     def overdue_s(self, tick_s: float, load: WorkerLoad, timeout_s: float) -> float:
         return self._deadline.overdue_s(tick_s, load, timeout_s)
 
-    async def replies(self) -> AsyncIterator[Verdict | Refusal]:
+    async def replies(self) -> AsyncIterator[Verdict | Refusal | EarlierReply]:
         """Yield the verifier's replies; raise ProtocolViolation for one that no conforming verifier sends."""
         while (reply := await self.receive()) is not None:
             kind = reply.WhichOneof("message")
@@ -172,5 +174,7 @@ class VerifierStream(WorkerStream[verify.VerifyRequest, verify.VerifyReply]):
                 yield self._reader.verdict(reply.verdict, time.monotonic())
             elif kind == "refused":
                 yield self._reader.refusal(reply)
+            elif kind == "earlier_states":
+                yield self._sent.earlier.reply(reply.earlier_states)
             else:
                 raise ProtocolViolation(f"{self.connection.info.address} sent a message that is {kind or 'empty'}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from coordinator.persistence.session_record import SessionRecord
 from coordinator.sessions.hidden_states.asked_states import AskedStates, check_ends
+from coordinator.sessions.hidden_states.earlier_states import EarlierRequests
 from outrider.protocol import convert, message_limits
 from outrider.protocol.errors import OutriderError, ProtocolViolation, shorten
 from outrider.protocol.fleet import ModelInfo
@@ -40,6 +41,7 @@ class SentMessages:
     """Messages sent over a verifier's stream; its replies cannot refer to anything else."""
 
     states: AskedStates = field(default_factory=AskedStates)
+    earlier: EarlierRequests = field(default_factory=EarlierRequests)
     messages: int = 0  # guesses and steering
     sources: int = 0  # the highest number of a drafter
     guessed_to: int = 0  # the position after the furthest guess

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from drafter.hidden_states.earlier_states import earlier_positions
 from drafter.interface import Drafter, ReadsLayers
 from outrider.hidden_states.parts import projection_parts
 from outrider.protocol.errors import NotFound
-from outrider.protocol.hidden_states.messages import FINAL_STATES, StateSpec
+from outrider.protocol.fleet import WorkerInfo
+from outrider.protocol.hidden_states.messages import FINAL_STATES
+from outrider.settings.drafter import DrafterSettings
 from outrider.v1 import common_pb2 as common
 from outrider.v1 import drafter_pb2 as pb
 
@@ -24,13 +27,15 @@ class StateDeclaration:
 
     _projection: PackedProjection | None
 
-    def declare(self, drafter: Drafter, *, float8: bool) -> StateSpec | None:
-        """Return the states that a drafter reads; None: the final ones as float16, or none."""
+    def declare(self, about: WorkerInfo, drafter: Drafter, settings: DrafterSettings) -> WorkerInfo:
+        """Return the drafter's description with what it reads. No spec: the final states as float16, or none."""
         self._projection = drafter.projection if isinstance(drafter, ReadsLayers) else None
-        if not drafter.needs_hidden_states or (self._projection is None and not float8):
-            return None
-        spec = FINAL_STATES if self._projection is None else self._projection.spec
-        return replace(spec, float8=float8)
+        if not drafter.needs_hidden_states:
+            return about
+        final = FINAL_STATES if self._projection is None else self._projection.spec
+        spec = replace(final, float8=settings.feature_dtype == "fp8")
+        earlier = earlier_positions(drafter, settings.kv_tokens)
+        return replace(about, state_spec=None if spec == FINAL_STATES else spec, earlier_states=earlier)
 
     async def GetProjection(
         self, request: pb.GetProjectionRequest, context: grpc.aio.ServicerContext[Any, Any]

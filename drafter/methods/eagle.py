@@ -17,6 +17,7 @@ import torch
 
 from drafter.artifacts import read_trained
 from drafter.draft_sampling import next_token, token_choices
+from drafter.hidden_states.received import ReceivedStates
 from drafter.interface import DraftRequest
 from drafter.lockstep import run_in_lockstep
 from drafter.methods.registry import drafter
@@ -30,16 +31,12 @@ from outrider.engine.loading.selection import make_engine
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
 from outrider.engine.transformers.attention import NAME as RAGGED_ATTENTION
-from outrider.hidden_states.rows import decode
 from outrider.protocol.errors import Overloaded, StartupError
 from outrider.protocol.fleet import ModelInfo
-from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import ROOT, Distribution, Guess
 from outrider.protocol.vocabulary import Vocabulary
 from outrider.settings.drafter import DrafterSettings
 from outrider.train.artifacts.eagle import METHOD, Eagle
-
-_PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +45,6 @@ class _LayerOutput:
 
     state: torch.Tensor  # [1, hidden]
     logits: torch.Tensor  # [1, ids]
-
-
-@dataclass(slots=True)
-class ReceivedStates:
-    """Hidden states and cached positions of a session, counted from position `first`."""
-
-    first: int = 0
-    new_states: list[torch.Tensor] = field(default_factory=list)  # the target's, not computed yet
-    num_cached: int = 0  # cached positions with the target's states
-
-    @property
-    def path_start(self) -> int:
-        """Return the index of the first token without a hidden state of the target."""
-        return self.first + self.num_cached + 1
-
-    @property
-    def end(self) -> int:
-        """Return the first position without a hidden state of the target."""
-        return self.first + self.num_cached + sum(len(part) for part in self.new_states)
-
-    def add(self, hidden_states: HiddenStates) -> bool:
-        """Add new hidden states; return False if a gap makes the cached positions useless."""
-        states = decode(hidden_states)
-        empty = not self.num_cached and not self.new_states
-        if empty or hidden_states.position > self.end:
-            self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
-            return empty
-        new = states[self.end - hidden_states.position :]
-        if len(new):
-            self.new_states.append(new)
-        return True
 
 
 @dataclass(slots=True)
@@ -100,6 +66,7 @@ class EagleDrafter:
     """Drafter that batches the layer's steps over all sessions."""
 
     needs_hidden_states = True
+    reads_context = True
 
     def __init__(self, eagle: Eagle | RowEngine, engine: Engine | RowEngine, info: ModelInfo, candidates: int) -> None:
         self.info = info
@@ -161,14 +128,13 @@ class EagleDrafter:
         """Compute the positions of the target's new states, in place of the predicted states there."""
         if not state.new_states:
             return
-        states = torch.cat(state.new_states)
-        state.new_states, state.path, state.outputs = [], [], []
+        state.path, state.outputs = [], []
         self._engine.truncate(request.session, state.num_cached)
-        for start in range(0, len(states), _PREFILL_TOKENS):
-            part = states[start : start + _PREFILL_TOKENS]
+        while state.new_states:
+            part = state.next_states()
             tokens = request.tokens[state.path_start : state.path_start + len(part)]
             output = yield self._chain_input(request.session, part, tokens)
-            state.num_cached += len(part)
+            state.cached(len(part))
             state.outputs = [output]
 
     def _compute_path(

@@ -36,6 +36,7 @@ class PublishedDrafter:
     """Drafter that reads no other hidden states than those that its checkpoint was trained on."""
 
     needs_hidden_states = True
+    reads_context = True
     projection: PackedProjection  # only of a drafter that reads the states of several layers
 
     def __init__(self, rows: EagleDrafter | BlockDrafter, width: int, projection: PackedProjection | None) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from drafter.hidden_states.received import ReceivedStates
 from drafter.interface import DraftRequest
-from drafter.methods.eagle import ReceivedStates
 from drafter.methods.medusa import Rows, draft_places
 from drafter.published.dflash import PublishedDflash, PublishedDspark
 from drafter.published.eagle3 import PublishedPeagle
@@ -53,7 +53,9 @@ class BlockDrafter:
             for hidden_states in request.hidden_states:
                 if not state.add(hidden_states):
                     self._caches.free(request.session)
-        self._compute({each.session: each for each in requests if self._sessions[each.session].new_states})
+        known = self._sessions.get
+        while new := {each.session: each for each in requests if known(each.session, _BlockSession()).new_states}:
+            self._compute(new)
         return [self._draft(request) for request in requests]
 
     def forget(self, session: str) -> None:
@@ -63,7 +65,7 @@ class BlockDrafter:
     def _compute(self, batch: dict[str, DraftRequest]) -> None:
         """Compute the blocks after new states. Where the caches are full, a session starts again with its next ones."""
         while batch:
-            states = [torch.cat(self._sessions[session].new_states) for session in batch]
+            states = [self._sessions[session].next_states() for session in batch]
             try:
                 caches = self._caches.of(list(batch), sum(len(part) + self._module.places for part in states))
             except Overloaded:
@@ -83,7 +85,7 @@ class BlockDrafter:
         for request, session, new, cache in zip(requests, sessions, states, caches, strict=True):
             tokens = request.tokens[session.path_start : session.path_start + len(new)]
             rows.append(CommittedRows(cache, new.to(weight), tokens))
-            session.num_cached, session.new_states = session.num_cached + len(new), []
+            session.cached(len(new))
         for session, hidden in zip(sessions, self._module.guess(rows), strict=True):
             session.hidden, session.logits = hidden, self._module.logits(hidden).float()
 

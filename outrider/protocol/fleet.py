@@ -65,3 +65,4 @@ class WorkerInfo:
     state_spec: StateSpec | None = None  # of a drafter with hidden_states; None: after the final norm, float16
     state_layers: int = 0  # of a verifier: decoder layers whose states it can send
     state_width: int = 0
+    earlier_states: int = 0  # of a drafter with hidden_states: positions before the first verdict's that it reads

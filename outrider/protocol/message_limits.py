@@ -67,4 +67,6 @@ def check_draft_request(request: draft.DraftRequest) -> None:
     check_count("committed.tokens", len(committed.tokens), "tokens", MAX_GAMMA + 1)
     if committed.HasField("hidden_states"):
         check_rows("committed.hidden_states", committed.hidden_states)
-    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.hidden_states.rows))
+    if request.HasField("earlier_states"):
+        check_rows("earlier_states", request.earlier_states)
+    check_bytes("message", request, MAX_SMALL_BYTES + len(committed.hidden_states.rows or request.earlier_states.rows))

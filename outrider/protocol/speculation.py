@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from outrider.protocol.checks import MAX_ID_CHARACTERS, check_number, check_salt, check_token, check_tokens
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.earlier_states import EarlierStates
 from outrider.protocol.hidden_states.messages import HiddenStates, StateSpecs
 from outrider.protocol.sampling_params import SamplingParams
 
@@ -74,6 +75,7 @@ class VerifySteering:
     paying_nodes: int | None = None  # unless 0, in place of `nodes`: as many as pay for the time that they add
     hidden_states: bool | None = None  # send them with verdicts
     states: StateSpecs | None = None  # send these with verdicts as well
+    earlier_states: EarlierStates | None = None  # send these once
 
     def check(self) -> None:
         _check_settings(
@@ -82,8 +84,9 @@ class VerifySteering:
             nodes=(self.nodes, MAX_NODES),
             paying_nodes=(self.paying_nodes, MAX_NODES),
         )
-        if self.states is not None:
-            self.states.check()
+        for asked in (self.states, self.earlier_states):
+            if asked is not None:
+                asked.check()
 
 
 def _check_settings(**settings: tuple[int | None, int]) -> None:

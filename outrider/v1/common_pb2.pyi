@@ -607,6 +607,32 @@ class StateSpecs(google.protobuf.message.Message):
 global___StateSpecs = StateSpecs
 
 @typing.final
+class EarlierStates(google.protobuf.message.Message):
+    """Hidden states of positions before those that were sent, as far as the verifier has kept them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of their StateSpec; 0: after the final norm, float16"""
+    position: builtins.int
+    """of the first one"""
+    end: builtins.int
+    """after the last one"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        position: builtins.int = ...,
+        end: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "number", b"number", "position", b"position"]) -> None: ...
+
+global___EarlierStates = EarlierStates
+
+@typing.final
 class ProjectionPart(google.protobuf.message.Message):
     """Part of a projection: first its head, then its bytes, which are a safetensors file."""
 

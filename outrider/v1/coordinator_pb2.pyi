@@ -615,6 +615,7 @@ class Worker(google.protobuf.message.Message):
     STATE_SPEC_FIELD_NUMBER: builtins.int
     STATE_LAYERS_FIELD_NUMBER: builtins.int
     STATE_WIDTH_FIELD_NUMBER: builtins.int
+    EARLIER_STATES_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     role: global___Role.ValueType
     address: builtins.str
@@ -634,6 +635,8 @@ class Worker(google.protobuf.message.Message):
     """verifiers: decoder layers whose states they can send; 0: only after the final norm"""
     state_width: builtins.int
     """verifiers: values of such a state"""
+    earlier_states: builtins.int
+    """drafters with hidden_states: positions before those of the first verdict whose states"""
     @property
     def model(self) -> outrider.v1.common_pb2.ModelInfo: ...
     @property
@@ -659,9 +662,10 @@ class Worker(google.protobuf.message.Message):
         state_spec: outrider.v1.common_pb2.StateSpec | None = ...,
         state_layers: builtins.int = ...,
         state_width: builtins.int = ...,
+        earlier_states: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["load", b"load", "model", b"model", "state_spec", b"state_spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "hidden_states", b"hidden_states", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "state_layers", b"state_layers", "state_spec", b"state_spec", "state_width", b"state_width", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "capacity", b"capacity", "draining", b"draining", "earlier_states", b"earlier_states", "hidden_states", b"hidden_states", "kind", b"kind", "load", b"load", "machine", b"machine", "model", b"model", "role", b"role", "round_trip_ms", b"round_trip_ms", "state_layers", b"state_layers", "state_spec", b"state_spec", "state_width", b"state_width", "worker_id", b"worker_id"]) -> None: ...
 
 global___Worker = Worker
 

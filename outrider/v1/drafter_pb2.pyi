@@ -30,22 +30,28 @@ class DraftRequest(google.protobuf.message.Message):
     OPEN_FIELD_NUMBER: builtins.int
     COMMITTED_FIELD_NUMBER: builtins.int
     STEER_FIELD_NUMBER: builtins.int
+    EARLIER_STATES_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___OpenDraft: ...
     @property
     def committed(self) -> global___Committed: ...
     @property
     def steer(self) -> global___DraftSteering: ...
+    @property
+    def earlier_states(self) -> outrider.v1.common_pb2.HiddenStates:
+        """a piece of those before the first ones of Committed, position after position"""
+
     def __init__(
         self,
         *,
         open: global___OpenDraft | None = ...,
         committed: global___Committed | None = ...,
         steer: global___DraftSteering | None = ...,
+        earlier_states: outrider.v1.common_pb2.HiddenStates | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "steer", b"steer"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "steer"] | None: ...
+    def HasField(self, field_name: typing.Literal["committed", b"committed", "earlier_states", b"earlier_states", "message", b"message", "open", b"open", "steer", b"steer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "earlier_states", b"earlier_states", "message", b"message", "open", b"open", "steer", b"steer"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "steer", "earlier_states"] | None: ...
 
 global___DraftRequest = DraftRequest
 
@@ -63,6 +69,7 @@ class OpenDraft(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     VOCABULARY_DIGEST_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    EARLIER_STATES_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     epoch: builtins.int
     prompt_length: builtins.int
@@ -73,6 +80,8 @@ class OpenDraft(google.protobuf.message.Message):
     """cached prefixes are shared only among sessions with the same salt"""
     vocabulary_digest: builtins.str
     """the target's; identifies its tokenizer for params.grammar"""
+    earlier_states: builtins.int
+    """positions whose states may follow as DraftRequest.earlier_states, at most"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """prompt, then committed output"""
@@ -100,9 +109,10 @@ class OpenDraft(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         vocabulary_digest: builtins.str = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        earlier_states: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params", "steer", b"steer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "earlier_states", b"earlier_states", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "params", b"params", "prompt_length", b"prompt_length", "session_id", b"session_id", "steer", b"steer", "tokens", b"tokens", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]) -> None: ...
 
 global___OpenDraft = OpenDraft
 

@@ -184,6 +184,7 @@ class VerifySteering(google.protobuf.message.Message):
     STATES_FIELD_NUMBER: builtins.int
     VERDICTS_FIELD_NUMBER: builtins.int
     PAYING_NODES_FIELD_NUMBER: builtins.int
+    EARLIER_STATES_FIELD_NUMBER: builtins.int
     gamma: builtins.int
     """length of the guessed path that a step waits for; 0: none"""
     draft_wait_us: builtins.int
@@ -200,6 +201,10 @@ class VerifySteering(google.protobuf.message.Message):
     def states(self) -> outrider.v1.common_pb2.StateSpecs:
         """send these states with the next verdicts, beside those of hidden_states"""
 
+    @property
+    def earlier_states(self) -> outrider.v1.common_pb2.EarlierStates:
+        """send these states in a reply, once: the first ones, as many as a piece has"""
+
     def __init__(
         self,
         *,
@@ -210,9 +215,10 @@ class VerifySteering(google.protobuf.message.Message):
         states: outrider.v1.common_pb2.StateSpecs | None = ...,
         verdicts: builtins.int | None = ...,
         paying_nodes: builtins.int | None = ...,
+        earlier_states: outrider.v1.common_pb2.EarlierStates | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_draft_wait_us", b"_draft_wait_us", "_gamma", b"_gamma", "_hidden_states", b"_hidden_states", "_nodes", b"_nodes", "_paying_nodes", b"_paying_nodes", "_verdicts", b"_verdicts", "draft_wait_us", b"draft_wait_us", "earlier_states", b"earlier_states", "gamma", b"gamma", "hidden_states", b"hidden_states", "nodes", b"nodes", "paying_nodes", b"paying_nodes", "states", b"states", "verdicts", b"verdicts"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_draft_wait_us", b"_draft_wait_us"]) -> typing.Literal["draft_wait_us"] | None: ...
     @typing.overload
@@ -235,6 +241,7 @@ class VerifyReply(google.protobuf.message.Message):
     OPENED_FIELD_NUMBER: builtins.int
     VERDICT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    EARLIER_STATES_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     source: builtins.int
     """source of the refused guess"""
@@ -246,17 +253,22 @@ class VerifyReply(google.protobuf.message.Message):
     def refused(self) -> outrider.v1.common_pb2.Error:
         """an invalid Guess or VerifySteering; the session continues"""
 
+    @property
+    def earlier_states(self) -> outrider.v1.common_pb2.HiddenStates:
+        """the reply to steer.earlier_states; later ones than asked for if earlier ones are"""
+
     def __init__(
         self,
         *,
         opened: global___Opened | None = ...,
         verdict: global___Verdict | None = ...,
         refused: outrider.v1.common_pb2.Error | None = ...,
+        earlier_states: outrider.v1.common_pb2.HiddenStates | None = ...,
         source: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "refused", b"refused", "verdict", b"verdict"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "opened", b"opened", "refused", b"refused", "source", b"source", "verdict", b"verdict"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "verdict", "refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["earlier_states", b"earlier_states", "message", b"message", "opened", b"opened", "refused", b"refused", "verdict", b"verdict"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["earlier_states", b"earlier_states", "message", b"message", "opened", b"opened", "refused", b"refused", "source", b"source", "verdict", b"verdict"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "verdict", "refused", "earlier_states"] | None: ...
 
 global___VerifyReply = VerifyReply
 

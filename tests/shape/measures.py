@@ -29,6 +29,7 @@ _APART: dict[str, tuple[Sequence[str], int]] = {
     "lines of multiplexed streams": ((_MULTIPLEX,), 760),
     "lines of Triton kernels": (("outrider/speculation/triton_",), 300),
     "lines of kinds of text": (("coordinator/sessions/text_kinds/",), 170),
+    "lines of earlier hidden states": (("/earlier_states", "hidden_states/received"), 350),
     "lines of hidden states": (("/hidden_states",), 1_100),
     "lines of goodput": (("/goodput.py",), 160),
     "lines of the simulation": (("coordinator/control/simulation/",), 620),

@@ -19,16 +19,16 @@ class HiddenStateBuffer:
 
     def __init__(self, enabled: bool, salt: str, tokens: list[int]) -> None:
         """Begin with the final states or with none, of `tokens`, which the session extends."""
-        self._salt, self._tokens = salt, tokens
+        self._salt, self.tokens = salt, tokens
         self.specs: tuple[StateSpec, ...] = (FINAL_STATES,) if enabled else ()
         self._first = max(0, len(tokens) - PROMPT_WINDOW)  # position to send
         # By spec: the position after them, and rows of consecutive positions.  # [tokens, row] each
         self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        self._blocks: StateBlocks | None = None
+        self.blocks: StateBlocks | None = None
 
     def begin(self, kept: KeptStates, cached: int) -> None:
         """Take the states of the first `cached` tokens, which will not be computed, from those kept."""
-        self._blocks = blocks = StateBlocks(kept, self._salt, self._tokens)
+        self.blocks = blocks = StateBlocks(kept, self._salt, self.tokens)
         for spec in self.specs:
             known = blocks.recall(spec, self._first, cached) if cached > self._first else None
             if known is not None:
@@ -68,8 +68,8 @@ class HiddenStateBuffer:
             rows = states.get(spec.number)
             if rows is None:
                 continue
-            if self._blocks is not None:
-                self._blocks.keep(spec, end - len(rows), rows, new)
+            if self.blocks is not None:
+                self.blocks.keep(spec, end - len(rows), rows, new)
             if (early := self._first - (end - len(rows))) > 0:
                 rows = rows[early:].clone()  # not a view of the whole prompt
             if len(rows):
@@ -94,8 +94,8 @@ class HiddenStateBuffer:
 
     def _send(self, specs: tuple[StateSpec, ...]) -> None:
         self.specs = specs
-        if self._blocks is not None:
-            self._blocks.clear(specs)
+        if self.blocks is not None:
+            self.blocks.clear(specs)
         self._parts = {spec.number: self._parts[spec.number] for spec in specs if spec.number in self._parts}
 
 

@@ -61,12 +61,14 @@ class StateBlocks:
 
     def recall(self, spec: StateSpec, first: int, end: int) -> torch.Tensor | None:
         """Return the kept rows that end before `end`, of positions from `first` on as far as there are any."""
-        if end % BLOCK_TOKENS:
-            return None
+        found = [] if end % BLOCK_TOKENS else self.find(spec, first, end)
+        return torch.cat(found)[-(end - first) :] if found else None
+
+    def find(self, spec: StateSpec, first: int, end: int) -> list[torch.Tensor]:
+        """Return the kept blocks of positions from `first` up to `end`, a block's end, after the last gap."""
         self._extend(end, ())
         blocks = range(end // BLOCK_TOKENS, first // BLOCK_TOKENS, -1)
-        found = self._kept.last((self._digests[block], replace(spec, number=0)) for block in blocks)
-        return torch.cat(found)[-(end - first) :] if found else None
+        return self._kept.last((self._digests[block], replace(spec, number=0)) for block in blocks)
 
     def keep(self, spec: StateSpec, start: int, rows: torch.Tensor, new: Sequence[int] = ()) -> None:
         """Keep rows from position `start` on; `new` tokens follow the session's own."""

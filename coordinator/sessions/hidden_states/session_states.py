@@ -8,13 +8,7 @@ from coordinator.sessions.hidden_states.delivery import ProjectionDelivery
 from coordinator.sessions.hidden_states.window import HiddenStateWindow
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.fleet import WorkerInfo
-from outrider.protocol.hidden_states.messages import (
-    FINAL_STATES,
-    MAX_STATE_SPECS,
-    HiddenStates,
-    StateSpec,
-    StateSpecs,
-)
+from outrider.protocol.hidden_states.messages import FINAL_STATES, MAX_STATE_SPECS, HiddenStates, StateSpec, StateSpecs
 from outrider.protocol.speculation import Verdict, VerifySteering
 
 
@@ -25,7 +19,7 @@ class SessionStates:
         """Begin without a verifier; without `delivery`, only final states can be asked for."""
         self._delivery = delivery
         self._verifier: WorkerInfo | None = None
-        self._numbers: dict[StateSpec, int] = {FINAL_STATES: 0}
+        self.numbers: dict[StateSpec, int] = {FINAL_STATES: 0}
         self._windows: dict[int, HiddenStateWindow] = {}
         self.requested: tuple[StateSpec, ...] = ()
 
@@ -52,11 +46,11 @@ class SessionStates:
             return None
         before, self.requested = self.requested, requested
         for spec in others:
-            self._numbers.setdefault(spec, len(self._numbers))
-        numbers = {self._numbers[spec] for spec in requested}
+            self.numbers.setdefault(spec, len(self.numbers))
+        numbers = {self.numbers[spec] for spec in requested}
         self._windows = {number: window for number, window in self._windows.items() if number in numbers}
         final_changes = (FINAL_STATES in requested) != (FINAL_STATES in before)
-        numbered = tuple(spec.numbered(self._numbers[spec]) for spec in others)
+        numbered = tuple(spec.numbered(self.numbers[spec]) for spec in others)
         others_change = set(others) != {spec for spec in before if spec != FINAL_STATES}
         return VerifySteering(
             hidden_states=FINAL_STATES in requested if final_changes else None,
@@ -76,16 +70,16 @@ class SessionStates:
         for spec in self.requested:
             states = self.of(verdict, spec)
             if states is not None:
-                self._windows.setdefault(self._numbers[spec], HiddenStateWindow()).add(states)
+                self._windows.setdefault(self.numbers[spec], HiddenStateWindow()).add(states)
 
     def of(self, verdict: Verdict, spec: StateSpec) -> HiddenStates | None:
         """Return the states of a verdict that a drafter of this spec reads."""
-        number = self._numbers.get(spec)
+        number = self.numbers.get(spec)
         if not number:
             return verdict.hidden_states if number == 0 else None
         return next((states for states in verdict.layer_states if states.number == number), None)
 
     def known(self, spec: StateSpec) -> HiddenStates | None:
         """Return the newest states, for a drafter that is attached now."""
-        window = self._windows.get(self._numbers.get(spec, -1))
+        window = self._windows.get(self.numbers.get(spec, -1))
         return None if window is None else window.contents()

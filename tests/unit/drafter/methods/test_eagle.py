@@ -126,6 +126,20 @@ def test_commits_replace_answers_by_states(target: LlamaForCausalLM, eagle: Eagl
         tokens += new
 
 
+def test_earlier_states_make_the_draft_that_of_the_whole_context(
+    target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter
+) -> None:
+    """Drafts from the end of the context, then from all of it once the earlier states have come."""
+    states = states_of(target, PROMPT)
+    (draft,) = drafter.draft([ask_for(PROMPT, 5, sent(states, 4, len(PROMPT) - 1))])
+    assert list(draft.tokens) == foretold(eagle, states[4:], PROMPT[4:], 5) != foretold(eagle, states, PROMPT, 5)
+    tokens = [*PROMPT, 5, 9]
+    states = states_of(target, tokens)
+    pieces = [(0, 3), (3, 4), (4, len(PROMPT) - 1), (len(PROMPT) - 1, len(tokens) - 1)]
+    (draft,) = drafter.draft([ask_for(tokens, 5, *(sent(states, *piece) for piece in pieces))])
+    assert list(draft.tokens) == foretold(eagle, states, tokens, 5)
+
+
 def test_more_of_an_open_chain(target: LlamaForCausalLM, eagle: Eagle, drafter: EagleDrafter) -> None:
     states = states_of(target, PROMPT)
     wanted = foretold(eagle, states, PROMPT, 6)

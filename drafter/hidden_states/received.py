@@ -1,0 +1,52 @@
+"""The target's hidden states that a drafter with a KV cache has of a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.hidden_states.rows import decode
+from outrider.protocol.hidden_states.messages import HiddenStates
+
+PASS_TOKENS = 512  # of a session in one pass
+
+
+@dataclass(slots=True)
+class ReceivedStates:
+    """Hidden states and cached positions of a session, counted from position `first`."""
+
+    first: int = 0
+    new_states: list[torch.Tensor] = field(default_factory=list)  # the target's, not computed yet
+    num_cached: int = 0  # cached positions with the target's states
+
+    @property
+    def path_start(self) -> int:
+        """Return the index of the first token without a hidden state of the target."""
+        return self.first + self.num_cached + 1
+
+    @property
+    def end(self) -> int:
+        """Return the first position without a hidden state of the target."""
+        return self.first + self.num_cached + sum(len(part) for part in self.new_states)
+
+    def next_states(self) -> torch.Tensor:
+        """Return the next states to compute, as many as one pass takes.  # [tokens, width]"""
+        return torch.cat(self.new_states)[:PASS_TOKENS]
+
+    def cached(self, count: int) -> None:
+        """Count the next states as cached."""
+        rest = torch.cat(self.new_states)[count:]
+        self.num_cached, self.new_states = self.num_cached + count, [rest] if len(rest) else []
+
+    def add(self, hidden_states: HiddenStates) -> bool:
+        """Add new hidden states; return False if a gap, or earlier states, make the cached positions useless."""
+        states = decode(hidden_states)
+        empty = not self.num_cached and not self.new_states
+        if empty or not self.first <= hidden_states.position <= self.end:
+            self.first, self.new_states, self.num_cached = hidden_states.position, [states], 0
+            return empty
+        new = states[self.end - hidden_states.position :]
+        if len(new):
+            self.new_states.append(new)
+        return True

@@ -1,0 +1,46 @@
+"""States of positions before those that verdicts carry, read from the kept blocks when a coordinator asks for them.
+
+A session holds none of them: each piece is read when it is sent, so kept blocks that were dropped are simply not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from outrider.engine.paged.block_manager import BLOCK_TOKENS
+from outrider.protocol import convert
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.hidden_states.earlier_states import EarlierStates
+from outrider.protocol.hidden_states.messages import MAX_HIDDEN_POSITIONS, HiddenStates
+from outrider.v1 import common_pb2 as common
+from verifier.hidden_states.buffer import HiddenStateBuffer
+
+PIECE_BYTES = 192 << 10  # less than a stream's window: a verdict behind a piece need not wait for room
+MAX_QUEUED = 64  # replies before a request
+
+
+def queue_request(outbox: asyncio.Queue[Any], asked: EarlierStates) -> None:
+    """Queue a request behind the replies that its peer has yet to read. Raise InvalidRequest if these are too many."""
+    if outbox.qsize() > MAX_QUEUED:
+        raise InvalidRequest.of("steer.earlier_states", f"behind {outbox.qsize()} replies", f"behind {MAX_QUEUED}")
+    outbox.put_nowait(asked)
+
+
+def earlier_states(buffer: HiddenStateBuffer, asked: EarlierStates) -> common.HiddenStates:
+    """Return the first rows of the longest kept run that reaches the asked end, as many as a piece has."""
+    end = -(-asked.end // BLOCK_TOKENS) * BLOCK_TOKENS
+    spec = next((spec for spec in buffer.specs if spec.number == asked.number and end <= len(buffer.tokens)), None)
+    found = [] if spec is None or buffer.blocks is None else buffer.blocks.find(spec, asked.position, end)
+    if spec is None or not found:
+        return convert.hidden_states_to_proto(HiddenStates(asked.end, 1, b"", asked.number))
+    first = end - sum(map(len, found))
+    start = max(first, asked.position)
+    count = max(1, min(PIECE_BYTES // found[0][0].nbytes, MAX_HIDDEN_POSITIONS, asked.end - start))
+    needed = found[(start - first) // BLOCK_TOKENS : -(-(start - first + count) // BLOCK_TOKENS)]
+    rows = torch.cat(needed)[(start - first) % BLOCK_TOKENS :][:count]
+    width = rows.shape[-1] - spec.float8  # a row of float8 has a byte more
+    states = HiddenStates(start, width, rows.numpy().tobytes(), spec.number, spec.float8)
+    return convert.hidden_states_to_proto(states)
