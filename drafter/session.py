@@ -95,7 +95,7 @@ class DraftSession:
             budget=self._budget,
             depth=self._depth,
             min_per_level=EAGER_MIN_PER_LEVEL if self._eager else 1,
-            hidden_states=self.hidden_states.take(),
+            hidden_states=self.hidden_states.take() if self.hidden_states.pending else (),
             calibration=self._calibration,
             grammar_cursor=self._grammar_cursor,
         )

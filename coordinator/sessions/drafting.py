@@ -135,7 +135,8 @@ class Drafting:
         for drafter in self._attached.values():
             states = self._states.of(verdict, drafter.spec) if carries_states else None
             self._stats.hidden_bytes += drafter.commit(verdict.position, verdict.tokens, states)
-        ask_earlier(self._verifier, self._attached.values(), self._states)
+        if carries_states:
+            ask_earlier(self._verifier, self._attached.values(), self._states)
         best, tokens = self._attached.get(self._selection.best or 0), self._record.tokens
         if best is not None and len(tokens) >= self._text.due:
             self._histories[best.source].read(tokens, best.pair, self._estimator.pair, alone=self._sources == 1)

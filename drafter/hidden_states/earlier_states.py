@@ -35,7 +35,7 @@ class StateQueue:
     def __init__(self, wanted: int) -> None:
         """Set how many earlier positions may come."""
         self._wanted = wanted
-        self._pending: list[HiddenStates] = []
+        self.pending: list[HiddenStates] = []
         self._max_pending = MAX_HIDDEN_POSITIONS
         self._since: list[HiddenStates] = []  # everything since a gap, while earlier states may come
         self._earlier: list[HiddenStates] = []
@@ -43,9 +43,9 @@ class StateQueue:
 
     def add(self, states: HiddenStates) -> None:
         """Add the states of a commit; without requests, keep only the newest positions."""
-        self._pending.append(states)
-        while _count(self._pending) > self._max_pending:
-            self._pending.pop(0)
+        self.pending.append(states)
+        while _count(self.pending) > self._max_pending:
+            self.pending.pop(0)
         if states.position != self._end:
             self._forget()
             self._since = [states] if self._wanted else []
@@ -65,12 +65,12 @@ class StateQueue:
         if _end(self._earlier) > first or _count(self._earlier) > self._wanted:
             self._forget()
         elif _end(self._earlier) == first:
-            self._pending = [*self._earlier, *self._since]
+            self.pending = [*self._earlier, *self._since]
             self._max_pending = self._wanted + MAX_AWAITING
             self._forget()
 
     def take(self) -> tuple[HiddenStates, ...]:
-        taken, self._pending = tuple(self._pending), []
+        taken, self.pending = tuple(self.pending), []
         self._max_pending = MAX_HIDDEN_POSITIONS
         return taken
 
