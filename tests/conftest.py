@@ -34,6 +34,7 @@ _FULL = (
     "contract/test_tensor_parallel.py",
     "contract/test_trained_drafters.py",
     "contract/test_unread.py",
+    "e2e/test_bench_fleet.py",
     "e2e/test_coupled_determinism.py",
     "e2e/test_failures.py",
     "e2e/test_fuzz.py",

@@ -1,14 +1,16 @@
-"""`outrider bench capacity`: sessions per verifier with a remote drafter, and with one on the verifier's device."""
+"""`outrider bench capacity`: sessions per verifier with a remote drafter and with one on its device, or of fleets."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +19,11 @@ from outrider.bench.capacity.concurrent_sessions import ConcurrentFigures, run_s
 from outrider.bench.common.progress import progress_spinner
 from outrider.bench.common.remote_pair import ThrottledTimes, ToyPair, make_pair, remote_setup
 from outrider.bench.common.report import Row, check_files, write_json
+from outrider.bench.fleet import options
+from outrider.bench.fleet.command import measure_fleets
+from outrider.bench.fleet.options import check_flags
 
+_GAMMA = 4
 _ROUND_MS = 20.0  # of a verifier's step, per session: sessions must wait for each other
 _LIGHT, _HEAVY = 0.05, 0.2  # time to draft a token, as share of a verifier's step
 _FULL = ThrottledTimes("1:40,17:40,33:80,65:160,129:320", 4.0)  # a verifier that is full at 17 tokens
@@ -30,21 +36,56 @@ _MODES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def capacity(
+    context: typer.Context,
     quick: Annotated[bool, option("--quick", "Fewer sessions, shorter answers.")] = False,
-    gamma: Annotated[int, option("--gamma", "Tokens guessed per step.", min=1)] = 4,
+    gamma: Annotated[
+        int | None, option("--gamma", "Tokens guessed per step; none: 4, with --fleet adaptive.", min=0)
+    ] = None,
     acceptance: Annotated[
-        float, option("--acceptance", "Acceptance of the pair's first guess.", min=0.05, max=0.99)
+        float, option("--acceptance", "Acceptance of the toy pair's first guess.", min=0.05, max=0.99)
     ] = 0.8,
     json_file: Annotated[Path | None, option("--json", "Write the results to this file.")] = None,
+    plot_file: Annotated[Path | None, option("--plot", "Draw the fleets' results into this .png file.")] = None,
+    fleet: options.Fleet = False,
+    verifiers: options.Verifiers = "",
+    coordinators: options.Coordinators = "",
+    drafters: options.Drafters = "",
+    sessions: options.Sessions = "",
+    seconds: options.Seconds = None,
+    tokens: options.Tokens = 64,
+    system_prompts: options.SystemPrompts = 4,
+    prompts: options.Prompts = None,
+    target: options.Target = "",
+    drafter: options.Drafter = "",
+    verify_pace: options.VerifyPace = "",
+    settings: options.Set = None,
+    endpoint: options.Endpoint = "",
+    api_key: options.ApiKey = "",
+    tls_ca: options.TlsCa = "",
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
+    tls_name: options.TlsName = "",
+    model: options.Model = "",
 ) -> None:
-    """Compare sessions per verifier at equal time per token, with a remote drafter and one on the verifier's device.
+    """Measure how many sessions verifiers serve, with drafters elsewhere and on their own device; or whole fleets.
 
     The services are real, the engines throttled. First a step takes 20 ms per session, so the verifier is the
     bottleneck. A drafter on the same device takes its share of every step; a remote one takes none. The bound is
     1 + γ · t_draft / t_verify. Then the verifier fills up: a step takes 40 ms up to 17 tokens and twice as long for
     twice as many. With more sessions, fewer guesses pay for their tokens in the batch.
+
+    --fleet starts fleets of several sizes on this machine instead, or measures one that runs (--endpoint). Concurrent
+    sessions ask again and again, with shared system prompts. Ctrl-C and SIGTERM end it with the results so far.
     """
-    check_files(json_file, None)
+    check_files(json_file, plot_file)
+    check_flags(context)
+    if fleet:
+        measure_fleets(context.params)
+    else:
+        _compare_places(quick, gamma or _GAMMA, acceptance, json_file)
+
+
+def _compare_places(quick: bool, gamma: int, acceptance: float, json_file: Path | None) -> None:
     counts = (2, 4, 8) if quick else (2, 4, 6, 8, 12, 16)
     tokens = 48 if quick else 96
     console = Console()
@@ -62,7 +103,7 @@ def capacity(
             ):
                 drafting = f"{name}, {place}"
                 places[place] = _measure(pair, times, gamma, counts, tokens, f"drafting {drafting}", notify)
-                rows += [{"drafting": drafting, **_row(point)} for point in places[place]]
+                rows += [{"drafting": drafting, **asdict(point)} for point in places[place]]
             remote, local = places["elsewhere"], places["on the same device"]
             # Sessions with the remote drafter over those with the local one, at the same time per token.
             ratios = [point.sessions / sessions_at(local, point.token_ms) for point in remote[1:]]
@@ -71,7 +112,7 @@ def capacity(
             summary["bound"][name] = bound
             summary["of_bound"][name] = statistics.median(ratios) / bound
         filled = _measure_full(pair, (1, 8) if quick else (1, 2, 4, 8, 16), tokens, notify)
-    rows += [{"mode": mode, **_row(point)} for mode, points in filled.items() for point in points]
+    rows += [{"mode": mode, **asdict(point)} for mode, points in filled.items() for point in points]
     summary |= _full_summary(filled)
     _show(console, rows, summary)
     if json_file is not None:
@@ -136,15 +177,6 @@ def _full_summary(filled: dict[str, list[ConcurrentFigures]]) -> dict[str, Any]:
             str(point.sessions): point.tokens_per_s / fixed for point, fixed in zip(adaptive, best, strict=True)
         },
         "full_guesses_per_step": {str(point.sessions): point.guesses_per_step for point in adaptive},
-    }
-
-
-def _row(point: ConcurrentFigures) -> Row:
-    return {
-        "sessions": point.sessions,
-        "token_ms": point.token_ms,
-        "tokens_per_s": point.tokens_per_s,
-        "guesses_per_step": point.guesses_per_step,
     }
 
 

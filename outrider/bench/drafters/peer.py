@@ -52,11 +52,7 @@ def _transformers(spec: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     early_exit = spec["early_exit"] or max(1, layers // 3)
     if early_exit > layers:
         raise ValueError(f"--early-exit is {early_exit}, must be at most {layers}, the layers of this model")
-    ways = {
-        "plain": {},
-        "lookup": {"prompt_lookup_num_tokens": 10},
-        "early_exit": {"assistant_early_exit": early_exit},
-    }
+    ways = {"plain": {}, "lookup": {"prompt_lookup_num_tokens": 10}, "early_exit": {"assistant_early_exit": early_exit}}
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor([request["prompt"]], device=spec["device"])

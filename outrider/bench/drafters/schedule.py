@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from outrider.bench.common.progress import TurnProgress
 from outrider.bench.drafters import setups
 from outrider.bench.drafters.comparison import MODES, OUTRIDER, PLAIN, BenchRequest, Candidate, TimedAnswer, Trial
 from outrider.bench.drafters.peers import Peer
@@ -19,7 +15,6 @@ from outrider.protocol.errors import InvalidRequest
 
 _WARM_UP_TOKENS = 16
 _SEEDS_PER_ROUND = 1000
-_LINE_S = 30.0  # between lines of progress where there is no bar
 
 Measure = Callable[[BenchRequest], TimedAnswer]
 
@@ -123,34 +118,3 @@ class Schedule:
 
 def _measure_setup(client: Client, gamma: int | None, request: BenchRequest) -> TimedAnswer:
     return setups.measure(client, request, gamma)
-
-
-class TurnProgress:
-    """Progress on stderr: a bar in a terminal, one line per stage and per half minute elsewhere."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=None)
-        self._last_text = ""
-        self._last_line = time.monotonic()
-
-    def set_text(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
-        if self._progress.disable and text != self._last_text:
-            self._progress.console.print(text, highlight=False)
-        self._last_text = text
-
-    def show(self, text: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=text, completed=done, total=total)
-        if self._progress.disable and time.monotonic() - self._last_line > _LINE_S:
-            self._last_line = time.monotonic()
-            self._progress.console.print(f"{done} of {total} answers, now {text}", highlight=False)
-
-
-@contextlib.contextmanager
-def turn_progress() -> Iterator[TurnProgress]:
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield TurnProgress(progress)

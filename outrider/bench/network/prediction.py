@@ -37,9 +37,7 @@ def prediction_cases(results: NetworkResults) -> dict[tuple[LinkCase, NetworkMod
     }
 
 
-def predict(
-    cases: Mapping[tuple[LinkCase, NetworkMode], dict[str, Any]],
-) -> dict[tuple[LinkCase, NetworkMode], float]:
+def predict(cases: Mapping[tuple[LinkCase, NetworkMode], dict[str, Any]]) -> dict[tuple[LinkCase, NetworkMode], float]:
     """Return the predicted tokens per second of every case."""
     replies = simulate(list(cases.values()))
     return {key: reply["tokens_per_s"] for key, reply in zip(cases, replies, strict=True)}

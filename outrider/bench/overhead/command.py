@@ -48,10 +48,7 @@ def overhead(
         together = [measure_rounds(running, count, seconds, gamma) for count in counts]
         trips = {worker.kind: worker.round_trip_ms for worker in client.server().workers}
     stats = speculative.finished.stats
-    rows = [
-        _row(f"round, γ = {gamma}", speculative),
-        _row("plain step, γ = 0", plain),
-    ]
+    rows = [_row(f"round, γ = {gamma}", speculative), _row("plain step, γ = 0", plain)]
     parts = {
         "verifier_step_ms": stats.mean_step_ms,
         "drafter_ms": stats.mean_draft_ms,

@@ -64,10 +64,10 @@ async def _measure(running: Stack, sessions: int, seconds: float, gamma: int) ->
                 counts.reset()
                 await asyncio.sleep(_SETTLE_S)
         counts.reset()
-        before = _cpu_seconds(running)
+        before = cpu_seconds(running)
         await asyncio.sleep(seconds)
         _check_running(reading)
-        elapsed, after = time.perf_counter() - counts.started_at, _cpu_seconds(running)
+        elapsed, after = time.perf_counter() - counts.started_at, cpu_seconds(running)
         gaps = [1000 * (b - a) for times in counts.arrivals.values() for a, b in itertools.pairwise(times)]
     finally:
         for task in reading:
@@ -114,7 +114,7 @@ def show_rounds(console: Console, rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def _cpu_seconds(running: Stack) -> Mapping[str, float]:
+def cpu_seconds(running: Stack) -> Mapping[str, float]:
     """Return the CPU time of every service so far; the system counts it in ticks."""
     spent = {"client": time.process_time()}
     for child in running.children:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outrider.bench.common.progress import turn_progress
 from outrider.bench.drafters import command, setups
 from outrider.bench.drafters.comparison import (
     OUTRIDER,
@@ -31,7 +32,7 @@ from outrider.bench.drafters.peers import (
     vllm_environment,
     vllm_recipes,
 )
-from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, bench_requests, turn_progress
+from outrider.bench.drafters.schedule import DraftersExtent, Measure, Schedule, bench_requests
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling_params import Verification
 from outrider.protocol.statistics import DrafterStats, GenerationStats

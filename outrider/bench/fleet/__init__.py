@@ -1,0 +1,1 @@
+"""`outrider bench capacity --fleet`: fleets of several sizes, or one that runs, under concurrent sessions."""
