@@ -68,11 +68,11 @@ class Quotas:
         limit = self._settings.max_sessions
         usage = self._usage(tenant)
         if live >= limit:
-            raise _full("sessions", f"{live} sessions are running", live, limit)
+            raise full("sessions", f"{live} sessions are running", live, limit)
         if usage.max_sessions and held >= usage.max_sessions:
-            raise _full("key.max_sessions", f"{held} sessions of this key are running", held, usage.max_sessions)
+            raise full("key.max_sessions", f"{held} sessions of this key are running", held, usage.max_sessions)
         if self._several() and not within_share(held + 1, limit - live - 1):
-            raise _full("key.sessions", f"{held} sessions of this key are running, of {live}", held, "a fair share")
+            raise full("key.sessions", f"{held} sessions of this key are running, of {live}", held, "a fair share")
         _within("requests_per_minute", usage.requests)
         _within("tokens_per_minute", usage.tokens)
         usage.requests.take(1)
@@ -114,5 +114,5 @@ def _within(name: str, bucket: TokenBucket) -> None:
         )
 
 
-def _full(field: str, message: str, value: int, limit: int | str) -> Overloaded:
+def full(field: str, message: str, value: int, limit: int | str) -> Overloaded:
     return Overloaded(f"{message}; at most {limit}", field=field, value=value, limit=limit, retry_after_ms=_RETRY_MS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
+from coordinator.admission.model_limits import limits_of
 from coordinator.persistence.session_record import SessionRequest, SpeculationOptions
 from coordinator.workers.chat_template import Chat
 from coordinator.workers.target import Target
@@ -93,26 +94,8 @@ def resolve(
     params.check(target.info.vocab_size)
     request.speculation.check()
     prompt = prompt_tokens(request, target, settings.max_prompt_kib * 1024)
-    budget = target.info.context_length - len(prompt)
-    if budget < 1:
-        raise InvalidRequest.of(
-            "prompt", f"{len(prompt)} tokens", f"under the context of {target.info.context_length} tokens"
-        )
-    if default_tokens is not None and not request.max_tokens_given:
-        params = replace(params, max_tokens=min(default_tokens, budget))
-    if params.max_tokens > budget and not request.max_tokens_given:
-        raise InvalidRequest.of(
-            "prompt",
-            f"{len(prompt)} tokens",
-            f"at most {target.info.context_length - params.max_tokens} to leave room for {params.max_tokens} output "
-            "tokens; or set params.max_tokens",
-        )
-    if params.max_tokens > budget:
-        raise InvalidRequest.of(
-            "params.max_tokens",
-            params.max_tokens,
-            f"at most {budget}: the context is {target.info.context_length} tokens and the prompt has {len(prompt)}",
-        )
+    limits, given = limits_of(settings, target), request.max_tokens_given
+    params = limits.fitted(params, len(prompt), target, given=given, default=default_tokens)
     drawn_seed = params.seed is None
     params = replace(params, seed=secrets.randbits(64) if drawn_seed else params.seed, verification=params.mode)
     check_salt("cache_salt", request.cache_salt)

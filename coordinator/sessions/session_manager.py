@@ -14,6 +14,7 @@ from functools import cache, partial
 
 import structlog
 
+from coordinator.admission.model_limits import limits_of, read_limits
 from coordinator.admission.quotas import Quotas
 from coordinator.admission.waiting.seats import Seats, capacity_of
 from coordinator.admission.waiting.urgency import urgency
@@ -61,6 +62,7 @@ class SessionManager:
         """Connect the components; `several` returns whether there is more than one tenant."""
         self.coordinator_id = f"coordinator-{secrets.token_hex(4)}"
         self._settings = settings
+        read_limits(settings.model_limits)  # a wrong one is found at the start
         self.metrics = CoordinatorMetrics(Mode)
         self.store = Store(
             redis_url, self.coordinator_id, settings.session_ttl_s, fleet.verifiers, self.metrics.record_skipped
@@ -145,6 +147,9 @@ class SessionManager:
         check_key(key)
         if key not in self._keys:
             self._context.seats(target.identity).check_in_time(tenant().id, urgency(), request)
+        running = [s for s in self.live if s.target.identity == target.identity and not s.ended]
+        waits = [(session.record.tenant, session.stats.waiting) for session in running]
+        limits_of(self._settings, target).admit(target.info.name, waits, tenant().id)
         self.admit(len(request.prompt))
         # Prefix caches of this tenant are kept apart from those of other tenants.
         salt = request.cache_salt if self._settings.share_prefixes else tenant().salt(request.cache_salt)

@@ -20,7 +20,8 @@ from outrider.protocol.errors import KINDS, OutriderError
 from outrider.protocol.speculation import FinishReason, Verdict
 
 _KEY_LIMITS = ("key.sessions", "key.max_sessions", "key.requests_per_minute", "key.tokens_per_minute")
-_LIMITS = ("sessions", "timeout", *_KEY_LIMITS)  # fields of the errors that name them
+_MODEL_LIMITS = ("model.sessions", "model.waiting", "model.key_sessions")
+_LIMITS = ("sessions", "timeout", *_KEY_LIMITS, *_MODEL_LIMITS)  # fields of the errors that name them
 ABANDONED = "abandoned"  # in place of a finish reason: its clients disconnected, and it can be resumed
 
 _FIRST_TOKEN_S = (

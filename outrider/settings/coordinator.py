@@ -32,6 +32,7 @@ class CoordinatorSettings(Settings, DrafterKey):
         "", description="URL of Redis, or @FILE; empty: REDIS_URL, else an embedded server without persistence."
     )
     max_sessions: int = Field(512, ge=1, description="Maximum number of concurrent sessions.")
+    model_limits: str = Field("", description="Limits of targets, NAME=LIMIT:NUMBER LIMIT:NUMBER, by commas.")
     max_prompt_kib: int = Field(4096, ge=1, description="Maximum length of a prompt, KiB of text.")
     gamma_max: int = Field(16, ge=0, le=64, description="Largest γ that γ control chooses; ahead, twice that.")
     drafters_per_session: int = Field(1, ge=1, le=8, description="Maximum number of drafters per session.")

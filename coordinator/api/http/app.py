@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coordinator.admission.byte_budget import ByteBudget
+from coordinator.admission.model_limits import limits_of
 from coordinator.admission.waiting.urgency import TIMEOUT_HEADER, set_urgency, timeout_of, urgency
 from coordinator.api.http import pages
 from coordinator.api.http.agents.bodies import ChatBody
@@ -127,12 +128,23 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         self._sessions.targets.check_any()
-        data = [_model(name, target) for name, target in self._sessions.targets.listed().items()]
+        data = [self._model(name, target) for name, target in self._sessions.targets.listed().items()]
         return JSONResponse(ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return JSONResponse(_model(name, await self._sessions.targets.find(name)))
+        return JSONResponse(self._model(name, await self._sessions.targets.find(name)))
+
+    def _model(self, name: str, target: Target) -> Model:
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(_STARTED),
+            "owned_by": "outrider",
+            "root": target.info.name,
+            "max_model_len": limits_of(self._settings, target).context_of(target),
+            "fingerprint": target.info.fingerprint,
+        }
 
     async def fleet(self, request: Request) -> Response:
         """Return information on the coordinator and its workers."""
@@ -162,18 +174,6 @@ class Api:
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)
-
-
-def _model(name: str, target: Target) -> Model:
-    return {
-        "id": name,
-        "object": "model",
-        "created": int(_STARTED),
-        "owned_by": "outrider",
-        "root": target.info.name,
-        "max_model_len": target.info.context_length,
-        "fingerprint": target.info.fingerprint,
-    }
 
 
 _STARTED = time.time()

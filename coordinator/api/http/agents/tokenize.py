@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from typing_extensions import TypedDict
 
+from coordinator.admission.model_limits import limits_of
 from coordinator.api.http.agents.bodies import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from coordinator.api.http.agents.dialects import manner_of
 from coordinator.api.http.agents.prompts import chat_of
@@ -43,10 +44,7 @@ class TokensApi:
         self._limit = settings.max_prompt_kib * 1024
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-        ]
+        return [Route(f"/{each.__name__}", each, methods=["POST"]) for each in (self.tokenize, self.detokenize)]
 
     async def tokenize(self, request: Request) -> Response:
         body: TokenizeBody = await read_body(request, TokenizeTextBody, TokenizeChatBody)
@@ -54,9 +52,8 @@ class TokensApi:
             target = await self._sessions.targets.find(body.model)
             tokens = await asyncio.to_thread(self._encode, body, target)
         texts = target.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return JSONResponse(
-            Tokenized(count=len(tokens), max_model_len=target.info.context_length, tokens=tokens, token_strs=texts)
-        )
+        context = limits_of(self._settings, target).context_of(target)
+        return JSONResponse(Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=texts))
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeBody)
