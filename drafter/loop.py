@@ -13,6 +13,7 @@ from drafter.calibration import Calibration
 from drafter.grammar import GrammarCursor
 from drafter.interface import Drafter, DraftRequest
 from drafter.session import DraftOpening, DraftSession
+from drafter.shares.shares import FEW, DraftingShares
 from outrider.base.decayed_mean import DecayedMean
 from outrider.observability.metrics import DrafterMetrics
 from outrider.protocol.errors import Overloaded, Unavailable
@@ -39,6 +40,7 @@ class DraftingLoop:
         self._wake = asyncio.Event()
         self.wake = self._wake.set  # runs a step after a commit or a steering message
         self._step_ms = DecayedMean(_SMOOTHING, 0.0)
+        self._shares = DraftingShares()
         self._draining = False
         metrics.bind_gauge(metrics.sessions, lambda: len(self._sessions))
 
@@ -88,7 +90,8 @@ class DraftingLoop:
             for session in self._closed:
                 self._drafter.forget(session.key)
             self._closed.clear()
-            asked = ((session, session.next_request()) for session in self._sessions.values())
+            sessions = self._shares.next_step(self._sessions) if len(self._sessions) > FEW else self._sessions
+            asked = ((session, session.next_request()) for session in sessions.values())
             requests = {session: request for session, request in asked if request is not None}
             if not requests:
                 await self._wake.wait()
@@ -112,6 +115,8 @@ class DraftingLoop:
         self, requests: Mapping[DraftSession, DraftRequest], guesses: Sequence[Guess], spent_s: float
     ) -> None:
         self._step_ms.add(spent_s * 1000)
+        if len(self._sessions) > FEW:
+            self._shares.measure(requests, guesses, spent_s)
         tokens = sum(map(len, map(DraftRequest.new_tokens, requests.values(), guesses)))
         self._metrics.record_step(sessions=len(requests), tokens=tokens, seconds=spent_s)
         for session, guess in zip(requests, guesses, strict=True):

@@ -60,14 +60,14 @@ class DraftSession:
         self._prompt_length = opening.prompt_length
         self._calibration = calibration or Calibration()
         self._grammar_cursor = grammar_cursor
-        self._committed = list(opening.tokens)
-        self._open = OpenGuesses(len(opening.tokens))
+        self.committed = list(opening.tokens)
+        self.open_guesses = OpenGuesses(len(opening.tokens))
         self._request: DraftRequest | None = None  # the last one
         self.hidden_states = StateQueue(opening.earlier_states)
         self._gamma = 0
         self._branches = 1
         self._nodes = 0
-        self._eager = False
+        self.eager = False
         self._exhausted = False  # the drafter has nothing to add before the next commit
         self._passed_at = -1  # committed position at which the last empty guess was sent
         self._draft_us = 0
@@ -76,25 +76,25 @@ class DraftSession:
 
     def next_request(self) -> DraftRequest | None:
         """Return the request for the drafting method; None if the session needs no guesses now."""
-        if not self._wants_more:
+        if not self.wants_more:
             return None
-        guess = self._open.guess
+        guess = self.open_guesses.guess
         path = [guess.tokens[node] for node in path_to(guess.tip, guess.shape.parents)]
-        max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us.value, 1.0))) if self._eager else MAX_GAMMA
+        max_steps = max(1, int(EAGER_REQUEST_US / max(self._step_us.value, 1.0))) if self.eager else MAX_GAMMA
         self._request = DraftRequest(
             session=self.key,
-            tokens=self._committed + path,
-            committed=len(self._committed),
+            tokens=self.committed + path,
+            committed=len(self.committed),
             prompt_length=self._prompt_length,
-            max_new_tokens=max(1, min(self._depth - len(path), self._budget, max_steps)),
+            max_new_tokens=max(1, min(self.depth - len(path), self._budget, max_steps)),
             params=self.params,
             vocab_size=self._vocab_size,
             cache_salt=self._cache_salt,
             open_guess=guess,
             branches=self._branches,
             budget=self._budget,
-            depth=self._depth,
-            min_per_level=EAGER_MIN_PER_LEVEL if self._eager else 1,
+            depth=self.depth,
+            min_per_level=EAGER_MIN_PER_LEVEL if self.eager else 1,
             hidden_states=self.hidden_states.take() if self.hidden_states.pending else (),
             calibration=self._calibration,
             grammar_cursor=self._grammar_cursor,
@@ -105,8 +105,8 @@ class DraftSession:
         """Add the drafting method's answer to the last request."""
         assert self._request is not None
         new_depths = guess.shape.depths[len(self._request.open_guess.tokens) :]
-        self._open.extend(guess, self._committed[guess.position :])
-        if guess.position == len(self._committed):
+        self.open_guesses.extend(guess, self.committed[guess.position :])
+        if guess.position == len(self.committed):
             self._exhausted = guess.done
         self._draft_us += spent_us
         if new_depths:
@@ -129,13 +129,13 @@ class DraftSession:
 
     def next_message(self) -> Guess | None:
         """Return the next guess to send; an empty one: the verifier need not wait for more at this position."""
-        wants_more = self._wants_more
-        if wants_more and not self._eager:
+        wants_more = self.wants_more
+        if wants_more and not self.eager:
             return None  # the whole tree at once
-        guess = self._open.take_unsent(self._draft_us)
-        short = not wants_more and self._open.guess.shape.depth < self._depth
-        if guess is None and short and self._passed_at < len(self._committed):
-            self._passed_at = len(self._committed)
+        guess = self.open_guesses.take_unsent(self._draft_us)
+        short = not wants_more and self.open_guesses.guess.shape.depth < self.depth
+        if guess is None and short and self._passed_at < len(self.committed):
+            self._passed_at = len(self.committed)
             guess = Guess(self._passed_at, 0, 0, (), draft_us=self._draft_us)
         if guess is not None:
             self._draft_us = 0
@@ -143,16 +143,16 @@ class DraftSession:
 
     def commit(self, position: int, tokens: tuple[int, ...], hidden_states: HiddenStates | None = None) -> None:
         """Append the target's tokens; keep the part of the tree that agrees with them."""
-        known = len(self._committed)
+        known = len(self.committed)
         if position > known:
             raise InvalidRequest.of("committed.position", position, f"at most {known}, the tokens known here")
         new = tokens[known - position :]
         check_tokens("committed.tokens", new, self._vocab_size)
         if hidden_states is not None:
             self.hidden_states.add(hidden_states)
-        for siblings, accepted in self._open.commit(new):
+        for siblings, accepted in self.open_guesses.commit(new):
             self._calibration.record_outcome(siblings, accepted)
-        self._committed += new
+        self.committed += new
         self._exhausted = self._exhausted and not new
 
     def steer(self, steering: DraftSteering) -> None:
@@ -162,23 +162,23 @@ class DraftSession:
             # Sampled guesses have no siblings: a choice among them by value would bias the text.
             self._branches = 1 if self.params.mode.needs_draft_probs else max(1, steering.branches)
         self._nodes = self._nodes if steering.nodes is None else steering.nodes
-        self._eager = self._eager if steering.eager is None else steering.eager
+        self.eager = self.eager if steering.eager is None else steering.eager
         if steering.gamma is not None or steering.branches is not None or steering.nodes is not None:
             self._exhausted = False
 
     @property
-    def _depth(self) -> int:
+    def depth(self) -> int:
         """Return how far beyond the committed position a guess can still be accepted."""
         last_useful = self._prompt_length + self.params.max_tokens - 1
-        return min(self._gamma, last_useful - len(self._committed))
+        return min(self._gamma, last_useful - len(self.committed))
 
     @property
     def _budget(self) -> int:
         """Return how many more guesses may be open."""
-        return min(self._nodes or self._gamma * self._branches, MAX_TREE) - len(self._open.guess.tokens)
+        return min(self._nodes or self._gamma * self._branches, MAX_TREE) - len(self.open_guesses.guess.tokens)
 
     @property
-    def _wants_more(self) -> bool:
-        if self._exhausted or self._depth <= 0 or self._budget <= 0:
+    def wants_more(self) -> bool:
+        if self._exhausted or self.depth <= 0 or self._budget <= 0:
             return False
-        return self._open.guess.shape.depth < self._depth or (self._eager and self._branches > 1)
+        return self.open_guesses.guess.shape.depth < self.depth or (self.eager and self._branches > 1)

@@ -346,7 +346,7 @@ class DrafterMetrics(Metrics):
         super().__init__("drafter", "drafter_sessions", model_name=model, kind=kind)
         self.sessions = self._own_gauge("drafter_sessions", "Open sessions.")
         self.step_s = self._own_histogram(
-            "drafter_step_seconds", "Time of a drafting step for all waiting sessions.", _STEP_S
+            "drafter_step_seconds", "Time of a drafting step for the sessions it takes.", _STEP_S
         )
         self.batch = self._own_histogram("drafter_batch_sessions", "Sessions that shared a step.", _SESSIONS)
         self.guessed = self._own_counter("drafter_guessed_tokens", "Tokens guessed, sent or not.")

@@ -348,8 +348,8 @@ def test_what_a_session_sends_always_fits_into_the_verifiers_tree(data: st.DataO
     for news in unsaid:
         session.commit(*news)
     # All is said: what the drafter holds open and has sent is what the verifier can check.
-    paths = session._open.guess.paths[1:]
-    open_ = {path for path, node_id in zip(paths, session._open._ids, strict=True) if node_id}
+    paths = session.open_guesses.guess.paths[1:]
+    open_ = {path for path, node_id in zip(paths, session.open_guesses._ids, strict=True) if node_id}
     block = tree.block(99, 99)
     held = {tuple(block.paths[row]) for row in range(1, len(block.tokens) + 1)}
     assert open_ <= held

@@ -69,7 +69,7 @@ def grown(drafter: ModelDrafter, session: DraftSession) -> int:
 
 
 def paths(session: DraftSession) -> set[tuple[int, ...]]:
-    return set(session._open.guess.paths[1:])
+    return set(session.open_guesses.guess.paths[1:])
 
 
 def by_hand(plain: LlamaForCausalLM, request: DraftRequest) -> Guess:
@@ -114,7 +114,7 @@ def test_a_tree_is_what_the_model_would_say_along_every_branch(loaded: LoadedMod
             steps += 1
         assert n or steps == 4, "a level a step"
         assert len(paths(session)) == 12
-        session.commit(session._open.guess.position, (*max(paths(session), key=len)[:n], 7))
+        session.commit(session.open_guesses.guess.position, (*max(paths(session), key=len)[:n], 7))
     drafter.forget(session.key)
 
 
@@ -140,7 +140,7 @@ def test_what_is_cached_never_shows(loaded: LoadedModel, params: dict, branches:
         committed += new
         fresh = session_of(committed, 4, branches, **params)
         # What stayed open of the last tree is not what a fresh one would hold.
-        fresh._open.guess, fresh._open._ids = session._open.guess, list(session._open._ids)
+        fresh.open_guesses.guess, fresh.open_guesses._ids = session.open_guesses.guess, list(session.open_guesses._ids)
         fresh._exhausted = False
         session._calibration = fresh._calibration = Deaf()
         grown(drafter, session)
