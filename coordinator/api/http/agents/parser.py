@@ -127,6 +127,7 @@ class AnswerParser:
             return False
         if begun.startswith(self._starts):
             self._opened = self._dialect.opener if text.startswith(self._dialect.opener) else ""
+            self._blank = self._text[: len(self._text) - len(text)]
             self._text = text[len(self._opened) :]
             self._state = _State.CALLS
         return True

@@ -199,6 +199,12 @@ def test_noise_is_parsed_equally_in_pieces(
         assert whole.content == text, "nothing is lost"
 
 
+@pytest.mark.parametrize("dialect", [LLAMA3, JSON], ids=lambda each: each.name)
+def test_a_blank_before_what_is_no_call_is_content(dialect: Dialect) -> None:
+    text = ' {"name": "f", "arguments": '
+    assert parsed(AnswerParser(Manner(dialect, True), NAMES), [text]).content == text
+
+
 @pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, JSON], ids=lambda each: each.name)
 def test_what_a_dialect_writes_is_parsed(dialect: Dialect) -> None:
     arguments = {"city": 'Sao "Paulo" \\ {', "n": [1, {"é": None}]}
