@@ -11,13 +11,15 @@ from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32)
 _GPU_TOKENS = (*TOKENS, 64, 128, 256, 512)  # the first ones all take the time in which a GPU reads the weights
 _GPU_SESSION_TOKENS = 16
+_CPU_PROMPTS = (64, 128, 256, 512)  # of one session, without logits of all
 _CONTEXT = 128
 _ROUNDS = 3
 _BUDGET_S = 6.0  # a large model gets fewer rounds, so that its start is not delayed
+_LONG_MS = 300.0  # nothing is measured after a step as long
 
 
 def measure_cost(engine: Engine) -> CostCurve:
-    """Return the best times of a few rounds: of one session's steps on a CPU, on a GPU of many sessions' as well."""
+    """Return the best times of a few rounds: of one session's steps and prompts; on a GPU, of many sessions' steps."""
     on_gpu = engine.device.type == "cuda"
     width = _GPU_SESSION_TOKENS if on_gpu else max(TOKENS)
     context = min(_CONTEXT, (min(engine.info.context_length, engine.capacity_tokens) - max(TOKENS)) // 2)
@@ -34,16 +36,26 @@ def measure_cost(engine: Engine) -> CostCurve:
         for index, tokens in enumerate(counts):
             shares = [min(width, tokens - first) for first in range(0, tokens, width)]
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
-            began = time.perf_counter()
-            engine.extend(batch).all_logits.argmax(dim=-1).tolist()  # waits for a GPU
-            best[index] = min(best[index], 1000 * (time.perf_counter() - began))
-            for new in batch:
-                engine.truncate(new.session, context)
+            best[index] = min(best[index], _step_ms(engine, batch, context))
         if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:  # a GPU's first round captures graphs
             break
+    room = min(engine.info.context_length, engine.capacity_tokens) - context
+    for tokens in () if on_gpu else _CPU_PROMPTS:
+        if tokens <= room and best[-1] < _LONG_MS:
+            prompt = SessionTokens(sessions[0], [0] * tokens, logits_from=tokens - max(TOKENS))
+            counts, best = [*counts, tokens], [*best, min(_step_ms(engine, [prompt], context) for _ in range(2))]
     for session in sessions:
         engine.free(session)
     return CostCurve(tuple(counts), rising(best))
+
+
+def _step_ms(engine: Engine, batch: list[SessionTokens], context: int) -> float:
+    began = time.perf_counter()
+    engine.extend(batch).all_logits.argmax(dim=-1).tolist()  # waits for a GPU
+    taken_ms = 1000 * (time.perf_counter() - began)
+    for new in batch:
+        engine.truncate(new.session, context)
+    return taken_ms
 
 
 def rising(times: list[float]) -> tuple[float, ...]:
