@@ -14,10 +14,11 @@ from outrider.engine import SessionTokens
 from outrider.protocol.hidden_states.messages import StateSpec
 from outrider.protocol.speculation import Guess
 from outrider.speculation.goodput import compared_guesses, paying_blocks
-from verifier.fair_shares import FairShares
 from verifier.hidden_states.step_states import KeptRows
 from verifier.limits import SchedulerLimits
 from verifier.session import VerifySession
+from verifier.shares.fair_shares import FairShares
+from verifier.shares.prompt_shares import PromptShare
 from verifier.step_times import StepTimes
 
 _CREDIT_POLL_S = 0.01  # interval at which heavy tenants without credit are scheduled again
@@ -97,9 +98,12 @@ class Batching:
                 shared = shared or session.paying_guesses > 0
                 batch.append(self._decode(session, self._limits.guess_rows, paying=compared))
             num_decoding += not is_prefill and session.tenant not in heavy
-        if shared and compared:
+        if prompts or (shared and compared):
             sessions_in, blocks = [item.session for item in batch], [item.block for item in batch]
-            blocks = paying_blocks(sessions_in, blocks, _num_tokens(batch), self._times.curve())
+            if shared and compared:
+                blocks = paying_blocks(sessions_in, blocks, _num_tokens(batch), self._times.curve())
+            share = PromptShare(self._times, self._limits, num_decoding, sum(each.num_uncached for each in prompts))
+            blocks = share.left(blocks, sum(len(item.pending) for item in batch))
             batch = [replace(item, block=block) for item, block in zip(batch, blocks, strict=True)]
         batch += self._prompt_chunks(prompts, _num_tokens(batch), num_decoding)
         if heavy:

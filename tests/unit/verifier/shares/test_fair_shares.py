@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.protocol.cost_curve import CostCurve
-from verifier.fair_shares import QUIET_S, FairShares
+from verifier.shares.fair_shares import QUIET_S, FairShares
 from verifier.step_times import StepTimes
 
 COST = CostCurve((1, 8, 64, 128), (20.0, 22.0, 120.0, 240.0))

@@ -1,0 +1,1 @@
+"""Shares of a step: of tenants with many sessions, and of prompts beside guesses."""
