@@ -147,9 +147,6 @@ class WorkerSettings(Settings):
         description="What runs the model: auto (the fastest that works), native (CPU kernels), cuda (CUDA graphs), "
         "transformers, or mock (no model, for measuring overhead). A named engine runs, or the start fails.",
     )
-    compile: str = Field(
-        "", pattern="^(|auto|on|off)$", description="Deprecated: on is --engine native or cuda, off is transformers."
-    )
     threads: int = Field(0, ge=0, description="CPU threads for the model; 0 lets torch choose.")
     kv_tokens: int = Field(KV_TOKENS, ge=64, description="KV cache capacity, tokens of all sessions together.")
     prefix_tokens: int = Field(
@@ -162,39 +159,18 @@ class WorkerSettings(Settings):
 
     @property
     def selected_engine(self) -> str:
-        """Return the engine to run, see `selected_engine`."""
-        return selected_engine(self.engine, self.compile)
+        """Return the engine to run."""
+        return "mock" if self.engine == "instant" else self.engine
 
     @property
     def deprecated(self) -> list[tuple[str, str]]:
         """Return each deprecated option in use, with its replacement."""
-        return deprecated_options(self.engine, self.compile)
+        return deprecated_options(self.engine)
 
 
-def selected_engine(engine: str, compile_: str) -> str:
-    """Return --engine, or the meaning of the deprecated --compile. `fast` is native on a CPU and cuda on a GPU.
-
-    Raise StartupError if the two disagree.
-    """
-    engine = "mock" if engine == "instant" else engine
-    mapped = {"on": "fast", "off": "transformers"}.get(compile_, "auto")
-    if engine == "auto" or mapped == "auto":
-        return mapped if engine == "auto" else engine
-    if engine == mapped or (mapped == "fast" and engine in ("native", "cuda")):
-        return engine
-    raise StartupError(
-        f"engine is {engine} and compile is {compile_}: leave out --compile",
-        field="compile",
-        value=compile_,
-        limit="none with --engine",
-    )
-
-
-def deprecated_options(engine: str, compile_: str) -> list[tuple[str, str]]:
+def deprecated_options(engine: str) -> list[tuple[str, str]]:
     """Return each deprecated option in use, with its replacement."""
-    replacements = {"auto": "--engine auto", "on": "--engine native or --engine cuda", "off": "--engine transformers"}
-    options = [(f"--compile {compile_}", replacements[compile_])] if compile_ in replacements else []
-    return [*options, ("--engine instant", "--engine mock")] if engine == "instant" else options
+    return [("--engine instant", "--engine mock")] * (engine == "instant")
 
 
 def command(settings: type[SettingsT], run: Callable[[SettingsT], None], program: str) -> Callable[..., None]:

@@ -18,7 +18,6 @@ from outrider.cli import options
 from outrider.cli.show import LEGEND, show_tokens, summary
 from outrider.client.sync import Client, Finished, Tokens
 from outrider.launch.options import (
-    Compile,
     Device,
     DrafterChoice,
     DrafterDevice,
@@ -75,7 +74,6 @@ def up(
     dtype: Dtype = "auto",
     quantization: Quantization = "none",
     engine: Engine = "auto",
-    compile: Compile = "",  # noqa: A002
     threads: Threads = 0,
     kv_tokens: Annotated[int, option("--kv-tokens", "KV cache of each verifier, tokens.")] = 65_536,
     log_level: Annotated[str, option("--log-level", "debug, info, warning or error.")] = "info",
@@ -136,7 +134,7 @@ def up(
 
     Settings of the services: `outrider up --set coordinator.max-sessions=64 --set verifier.drain-s=30`.
     """
-    check_engine(engine, compile)
+    check_engine(engine)
     given = options.fields_from(context.params, LaunchPlan) | planned(target, drafter, drafters, engine)
     given |= {
         "overrides": merged(read_file(Path(config))[1] if config else {}, read_assignments(settings or [])),
@@ -146,7 +144,7 @@ def up(
     console = Console()
     for hint in ignored_variable_hints({parameter.envvar for parameter in context.command.params}):
         console.print(f"[yellow]note[/yellow]  {hint}", soft_wrap=True)
-    for old, replacement in deprecated_options(engine, compile):
+    for old, replacement in deprecated_options(engine):
         console.print(f"{old} is deprecated, use {replacement}", style="yellow")
     end_on_signals()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from outrider.base.config import ENGINES, option, selected_engine
+from outrider.base.config import ENGINES, option
 from outrider.protocol.errors import InvalidRequest
 
 Target = Annotated[str, option("--target", "Target model: a directory, a .gguf file, a hub id, or 'default'.")]
@@ -30,16 +30,10 @@ Engine = Annotated[
         "mock too).",
     ),
 ]
-Compile = Annotated[
-    str, option("--compile", "Deprecated: on is --engine native or cuda, off is --engine transformers.")
-]
 Threads = Annotated[int, option("--threads", "CPU threads of each worker; 0 lets torch choose.")]
 
 
-def check_engine(engine: str, compile_: str, engines: tuple[str, ...] = ENGINES) -> None:
-    """Raise InvalidRequest or StartupError for an unknown --engine or --compile, or for two that disagree."""
+def check_engine(engine: str, engines: tuple[str, ...] = ENGINES) -> None:
+    """Raise InvalidRequest for an unknown --engine."""
     if engine not in engines:
         raise InvalidRequest.of("--engine", engine, f"one of {', '.join(engines)}")
-    if compile_ not in ("", "auto", "on", "off"):
-        raise InvalidRequest.of("--compile", compile_, "one of auto, on, off")
-    selected_engine(engine, compile_)

@@ -58,7 +58,6 @@ class LaunchPlan:
     kv_tokens: int = 65_536
     engine: str = "auto"
     quantization: str = "none"
-    compile: str = ""  # deprecated, see `selected_engine`
     log_level: str = "info"
     log_json: bool = False
     api_keys: str = field(default="", repr=False)
@@ -272,7 +271,7 @@ def workers(plan: LaunchPlan, endpoints: Sequence[str]) -> list[ServiceSpec]:
     """Return the workers to start, for coordinators at `endpoints`."""
     own = {"coordinators": ",".join(endpoints), "dtype": plan.dtype, "threads": plan.threads}
     verifier = own | _common(plan, "verifier") | {"device": plan.device, "engine": plan.engine}
-    verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization, "compile": plan.compile}
+    verifier |= {"kv_tokens": plan.kv_tokens, "quantization": plan.quantization}
     drafter = own | _common(plan, "drafter") | {"device": plan.drafter_device}
     verifiers, drafters = worker_settings(plan.targets, plan.verifiers)
     return [

@@ -237,7 +237,6 @@ def test_a_coordinator_that_is_told_to_leave_ends_its_streams_without_a_trace_ba
     [
         (("--engine", "native"), "native"),
         (("--engine", "transformers"), "transformers"),
-        (("--compile", "off"), "transformers"),
     ],
 )
 def test_the_engine_that_is_named_serves(models: Models, tmp_path: Path, flags: tuple[str, ...], engine: str) -> None:
@@ -248,18 +247,14 @@ def test_the_engine_that_is_named_serves(models: Models, tmp_path: Path, flags: 
     finally:
         verifier.stop()
     assert f"progress: engine {engine} on cpu, weights in float32" in verifier.log()
-    assert ('"event": "deprecated option"' in verifier.log()) == ("--compile" in flags)
+    assert '"event": "deprecated option"' not in verifier.log()
 
 
 def test_an_engine_that_cannot_run_ends_the_start(models: Models) -> None:
     target = ("--target", str(models.target), "--device", "cpu")
     assert_told(run("verifier", *target, "--engine", "cuda"), 1, "engine cuda cannot run", "on cpu")
     assert_told(run("verifier", *target, "--engine", "native", "--dtype", "float16"), 1, "weights in float16")
-    assert_told(
-        run("verifier", *target, "--engine", "native", OUTRIDER_COMPILE="off"),
-        1,
-        "engine is native and compile is off: leave out --compile",
-    )
+    assert_told(run("verifier", *target, OUTRIDER_COMPILE="off"), 1, "OUTRIDER_COMPILE")
     assert_told(run("verifier", *target, "--engine", "quick"), 2, "--engine")
 
 

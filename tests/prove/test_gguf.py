@@ -67,7 +67,7 @@ def test_the_text_is_as_likely_in_every_format() -> None:
         assert model is not None
         with torch.inference_mode():
             info = ModelInfo("m", "f", vocab_size=model.config.vocab_size)
-            engine = NativeEngine(build_spec(model), info, kv_tokens=2048, weights=weights, tiles=tiles)
+            engine = NativeEngine(build_spec(model), info, kv_tokens=2048, weights=weights, exact=not tiles)
             engine.use_cache(getattr(torch, cache))
             logits = found[name] = engine.extend([SessionTokens("text", tokens)]).logits[0].clone()
             likely[name] = float(torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(tokens[1:])))

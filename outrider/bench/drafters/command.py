@@ -100,7 +100,7 @@ def drafters(
         if python is not None and not os.access(python, os.X_OK):
             raise InvalidRequest.of(flag, python, "a Python interpreter")
     check_files(json_file, plot_file)
-    check_engine(engine, "")
+    check_engine(engine)
     setups.check_kinds(chosen, sorted(drafter_kinds()))
     extent = DraftersExtent.of(quick, prompts_per_kind, rounds, tokens, gamma, modes)
     data = import_on_use("torch", "models", "outrider.train.data")

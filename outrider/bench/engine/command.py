@@ -15,7 +15,7 @@ from outrider.base.config import ENGINES, option
 from outrider.bench.common.report import Times, check_files, import_on_use, write_json
 from outrider.bench.engine import results, streams
 from outrider.bench.engine.results import EngineExtent, PassTimes, ServedTimes
-from outrider.launch.options import Compile, Dtype, Target, Threads, check_engine
+from outrider.launch.options import Dtype, Target, Threads, check_engine
 from outrider.launch.stack import LaunchPlan
 from outrider.models.hub import DEFAULT, locate
 from outrider.protocol.errors import InvalidRequest
@@ -49,7 +49,6 @@ def engine(
     engine_name: Annotated[
         str, option("--engine", "auto (the fastest that works), native, cuda or transformers.")
     ] = "auto",
-    compile_engine: Compile = "",
     threads: Threads = 0,
     rounds: Annotated[
         int | None, option("--rounds", "Rounds of every step; 40, or 12 with --quick.", show_default=False)
@@ -66,7 +65,7 @@ def engine(
     extent = _extent(quick, rounds)
     if quantization not in ("none", "int8"):
         raise InvalidRequest.of("--quantization", quantization, "one of none, int8")
-    check_engine(engine_name, compile_engine, tuple(name for name in ENGINES if name not in ("vllm", "mock")))
+    check_engine(engine_name, tuple(name for name in ENGINES if name not in ("vllm", "mock")))
     check_files(json_file, plot_file)
     plan = LaunchPlan(
         target=target,
@@ -76,7 +75,6 @@ def engine(
         dtype=dtype,
         quantization=quantization,
         engine=engine_name,
-        compile=compile_engine,
         threads=threads,
     )
     console = Console()

@@ -19,7 +19,7 @@ from outrider.bench.common.report import Times
 from outrider.bench.engine.results import BASE_CONTEXT, MOST_NEW_TOKENS, EngineExtent, PassTimes, some_tokens
 from outrider.engine.interface import Engine, SessionTokens, prefill
 from outrider.engine.loading.loader import load_model
-from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype, resolve_engine
+from outrider.engine.loading.options import EngineOptions, pick_device, pick_dtype
 from outrider.engine.native import NativeEngine, NoCompiler
 from outrider.engine.native.build import library
 from outrider.launch.stack import LaunchPlan
@@ -99,7 +99,7 @@ def _load(plan: LaunchPlan, extent: EngineExtent, notify: Notify) -> Engine:
         device=plan.device,
         dtype=plan.dtype,
         quantization=plan.quantization,
-        engine=resolve_engine(plan.engine, plan.compile, plan.device),
+        engine=plan.engine,
         threads=plan.threads,
         kv_tokens=extent.kv_tokens,
         prefix_tokens=0,
@@ -171,7 +171,7 @@ class _Eager:
     """The same weights in transformers, with its default eager execution."""
 
     def __init__(self, plan: LaunchPlan, prompt: list[int], notify: Notify) -> None:
-        self._device = pick_device(plan.device, resolve_engine(plan.engine, plan.compile, plan.device))
+        self._device = pick_device(plan.device, plan.engine)
         self.dtype = pick_dtype(plan.dtype, self._device)
         model = AutoModelForCausalLM.from_pretrained(
             str(locate_safetensors(plan.target, notify)),

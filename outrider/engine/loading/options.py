@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.base.config import KV_TOKENS, WorkerSettings, selected_engine
+from outrider.base.config import KV_TOKENS, WorkerSettings
 from outrider.protocol.errors import StartupError
 
 _NO_GPU = ("no NVIDIA driver", "No CUDA GPUs", "might not have a CUDA gpu")  # in torch's messages
@@ -35,12 +35,12 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> EngineOptions:
-        """Return the options in a worker's settings. Raises StartupError where --engine and --compile disagree."""
+        """Return the options in a worker's settings."""
         return cls(
             device=settings.device,
             dtype=settings.dtype,
             quantization=settings.quantization,
-            engine=resolve_engine(settings.engine, settings.compile, settings.device),
+            engine=settings.selected_engine,
             threads=settings.threads,
             kv_dtype=settings.kv_dtype,
             kv_tokens=settings.kv_tokens or None,
@@ -53,14 +53,6 @@ class EngineOptions:
     def selected_device(self) -> torch.device:
         """Return the device to run on."""
         return pick_device(self.device, self.engine)
-
-
-def resolve_engine(engine: str, compile_: str, device: str) -> str:
-    """Return --engine, with the deprecated --compile mapped to it."""
-    selected = selected_engine(engine, compile_)
-    if selected != "fast":
-        return selected
-    return "cuda" if pick_device(device).type == "cuda" else "native"
 
 
 def pick_device(device: str, engine: str = "auto") -> torch.device:

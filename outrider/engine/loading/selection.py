@@ -153,7 +153,7 @@ def _native_engine(candidate: _Candidate) -> NativeEngine:
             **candidate.cache,
             weights=weights,
             threads=options.threads,
-            tiles=options.dtype != "float32",
+            exact=options.dtype == "float32",
         )
         if candidate.passed:
             candidate.progress("start-up check skipped: passed before with these kernels on this processor")

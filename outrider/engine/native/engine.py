@@ -29,6 +29,8 @@ _LARGE_PAGE = 2 << 20
 _MAPPING = 256 << 20
 _LINE = 64
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_FLOATS, _TILES, _INTEGERS = range(3)
+_NAMES = {_TILES: "tiles 2", _INTEGERS: "integers 1"}  # with the version of their bits
 _NORMS = {"rms": 1, "layer": 2}
 _LAYER_NORMS = ("attention_in", "attention_out", "mlp_in", "mlp_out", "query", "key")
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -41,7 +43,8 @@ _compared: set[int] = set()  # block formats, in this process
 class NativeEngine(PagedEngine):
     """An engine over the CPU kernels. Products read weights in the format `weights`; all arithmetic is in float32.
 
-    With `tiles`, products of GGUF blocks and of weights that are bfloat16 run in AMX tiles where there are any.
+    Unless `exact`, products of GGUF blocks, int8 weights and weights that are bfloat16 run in AMX tiles where there are
+    any; elsewhere those of blocks and int8 weights run in integers.
     A result of `extend` is valid until the next one. `reduced`: no linear map is held in float32. `guesses`: the logits
     of the next steps are only guessed from, so that those of unlikely outputs may be rough, after `prepare_chain`.
     """
@@ -55,11 +58,12 @@ class NativeEngine(PagedEngine):
         evictable_tokens: int | None = None,
         weights: str = "float32",
         threads: int = 0,
-        tiles: bool = False,
+        exact: bool = True,
     ) -> None:
         super().__init__(info, torch.device("cpu"), kv_tokens, evictable_tokens)
         self._library = library()
-        self._may_tile, self._tiled, self.reduced = tiles and bool(self._library.outrider_tiles()), False, True
+        self._fast = _FLOATS if exact else _TILES if self._library.outrider_tiles() else _INTEGERS
+        self._used, self.reduced = {_FLOATS}, True
         self._threads = threads or torch.get_num_threads()
         self._weights = weights
         self._vocab = spec.head.weight.shape[0]
@@ -82,21 +86,22 @@ class NativeEngine(PagedEngine):
         )
         self.state_shape = (len(spec.layers), spec.hidden)
         self.use_cache(torch.float32)
-        self.weight_bytes = self._memory.taken
+        self.weight_bytes, self.in_integers = self._memory.taken, _INTEGERS in self._used
         # The weights are packed: drop the references to the originals.
         self._spec = replace(spec, layers=(), head=specs.Linear(torch.empty(0)))
 
     @property
     def arithmetic(self) -> str:
         cache = ["bfloat16 cache" + " in tiles 1" * self._model.tiled_cache] * (self.cache_dtype == torch.bfloat16)
-        return kernel_arithmetic(self._library.outrider_arithmetic(), *["tiles 2"] * self._tiled, *cache)
+        products = (_NAMES[kind] for kind in sorted(self._used - {_FLOATS}))
+        return kernel_arithmetic(self._library.outrider_arithmetic(), *products, *cache)
 
     def use_cache(self, dtype: torch.dtype) -> None:
         """Replace the cache, which no session may use, by an empty one of float32 or bfloat16."""
         assert not self.blocks.pool.num_used
         self.blocks.pool.evict_all()
         self.cache_dtype, model = dtype, self._model
-        model.cache_bytes, model.tiled_cache = dtype.itemsize, self._may_tile and dtype == torch.bfloat16
+        model.cache_bytes, model.tiled_cache = dtype.itemsize, self._fast == _TILES and dtype == torch.bfloat16
         multiples = (
             (32, 16) if model.tiled_cache else (1, 2 * self._library.outrider_lanes())
         )  # to which dimensions are filled up
@@ -140,7 +145,7 @@ class NativeEngine(PagedEngine):
         logits, args.logits = self._buffer("logits", step.num_logits, self._vocab)
         hidden, args.hidden = self._buffer("hidden", outputs, spec.hidden)
         args.rows, args.num_wanted, args.num_logits = len(step.ids), outputs, step.num_logits
-        args.num_states, args.guesses = len(step.layers), bool(chain) or self.guesses
+        args.num_states, args.guesses, args.exact = len(step.layers), bool(chain) or self.guesses, self.exact
         if step.layers:
             states, layers = torch.empty(outputs, len(step.layers) * spec.hidden), array("i", step.layers)
             args.states, args.layers = states.data_ptr(), layers.buffer_info()[0]
@@ -236,11 +241,13 @@ class NativeEngine(PagedEngine):
         made.bias = _address(self._referenced, None if linear.bias is None else linear.bias.float())
         if weights == "int8":
             made.scales = _address(self._referenced, torch.empty(outputs))
-        if weights == "float32" and self._may_tile and kind in NUMBERS.values():
+        if weights == "float32" and self._fast == _TILES and kind in NUMBERS.values():
             made.kind = _KINDS["bfloat16"] * self._library.outrider_are_bfloat16(kind, data, outputs, inputs)
-        made.tiles = self._may_tile and (made.kind > 0 or kind not in NUMBERS.values())
+        blocks = weights == "int8" or (weights == "float32" and kind not in NUMBERS.values())
+        made.arithmetic = self._fast if blocks or (made.kind and self._fast == _TILES) else _FLOATS
         size = self._library.outrider_packed_size(kind, ctypes.byref(made))
-        self._tiled, self.reduced = self._tiled or bool(made.tiles), self.reduced and made.kind > 0
+        self._used.add(made.arithmetic)
+        self.reduced = self.reduced and made.kind > 0
         made.weights = _address(self._referenced, self._memory.take((size,), torch.uint8))
         first = 0
         for source in sources:

@@ -89,6 +89,11 @@ static long row_bytes(int type, int inputs) { return (long)inputs / PACKED[type]
 /* Two outputs in every four bytes, above 0. */
 static int byte_in_tile(int output, int input) { return output / 2 * 2 * BLOCK + input / 2 * 4 + output % 2 * 2 + input % 2; }
 
+/* Four inputs of an output in every four bytes: 0, 1, 4 and 5 of eight, then the others. */
+static int byte_at(int output, int input) {
+    return ((input / 8 * 2 + input % 4 / 2) * UNIT + output) * 4 + input % 8 / 4 * 2 + input % 2;
+}
+
 static void to_floats(int type, const uint8_t *row, int inputs, float *to) {
     const Format format = FORMATS[PACKED[type].kind];
     if (type == GGML_F32) memcpy(to, row, 4l * inputs);
@@ -120,27 +125,31 @@ int outrider_are_bfloat16(int type, const uint32_t *numbers, int outputs, int in
     return type == GGML_BF16 || !low;
 }
 
-/* Returns the bytes of a linear map's weights. Blocks stay blocks where the weights are to be FLOAT32. Outputs are filled
- * up to a multiple of PANEL and UNIT. */
+/* Returns the bytes of a linear map's weights. Blocks stay blocks where the weights are to be FLOAT32. Outside tiles, int8
+ * weights are blocks of bytes with scale 1. Outputs are filled up to a multiple of PANEL and UNIT. */
 int64_t outrider_packed_size(int type, Linear *linear) {
     static const int sizes[] = {[FLOAT32] = 4, [BFLOAT16] = 2, [INT8] = 1};
     if (linear->kind == FLOAT32) linear->kind = PACKED[type].kind;
-    long groups = (linear->outputs + 31) / 32 * 2l, blocks = (linear->inputs + BLOCK - 1) / BLOCK;
+    if (linear->kind == INT8 && linear->arithmetic != IN_TILES) linear->kind = BYTES;
+    long groups = (linear->outputs + 31) / 32 * 2l, blocks = blocks_of(linear);
     if (linear->kind > INT8) return groups * units_size(linear->kind, blocks, 1);
-    return groups * UNIT * (linear->tiles ? blocks * BLOCK : linear->inputs) * sizes[linear->kind];
+    return groups * UNIT * (linear->arithmetic ? blocks * BLOCK : linear->inputs) * sizes[linear->kind];
+}
+
+/* Returns the scale of a row's int8 weights. */
+static float int8_scale(const float *row, const Linear *linear, int output) {
+    float scale = 0;
+    for (int k = 0; k < linear->inputs; k++) scale = fmaxf(scale, fabsf(row[k]));
+    scale = fmaxf(scale, 1e-12f) / 127;
+    return ((float *)linear->scales)[output] = scale;
 }
 
 /* A row of numbers, in panels or tiles. */
-static void pack_numbers(float *row, const Linear *linear, int output) {
-    long blocks = (linear->inputs + BLOCK - 1) / BLOCK, at, step = linear->tiles ? 1 : LANES;
-    float scale = 0;
-    if (linear->kind == INT8) {
-        for (int k = 0; k < linear->inputs; k++) scale = fmaxf(scale, fabsf(row[k]));
-        scale = fmaxf(scale, 1e-12f) / 127;
-        ((float *)linear->scales)[output] = scale;
-    }
+static void pack_numbers(const float *row, const Linear *linear, int output) {
+    long blocks = blocks_of(linear), at, step = linear->arithmetic ? 1 : LANES;
+    const float scale = linear->kind == INT8 ? int8_scale(row, linear, output) : 0;
     for (int start = 0; start < linear->inputs; start += BLOCK, row += BLOCK) {
-        if (linear->tiles)
+        if (linear->arithmetic == IN_TILES)
             at = ((output / 32 * blocks + start / BLOCK) * 2 + output / UNIT % 2) * UNIT * BLOCK + output % UNIT * BLOCK;
         else
             at = ((output / PANEL * 2l + output / LANES % 2) * linear->inputs + start) * LANES + output % LANES;
@@ -161,9 +170,9 @@ static void pack_numbers(float *row, const Linear *linear, int output) {
 
 /* A block of 32 inputs of an output, in a unit. */
 static void pack_block(const Decoded *from, const Linear *linear, int output, long block) {
-    const int kind = linear->kind, lane = output % UNIT, together = linear->tiles ? 2 : 1;
+    const int kind = linear->kind, lane = output % UNIT, tiles = linear->arithmetic == IN_TILES, together = tiles ? 2 : 1;
     const int more = FORMATS[kind].bits - 4, which = output / UNIT % together; /* bits above four */
-    char *panel = (char *)linear->weights + output / (UNIT * together) * units_size(kind, linear->inputs / BLOCK, together);
+    char *panel = (char *)linear->weights + output / (UNIT * together) * units_size(kind, blocks_of(linear), together);
     char *unit = panel + unit_at(kind, block, together, which), *head = panel + head_at(kind, block, together, which);
     char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
     for (int n = 0; n < FORMATS[kind].heads; n++) ((_Float16 *)head)[n * UNIT + lane] = (_Float16)from->heads[n];
@@ -173,16 +182,26 @@ static void pack_block(const Decoded *from, const Linear *linear, int output, lo
     for (int k = 0; k < BLOCK; k++) {
         int quant = from->quants[k] + FORMATS[kind].zero, high = quant >> 4;
         if (FORMATS[kind].bits == 8)
-            quants[linear->tiles ? byte_in_tile(lane, k) : k * UNIT + lane] = (char)(quant + (linear->tiles ? 128 : 0));
-        else if (linear->tiles) { /* four outputs in the 16 bits of an input, or 16 / bits above */
+            quants[(tiles ? byte_in_tile : byte_at)(lane, k)] = (char)(quant + (tiles ? 128 : 0));
+        else if (tiles) { /* four outputs in the 16 bits of an input, or 16 / bits above */
             int shift = lane * more % 16;
             quants[lane / 4 * 64 + 2 * k + lane % 4 / 2] |= (char)((quant & 15) << lane % 2 * 4);
             if (more) above[lane * more / 16 * 64 + 2 * k + shift / 8] |= (char)(high << shift % 8);
-        } else { /* eight inputs in the 32 bits of an output, or 32 / bits above */
-            int shift = k * more % 32;
+        } else { /* eight inputs in the 32 bits of an output, or 32 / bits above: those of inputs j and j + 4 in its halves */
+            int shift = (k / 8 * 4 + k % 4) * more % 16 + k % 8 / 4 * 16;
             quants[(k / 8 * UNIT + lane) * 4 + k % 8 / 2] |= (char)((quant & 15) << k % 2 * 4);
             if (more) above[(k * more / 32 * UNIT + lane) * 4 + shift / 8] |= (char)(high << shift % 8);
         }
+    }
+}
+
+/* A row of int8 weights, in blocks of bytes. */
+static void pack_bytes(const float *row, const Linear *linear, int output) {
+    const float scale = int8_scale(row, linear, output);
+    for (int start = 0; start < linear->inputs; start += BLOCK) {
+        Decoded block = {.numbers = {1}};
+        for (int k = 0; k < BLOCK && start + k < linear->inputs; k++) block.quants[k] = (int8_t)rintf(row[start + k] / scale);
+        pack_block(&block, linear, output, start / BLOCK);
     }
 }
 
@@ -191,13 +210,13 @@ void outrider_pack(int type, const uint8_t *rows, const Linear *linear, int firs
     const int inputs = linear->inputs;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int unit = first / UNIT; unit <= (first + count - 1) / UNIT; unit++) {
-        float *floats = linear->kind > INT8 ? NULL : malloc(4l * inputs);
+        float *floats = linear->kind > INT8 && !linear->scales ? NULL : malloc(4l * inputs);
         for (int output = unit * UNIT; output < (unit + 1) * UNIT; output++) {
             if (output < first || output >= first + count) continue;
             const uint8_t *row = rows + (output - first) * row_bytes(type, inputs);
             if (floats) {
                 to_floats(type, row, inputs, floats);
-                pack_numbers(floats, linear, output);
+                (linear->kind == BYTES ? pack_bytes : pack_numbers)(floats, linear, output);
             } else
                 for (int block = 0; block < inputs / BLOCK; block++) {
                     Decoded from = decode(type, row, block);

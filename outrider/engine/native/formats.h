@@ -34,6 +34,8 @@ INLINE long numbers_size(const int kind) { return (long)FORMATS[kind].numbers * 
 INLINE long unit_size(const int kind) { return numbers_size(kind) + UNIT * BLOCK * FORMATS[kind].bits / 8; }
 INLINE long head_size(const int kind) { return 2l * FORMATS[kind].heads * UNIT; }
 
+INLINE int blocks_of(const Linear *linear) { return (linear->inputs + BLOCK - 1) / BLOCK; }
+
 /* Bytes of `together` outputs' units in turn, with their heads. */
 INLINE long units_size(const int kind, long blocks, const int together) {
     return together * (blocks * unit_size(kind) + (blocks + HEAD_BLOCKS - 1) / HEAD_BLOCKS * head_size(kind));
@@ -68,23 +70,24 @@ INLINE ivec joined(ivec low, ivec high, const int more) {
 INLINE void dequantise(const int kind, const char *unit, const char *head, int first, float *to) {
     const Format format = FORMATS[kind];
     const char *quants = unit + numbers_size(kind), *above = quants + UNIT * BLOCK / 2;
-    const int more = format.bits - 4, shared = 32 / (more ? more : 1); /* bits above; inputs that have them in 32 bits */
+    const int more = format.bits - 4; /* bits above */
     vec scales[2], minima[2] = {{0}}; /* a zero times a scale is exact */
     for (int s = 0; s < format.sub_blocks; s++) scales[s] = load_numbers(kind, unit, head, s, first);
     for (int s = 0; s < 2 && format.zero; s++) minima[s] = scales[s] * (float)-format.zero;
     if (format.minima) minima[0] = load_numbers(kind, unit, head, 1, first);
 #pragma GCC unroll 4
     for (int k = 0; k < BLOCK; k += 8) {
-        ivec eight = {0}, high = {0};
-        if (format.bits < 8) memcpy(&eight, quants + (k / 8 * UNIT + first) * 4, sizeof eight);
-        if (format.bits == 5 || format.bits == 6) memcpy(&high, above + (k / shared * UNIT + first) * 4, sizeof high);
+        ivec eight[2], high = {0};
+        memcpy(eight, quants + (k / 8 * (format.bits / 4) * UNIT + first) * 4, sizeof eight[0]);
+        if (format.bits == 8) memcpy(eight + 1, quants + ((k / 4 + 1) * UNIT + first) * 4, sizeof eight[1]);
+        else if (more) memcpy(&high, above + (k * more / 32 * UNIT + first) * 4, sizeof high);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
-            const int from = (k + i) % shared * more - 4, part = (k + i) * format.sub_blocks / BLOCK;
-            ivec low = eight >> 4 * i, above_four = from < 0 ? high << -from : high >> from;
+            const int from = (k / 2 + i % 4) * more % 16 + i / 4 * 16 - 4, part = (k + i) * format.sub_blocks / BLOCK;
+            ivec low = eight[0] >> 4 * i, above_four = from < 0 ? high << -from : high >> from;
             ivec bits = format.bits == 4 ? low & 15 : joined(low, above_four, more);
-            vec quant = format.bits < 8 ? __builtin_convertvector(bits, vec)
-                                        : from_bytes((const int8_t *)quants + (k + i) * UNIT + first);
+            if (format.bits == 8) bits = eight[i % 4 / 2] << (24 - 8 * (i / 4 * 2 + i % 2)) >> 24;
+            vec quant = __builtin_convertvector(bits, vec);
             int fuse = format.minima || format.zero;
             store(to + (k + i) * LANES, fuse ? fused(quant, scales[part], minima[part]) : quant * scales[part]);
         }

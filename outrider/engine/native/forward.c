@@ -84,7 +84,8 @@ static long lay_out(const Model *model, Step *step) {
                  {&step->inner, rows * inner},
                  {&step->attended, rows * larger_of(heads, model->hidden)},
                  {&step->scores, step->threads * step->scores_per_thread},
-                 {&step->tiles, tiles_scratch(widest, step->rows, step->threads) / 4},
+                 {&step->tiles, larger_of(tiles_scratch(widest, step->rows, step->threads),
+                                              integers_scratch(widest, step->rows, step->threads)) / 4},
                  {&step->peaks, model->head.outputs / 16 + 1}};
     for (int i = 0; i < (int)(sizeof parts / sizeof *parts); i++) {
         *parts[i].part = step->scratch + at;

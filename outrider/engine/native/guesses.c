@@ -19,8 +19,6 @@
 #define CANDIDATES 16       /* of the head: recalls 99.9 % of the argmaxes of the bundled drafter */
 #define ROUGH (8 * UNIT / 2) /* bytes of the head's four bits: 8 inputs of 16 outputs */
 
-static int blocks_of(const Linear *linear) { return (linear->inputs + BLOCK - 1) / BLOCK; }
-
 INLINE float largest(const float *x, int count) {
     __m512 peak = _mm512_setzero_ps();
     for (int k = 0; k < count; k += 16) {
@@ -120,7 +118,7 @@ void product_bytes(const Linear *linear, const float *x, int rows, float *y, lon
 
 /* Bytes of the four bits of a head's weights; 0: it cannot have them. */
 int outrider_rough_size(const Linear *head) {
-    if (!head->tiles || head->kind != INT8) return 0;
+    if (head->arithmetic != IN_TILES || head->kind != INT8) return 0;
     return (head->outputs + UNIT - 1) / UNIT * blocks_of(head) * (BLOCK / 8) * ROUGH;
 }
 

@@ -12,6 +12,7 @@
 /* How weights are packed. The first three: [outputs / PANEL, 2, inputs, LANES], the last panel padded with zeros. Two
  * streams of weights use more memory bandwidth than one. The others are the blocks of GGUF files, see formats.h. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, NIBBLES = 3, BYTES = 4, NIBBLES_K = 5, FIVE_K = 6, SIX_K = 7 };
+enum { IN_FLOATS = 0, IN_TILES = 1, IN_INTEGERS = 2 }; /* products.c, tiles.c, integers.h */
 enum { SILU = 0, GELU_TANH = 1, GELU = 2, RELU = 3 };
 enum { NO_NORM = 0, RMS = 1, LAYER = 2 };
 
@@ -20,7 +21,7 @@ typedef struct {
     const float *scales; /* one per output, int8 only */
     const float *bias;   /* or null */
     int32_t inputs, outputs, kind;
-    int32_t tiles; /* packed for tiles.c */
+    int32_t arithmetic; /* IN_FLOATS, IN_TILES or IN_INTEGERS, for which it is packed */
 } Linear;
 
 typedef struct {
@@ -66,7 +67,8 @@ typedef struct {
 
 typedef struct {
     int32_t rows, num_segments, num_wanted, num_logits, threads, num_states;
-    int32_t guesses, unused; /* its logits are only guessed from: see guesses.c */
+    int32_t guesses; /* its logits are only guessed from: see guesses.c */
+    int32_t exact;   /* products in integers are computed in float32 */
     const Segment *segments;
     const int32_t *wanted; /* rows with an output, those with logits first */
     const int32_t *positions;      /* [rows] */
@@ -110,9 +112,13 @@ void normalise(const Norm *norm, const float *x, int width, float *y);
 void products(const Linear parts[3], const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void product_tiles(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_integers(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+void product_integers_vnni(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
+int has_vnni(void);
+void finish_outputs(const Linear *linear, long first, int width, float *from, float *to, int add);
 void product_bytes(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step);
 void guess_logits(const Model *model, const Step *step);
-long tiles_scratch(int inputs, int rows, int threads);
+long tiles_scratch(int inputs, int rows, int threads), integers_scratch(int inputs, int rows, int threads);
 const float *normalise_rows(const Norm *norm, const float *x, const Step *step, int width);
 void add_normalised(const Norm *norm, float *y, int rows, int width, float *x);
 void activate(float *x, int rows, const Model *model, float *y);

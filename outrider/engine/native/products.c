@@ -68,21 +68,20 @@ static ACCUMULATE(begin_unpacked, 0, 0)
 static ACCUMULATE(go_on_unpacked, 0, 1)
 
 /* `count` inputs of one stream of LANES outputs as floats: [count][LANES]. */
-INLINE void unpack_values(const int kind, const Linear *linear, int stream, int first, int count, float *to) {
-    const int width = kind == BFLOAT16 ? 2 : 1;
-    const char *from = (const char *)linear->weights + ((long)stream * linear->inputs + first) * LANES * width;
-    for (int k = 0; k < count; k++, from += LANES * width) {
-        if (k * LANES * width % 64 == 0) {
-            __builtin_prefetch(from + NEAR, 0, 3);
-            __builtin_prefetch(from + FAR, 0, 2);
+static void unpack_halves(const Linear *linear, int stream, int first, int count, float *to) {
+    const uint16_t *from = (const uint16_t *)linear->weights + ((long)stream * linear->inputs + first) * LANES;
+    for (int k = 0; k < count; k++, from += LANES) {
+        if (k * LANES * 2 % 64 == 0) {
+            __builtin_prefetch((const char *)from + NEAR, 0, 3);
+            __builtin_prefetch((const char *)from + FAR, 0, 2);
         }
-        store(to + k * LANES, kind == BFLOAT16 ? from_halves((const uint16_t *)from) : from_bytes((const int8_t *)from));
+        store(to + k * LANES, from_halves(from));
     }
 }
 
 INLINE void unpack_blocks(const int kind, const Linear *linear, int stream, int first, int count, float *to) {
     const char *units = (const char *)linear->weights +
-                        stream * LANES / UNIT * units_size(kind, linear->inputs / BLOCK, 1);
+                        stream * LANES / UNIT * units_size(kind, blocks_of(linear), 1);
     for (int k = 0; k < count; k += BLOCK) {
         long block = (first + k) / BLOCK;
         const char *unit = units + unit_at(kind, block, 1, 0), *head = units + head_at(kind, block, 1, 0);
@@ -96,8 +95,7 @@ INLINE void unpack_blocks(const int kind, const Linear *linear, int stream, int 
 
 static void unpack(const Linear *linear, int stream, int first, int count, float *to) {
     switch (linear->kind) {
-    case BFLOAT16: unpack_values(BFLOAT16, linear, stream, first, count, to); break;
-    case INT8: unpack_values(INT8, linear, stream, first, count, to); break;
+    case BFLOAT16: unpack_halves(linear, stream, first, count, to); break;
     case NIBBLES: unpack_blocks(NIBBLES, linear, stream, first, count, to); break;
     case BYTES: unpack_blocks(BYTES, linear, stream, first, count, to); break;
     case NIBBLES_K: unpack_blocks(NIBBLES_K, linear, stream, first, count, to); break;
@@ -140,27 +138,34 @@ static void multiply_unpacked(const Linear *linear, int panel, const float *x, i
     }
 }
 
+/* `width` sums of one row, of the outputs from `first` on, into `to`. */
+void finish_outputs(const Linear *linear, long first, int width, float *from, float *to, int add) {
+    long outputs = linear->outputs - first < width ? linear->outputs - first : width;
+    if (linear->scales)
+        for (int i = 0; i < outputs; i++) from[i] *= linear->scales[first + i];
+    if (linear->bias)
+        for (int i = 0; i < outputs; i++) from[i] += linear->bias[first + i];
+    if (outputs < width)
+        for (int i = 0; i < outputs; i++) to[i] = add ? to[i] + from[i] : from[i];
+    else
+        for (int i = 0; i < width; i += LANES) store(to + i, add ? load(to + i) + load(from + i) : load(from + i));
+}
+
 static void product_panel(const Linear *linear, int panel, const float *x, int rows, float *out, float *y,
                           long y_stride, int add) {
-    int first = panel * PANEL, outputs = linear->outputs - first < PANEL ? linear->outputs - first : PANEL;
+    int first = panel * PANEL;
     (linear->kind == FLOAT32 ? multiply_floats : multiply_unpacked)(linear, panel, x, rows, out);
-    for (int r = 0; r < rows; r++) {
-        float *from = out + r * PANEL, *to = y + r * y_stride + first;
-        if (linear->scales)
-            for (int i = 0; i < outputs; i++) from[i] *= linear->scales[first + i];
-        if (linear->bias)
-            for (int i = 0; i < outputs; i++) from[i] += linear->bias[first + i];
-        if (outputs < PANEL)
-            for (int i = 0; i < outputs; i++) to[i] = add ? to[i] + from[i] : from[i];
-        else
-            for (int i = 0; i < PANEL; i += LANES) store(to + i, add ? load(to + i) + load(from + i) : load(from + i));
-    }
+    for (int r = 0; r < rows; r++) finish_outputs(linear, first, PANEL, out + r * PANEL, y + r * y_stride + first, add);
 }
 
 /* y[rows][outputs] (+)= x[rows][inputs] · weights. */
 void product(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
     int panels = (linear->outputs + PANEL - 1) / PANEL;
-    if (linear->tiles) {
+    if (linear->arithmetic == IN_INTEGERS && !step->exact) {
+        (has_vnni() ? product_integers_vnni : product_integers)(linear, x, rows, y, y_stride, add, step);
+        return;
+    }
+    if (linear->arithmetic == IN_TILES) {
         int as_bytes = step->guesses && linear->kind == INT8 && rows <= OWN_ROWS;
         (as_bytes ? product_bytes : product_tiles)(linear, x, rows, y, y_stride, add, step);
         return;

@@ -21,6 +21,8 @@ class PagedEngine(ABC):
     """
 
     state_shape = (0, 0)  # decoder layers that it captures states of, and their width
+    in_integers = False  # some products round their rows
+    exact = False  # those are computed in float32 meanwhile
 
     def __init__(
         self, info: ModelInfo, device: torch.device, kv_tokens: int, evictable_tokens: int | None = None

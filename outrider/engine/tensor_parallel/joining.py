@@ -88,7 +88,6 @@ def _check(size: int, settings: WorkerSettings) -> None:
         (settings.device == "cuda" and not devices, "device", "cuda", "auto or cpu here"),
         (settings.device == "cpu" and devices > 0, "device", "cpu", "auto or cuda where CUDA devices are visible"),
         (settings.quantization != "none", "quantization", settings.quantization, "none"),
-        (settings.compile == "on", "compile", settings.compile, "auto or off"),
         (settings.engine not in ("auto", "transformers"), "engine", settings.engine, "auto or transformers"),
         (0 < devices < size, "tensor_parallel", size, f"at most {devices}, a CUDA device for each rank"),
     ]

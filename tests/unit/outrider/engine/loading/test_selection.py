@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from outrider.base.config import ENGINES, WorkerSettings, deprecated_options, selected_engine
+from outrider.base.config import WorkerSettings, deprecated_options
 from outrider.engine.cuda.engine import CudaGraphEngine
 from outrider.engine.loading import selection
 from outrider.engine.loading.loader import load_model
@@ -172,38 +172,7 @@ def test_elsewhere_the_cache_has_the_size_that_is_given(llama: str) -> None:
     assert load_model(llama, options(device="cpu", kv_tokens=None)).engine.capacity_tokens == 65_536
 
 
-@pytest.mark.parametrize(
-    ("compile_", "available", "engine"),
-    [
-        ("", False, "auto"),
-        ("auto", True, "auto"),
-        ("on", False, "native"),
-        ("on", True, "cuda"),
-        ("off", True, "transformers"),
-    ],
-)
-def test_compile_maps_to_an_engine(
-    monkeypatch: pytest.MonkeyPatch, compile_: str, available: bool, engine: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    settings = WorkerSettings(compile=compile_)
-    assert EngineOptions.of(settings).engine == engine
-    assert [option for option, _ in settings.deprecated] == ([f"--compile {compile_}"] if compile_ else [])
-
-
-def test_compile_and_engine_must_agree() -> None:
-    agreeing = {("native", "on"), ("cuda", "on"), ("transformers", "off")}
-    for engine in ENGINES[1:]:
-        for compile_ in ("on", "off"):
-            if (engine, compile_) in agreeing:
-                assert selected_engine(engine, compile_) == engine
-                continue
-            with pytest.raises(StartupError, match="leave out --compile") as caught:
-                selected_engine(engine, compile_)
-            assert caught.value.field == "compile"
-
-
 def test_the_old_name_of_the_mock_engine_is_mapped() -> None:
-    assert selected_engine("instant", "") == "mock"
-    assert deprecated_options("instant", "") == [("--engine instant", "--engine mock")]
-    assert deprecated_options("mock", "") == []
+    assert EngineOptions.of(WorkerSettings(engine="instant")).engine == "mock"
+    assert deprecated_options("instant") == [("--engine instant", "--engine mock")]
+    assert WorkerSettings(engine="mock").deprecated == []

@@ -71,7 +71,7 @@ def engine(model: Any, weights: str = "float32", threads: int = 1, cache: str = 
     info = ModelInfo("m", "f", vocab_size=VOCAB)
     tiled = "tiles" in cache
     with tiles() if tiled else nullcontext():
-        made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads, tiles=tiled)
+        made = NativeEngine(build_spec(model), info, kv_tokens=4096, weights=weights, threads=threads, exact=not tiled)
     made.use_cache(getattr(torch, cache.split()[0]))
     assert made._model.tiled_cache == tiled
     return made

@@ -150,7 +150,6 @@ def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "devices", "field", "limit"),
     [
         ({"quantization": "int8"}, 0, "quantization", "none"),
-        ({"compile": "on"}, 0, "compile", "auto or off"),
         ({"engine": "native"}, 0, "engine", "auto or transformers"),
         ({"engine": "cuda"}, 2, "engine", "auto or transformers"),
         ({"device": "cuda:1"}, 4, "device", "auto, cpu or cuda"),

@@ -1,0 +1,201 @@
+/* Products in integers, where there are no tiles: quants as they are in the file, times rows rounded to 16 bits.
+ *
+ * Each block of 32 inputs of a row has its own scale, the block's largest number over 32767. The sum over a block is a sum
+ * of integers, exact in any order, so it has the same bits on every processor. It becomes a float, times the scales of
+ * weights and row, and is added block after block, then the block's minimum times the sum of its inputs. A row's bits
+ * depend on nothing but the row. `product` computes with the same weights in float32 where a step asks for it.
+ *
+ * integers.c and integers_vnni.c include this file for two instruction sets.
+ */
+
+#include "formats.h"
+
+#define PAIRS 16 /* of inputs in a block: inputs j and j + 4 of every eight */
+
+typedef int16_t words __attribute__((vector_size(4 * LANES)));
+
+/* A block of a row. */
+typedef struct {
+    int32_t pairs[PAIRS];
+    float scale, sum; /* of the inputs */
+} Rounded;
+
+/* sum + the products of the two 16-bit numbers in every lane and those in `pair`. */
+INLINE ivec add_pair(ivec sum, ivec weights, int32_t pair) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(__AVX512BW__)
+    return sum + (ivec)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(pair));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (ivec)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(pair));
+#else
+    return sum + (weights << 16 >> 16) * (int16_t)pair + (weights >> 16) * (pair >> 16);
+#endif
+}
+
+/* Rounds a block to the nearest integers, to even between two. A block with a number that is not finite has no scale. */
+INLINE void round_block(const float *x, int count, Rounded *to) {
+    float block[BLOCK] __attribute__((aligned(64))) = {0};
+    int32_t whole[BLOCK] __attribute__((aligned(64)));
+    typedef int32_t four __attribute__((vector_size(16)));
+    memcpy(block, x, 4 * (size_t)(count < BLOCK ? count : BLOCK));
+    ivec largest = {0}, total = {0};
+    for (int k = 0; k < BLOCK; k += LANES) {
+        ivec magnitude = (ivec)load(block + k) & 0x7fffffff, which = magnitude > largest;
+        largest = (magnitude & which) | (largest & ~which);
+    }
+    int32_t bits = 0, sum = 0;
+    for (int i = 0; i < LANES; i++) bits = largest[i] > bits ? largest[i] : bits;
+    float peak, factor;
+    memcpy(&peak, &bits, 4);
+    factor = peak > 1e-30f && peak < INFINITY ? 32767 / peak : 0;
+    for (int k = 0; k < BLOCK; k += LANES) {
+        ivec rounded = (ivec)(load(block + k) * factor + 12582912.0f) - 0x4b400000; /* the integer is in the low bits */
+        if (factor == 0) rounded = (ivec){0};
+        total += rounded;
+        memcpy(whole + k, &rounded, sizeof rounded);
+    }
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    for (int k = 0; k < BLOCK; k += 8) {
+        four pair = (*(four *)(whole + k) & 0xffff) | *(four *)(whole + k + 4) << 16;
+        memcpy(to->pairs + k / 2, &pair, sizeof pair);
+    }
+    to->scale = peak < INFINITY ? factor == 0 ? 0 : peak / 32767 : NAN;
+    to->sum = to->scale * (float)sum;
+}
+
+/* The bits above four of the pairs of eight inputs, in place. Pair p of the block has bit p · more of either half. */
+INLINE ivec above_four(ivec high, int pair, const int more) {
+    const int from = pair * more % 16 - 4;
+    const ivec mask = (ivec){0} + (((1 << more) - 1) << 4) * 0x10001;
+    return (from < 0 ? high << -from : high >> from) & mask;
+}
+
+/* Four pairs: eight inputs of LANES outputs. */
+INLINE void unpack_eight(const int kind, const char *quants, int first, int k, ivec *pairs) {
+    const int bits = FORMATS[kind].bits, more = bits - 4;
+    ivec eight[2], high = {0};
+    memcpy(eight, quants + (k / 8 * (bits / 4) * UNIT + first) * 4, sizeof eight[0]);
+    if (bits == 8) memcpy(eight + 1, quants + ((k / 4 + 1) * UNIT + first) * 4, sizeof eight[1]);
+    else if (more) memcpy(&high, quants + UNIT * BLOCK / 2 + (k * more / 32 * UNIT + first) * 4, sizeof high);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++)
+        if (bits == 8) pairs[j] = (ivec)(j % 2 ? (words)eight[j / 2] >> 8 : (words)((words)eight[j / 2] << 8) >> 8);
+        else {
+            pairs[j] = eight[0] >> 4 * j & 0xf000f;
+            if (more) pairs[j] |= above_four(high, k / 2 + j, more);
+            if (FORMATS[kind].zero) pairs[j] = (ivec)((words)pairs[j] - (int16_t)FORMATS[kind].zero);
+        }
+}
+
+/* Where the units of LANES outputs are. */
+typedef struct {
+    const char *units;
+    int first; /* of a unit's outputs */
+} Stream;
+
+INLINE Stream stream_of(const int kind, const Linear *linear, long output, int blocks) {
+    return (Stream){(const char *)linear->weights + output / UNIT * units_size(kind, blocks, 1), (int)(output % UNIT)};
+}
+
+/* Adds the products of one block to the sums of rows. */
+INLINE void add_block(const int kind, const int rows, Stream from, int block, const Rounded *x, vec *sums) {
+    const Format format = FORMATS[kind];
+    const char *unit = from.units + unit_at(kind, block, 1, 0), *head = from.units + head_at(kind, block, 1, 0);
+    for (int at = 0; at < unit_size(kind); at += 64) {
+        __builtin_prefetch(unit + at + NEAR, 0, 3);
+        __builtin_prefetch(unit + at + FAR, 0, 2);
+    }
+#pragma GCC unroll 2
+    for (int s = 0; s < format.sub_blocks; s++) {
+        const int inputs = BLOCK / format.sub_blocks;
+        ivec exact[MAX_ROWS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) exact[r] = (ivec){0};
+#pragma GCC unroll 1
+        for (int k = s * inputs; k < (s + 1) * inputs; k += 8) {
+            ivec pairs[4];
+            unpack_eight(kind, unit + numbers_size(kind), from.first, k, pairs);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) exact[r] = add_pair(exact[r], pairs[j], x[r].pairs[k / 2 + j]);
+        }
+        vec scale = load_numbers(kind, unit, head, s, from.first);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            sums[r] = fused(__builtin_convertvector(exact[r], vec), scale * x[r].scale, sums[r]);
+    }
+    if (!format.minima) return;
+    vec minimum = load_numbers(kind, unit, head, 1, from.first);
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sums[r] = fused(minimum, spread(x[r].sum), sums[r]);
+}
+
+/* Two streams of a few rows, one after the other; `together` rows have a block in turn. */
+INLINE void few_rows(const int kind, const int rows, const Stream *from, const Rounded *x, int together, int blocks,
+                     float *out) {
+    for (int i = 0; i < 2; i++) {
+        vec sums[MAX_ROWS];
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) sums[r] = (vec){0};
+        for (int b = 0; b < blocks; b++) add_block(kind, rows, from[i], b, x + (long)b * together, sums);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) store(out + (2 * r + i) * LANES, sums[r]);
+    }
+}
+
+#define ROWS(rows) \
+    case rows: few_rows(kind, rows, from, x, together, blocks, out); break;
+#if MAX_ROWS == 12
+#define MORE_ROWS ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#else
+#define MORE_ROWS
+#endif
+
+/* A thread's share: outputs from `first` on, two streams at a time. */
+INLINE void multiply(const int kind, const Linear *linear, const Rounded *rounded, int together, long first, long end,
+                     float *y, long y_stride, int add) {
+    const int blocks = blocks_of(linear), parts = (together + MAX_ROWS - 1) / MAX_ROWS;
+    float out[MAX_ROWS * 2 * LANES] __attribute__((aligned(64)));
+    for (long output = first; output < end; output += 2 * LANES) {
+        Stream from[] = {stream_of(kind, linear, output, blocks), stream_of(kind, linear, output + LANES, blocks)};
+        for (int part = 0, start = 0, rows; part < parts; part++, start += rows) {
+            const Rounded *x = rounded + start;
+            rows = (together - start) / (parts - part);
+            switch (rows) {
+            ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) MORE_ROWS
+            }
+            for (int r = 0; r < rows; r++)
+                finish_outputs(linear, output, 2 * LANES, out + r * 2 * LANES, y + (start + r) * y_stride + output, add);
+        }
+    }
+}
+
+/* y[rows][outputs] (+)= x[rows][inputs] · weights. */
+void PRODUCT(const Linear *linear, const float *x, int rows, float *y, long y_stride, int add, const Step *step) {
+    const int inputs = linear->inputs, blocks = blocks_of(linear);
+    const long panels = (linear->outputs + 31) / 32, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    Rounded *rounded = (Rounded *)step->tiles;
+#define ROUND_ROW(r) \
+    for (int b = 0; b < blocks; b++) \
+        round_block(x + (long)(r) * inputs + b * BLOCK, inputs - b * BLOCK, rounded + (long)b * rows + (r))
+    if (rows <= OWN_ROWS) {
+        rounded += thread * OWN_ROWS * blocks;
+        for (int r = 0; r < rows; r++) ROUND_ROW(r);
+    } else {
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++) ROUND_ROW(r);
+    }
+    const long first = panels * thread / threads * 32, end = panels * (thread + 1) / threads * 32;
+#define MULTIPLY(kind) \
+    case kind: multiply(kind, linear, rounded, rows, first, end, y, y_stride, add); break;
+    switch (linear->kind) {
+        MULTIPLY(NIBBLES)
+        MULTIPLY(BYTES)
+        MULTIPLY(NIBBLES_K)
+        MULTIPLY(FIVE_K)
+        MULTIPLY(SIX_K)
+    }
+#pragma omp barrier
+}
