@@ -5,8 +5,8 @@ from __future__ import annotations
 from outrider.protocol.cost_curve import CostCurve
 
 _SMOOTHING = 0.1
-_PROMPT_SMOOTHING = 0.3
-_LEAST_PREFILL_RATIO = 0.6  # logits are not more of a step: a curve that says so was measured beside other load
+_LEAST_PREFILL_RATIO = 0.8  # beside decoding sessions, whose logits are computed
+_OUTLIER = 2.0  # times the ratio so far: what exceeds it is other load
 _MIN_PROMPT_TOKENS = 8  # per step, so that every prefill makes progress
 
 
@@ -47,7 +47,8 @@ class StepTimes:
             return
         ratio = ms / self._measured.at(tokens)
         if has_prompts:
-            self._prefill_ratio += _PROMPT_SMOOTHING * (ratio / self._decode_ratio - self._prefill_ratio)
+            relative = min(ratio / self._decode_ratio, _OUTLIER * self._prefill_ratio)
+            self._prefill_ratio += _SMOOTHING * (relative - self._prefill_ratio)
         else:
             self._decode_ratio += _SMOOTHING * (ratio - self._decode_ratio)
 
