@@ -6,7 +6,6 @@ from outrider.protocol.cost_curve import CostCurve
 
 _SMOOTHING = 0.1
 _LEAST_PREFILL_RATIO = 0.8  # beside decoding sessions, whose logits are computed
-_OUTLIER = 2.0  # times the ratio so far: what exceeds it is other load
 _MIN_PROMPT_TOKENS = 8  # per step, so that every prefill makes progress
 
 
@@ -47,8 +46,8 @@ class StepTimes:
             return
         ratio = ms / self._measured.at(tokens)
         if has_prompts:
-            relative = min(ratio / self._decode_ratio, _OUTLIER * self._prefill_ratio)
-            self._prefill_ratio += _SMOOTHING * (relative - self._prefill_ratio)
+            grown = min(ratio / self._decode_ratio - self._prefill_ratio, self._prefill_ratio)  # more is other load
+            self._prefill_ratio += _SMOOTHING * grown
         else:
             self._decode_ratio += _SMOOTHING * (ratio - self._decode_ratio)
 
