@@ -117,8 +117,9 @@ class Batching:
 
     def record(self, batch: Sequence[ScheduledSession], step_ms: float) -> None:
         """Record a step's time."""
-        has_prompts = any(len(item.pending) > 1 for item in batch)
-        self._times.record(_num_tokens(batch), step_ms, has_prompts=has_prompts)
+        lengths = [len(item.pending) for item in batch]
+        if 1 in lengths:  # prompts alone do not tell what prompts cost beside decoding sessions
+            self._times.record(_num_tokens(batch), step_ms, has_prompts=max(lengths) > 1)
         self._shares.charge([(item.session.tenant, item.num_tokens) for item in batch], step_ms)
 
     def _decode(self, session: VerifySession, max_guesses: int, *, paying: int = 0) -> ScheduledSession:

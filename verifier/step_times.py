@@ -5,21 +5,21 @@ from __future__ import annotations
 from outrider.protocol.cost_curve import CostCurve
 
 _SMOOTHING = 0.1
-_PROMPT_SMOOTHING = 0.3
+_LEAST_PREFILL_RATIO = 0.8  # beside decoding sessions, whose logits are computed
 _MIN_PROMPT_TOKENS = 8  # per step, so that every prefill makes progress
 
 
 class StepTimes:
     """Cost curve measured at start, with its present ratio to the times of real steps.
 
-    Steps with prompt tokens have a ratio of their own: their attention reads
-    more of the cache, and ever more as the prompt grows.
+    Steps with prompt tokens have a ratio of their own to the others: they have no logits of these tokens, and their
+    attention reads more of the cache as the prompt grows.
     """
 
     def __init__(self, measured: CostCurve) -> None:
         self._measured = measured
         self._decode_ratio = 1.0
-        self._prefill_ratio = 1.0
+        self._prefill_ratio = 1.0  # times the one before
 
     def curve(self) -> CostCurve:
         return self._measured.scaled(self._decode_ratio)
@@ -46,7 +46,8 @@ class StepTimes:
             return
         ratio = ms / self._measured.at(tokens)
         if has_prompts:
-            self._prefill_ratio += _PROMPT_SMOOTHING * (ratio - self._prefill_ratio)
+            grown = min(ratio / self._decode_ratio - self._prefill_ratio, self._prefill_ratio)  # more is other load
+            self._prefill_ratio += _SMOOTHING * grown
         else:
             self._decode_ratio += _SMOOTHING * (ratio - self._decode_ratio)
 
@@ -54,6 +55,5 @@ class StepTimes:
         """Return how many prompt tokens can join a step of `tokens` that may take `stretch` times as long."""
         if not self._measured.rows:
             return max_tokens
-        ratio = max(self._prefill_ratio, self._decode_ratio)
-        allowed_ms = stretch * self._decode_ratio * self._measured.at(tokens) / ratio
+        allowed_ms = stretch * self._measured.at(tokens) / max(self._prefill_ratio, _LEAST_PREFILL_RATIO)
         return max(_MIN_PROMPT_TOKENS, self._measured.tokens_within(allowed_ms, tokens + max_tokens) - tokens)

@@ -39,20 +39,16 @@ class CostLine:
     """
 
     def __init__(self) -> None:
-        means = [DecayedMean(SMOOTHING / 2, 0.0, trials=0.0) for _ in range(4)]
-        self._tokens, self._ms, self._tokens_squared, self._tokens_ms = means
+        self._means = [DecayedMean(SMOOTHING / 2, 0.0, trials=0.0) for _ in range(4)]
 
     def add(self, tokens: float, ms: float) -> None:
-        self._tokens.add(tokens)
-        self._ms.add(ms)
-        self._tokens_squared.add(tokens**2)
-        self._tokens_ms.add(tokens * ms)
+        for mean, value in zip(self._means, (tokens, ms, tokens**2, tokens * ms), strict=True):
+            mean.add(value)
 
     def fit(self) -> tuple[float, float]:
         """Return the milliseconds for one token and for each further one."""
-        tokens, ms = self._tokens.value, self._ms.value
-        variance = self._tokens_squared.value - tokens**2
-        covariance = self._tokens_ms.value - tokens * ms
+        tokens, ms, tokens_squared, tokens_ms = (mean.value for mean in self._means)
+        variance, covariance = tokens_squared - tokens**2, tokens_ms - tokens * ms
         slope = (covariance + ms * PRIOR_TOKEN_SHARE) / (variance + 1.0)
         slope = min(max(slope, 0.0), ms / max(tokens, 1.0))
         return ms - slope * (tokens - 1.0), slope
@@ -221,7 +217,7 @@ class Estimator:
         self._steps = 0  # on this verifier
         tokens_per_ms = sessions / max(1e-6, published.at(sessions + 1)) if published.rows else 0.0
         self._other_tokens = DecayedMean(SMOOTHING, float(sessions))
-        self._other_sessions = DecayedMean(SMOOTHING, float(sessions))
+        self.other_sessions = DecayedMean(SMOOTHING, float(sessions))
         self.shared = sessions > 0 and bool(published.rows)  # with other sessions, whose guesses it compares
         self._other_tokens_per_ms = DecayedMean(SMOOTHING, tokens_per_ms)
 
@@ -274,8 +270,8 @@ class Estimator:
         weight = max(SMOOTHING, 1.0 / (1 + self._steps))  # other sessions may have begun with ours
         committed = max(0, timings.step_tokens - len(verdict.tokens))
         self._other_tokens.add(timings.batch_tokens - timings.session_tokens, weight)
-        self._other_sessions.add(timings.sessions - 1, weight)
-        self.shared = self._other_sessions.value > (LEFT if self.shared else JOINED) and bool(self._published.rows)
+        self.other_sessions.add(timings.sessions - 1, weight)
+        self.shared = self.other_sessions.value > (LEFT if self.shared else JOINED) and bool(self._published.rows)
         self._other_tokens_per_ms.add(committed / step_ms if step_ms else 0.0, weight)
 
     def conditions(self, drafter: BestDrafter) -> Conditions:
@@ -294,7 +290,7 @@ class Estimator:
             network_ms=self._network_ms.value if self._network_ms.known else drafter.round_trips_ms,
             cost=cost,
             other_tokens=self._other_tokens.value,
-            other_sessions=self._other_sessions.value,
+            other_sessions=self.other_sessions.value,
             other_tokens_per_ms=self._other_tokens_per_ms.value,
             tree_gain=pair.tree_gain.value,
             ahead_gain=pair.ahead_gain.value,

@@ -34,6 +34,7 @@ RETRY_AFTER_MAX = 512
 HYSTERESIS = 1.04  # factor by which another plan must be better to replace the present one
 DECIDE_EVERY = 4  # verdicts between two choices, which take about a millisecond each
 DECIDE_EVERY_SETTLED = 16  # the same after a plan has held for SETTLED_AFTER verdicts
+DECIDE_EVERY_RESTING = 64  # beside other sessions, whose steps wait for the choices of all
 SETTLED_AFTER = 48
 PROBE_AFTER = 16  # plain steps before the first probe
 PROBE_AFTER_MAX = 192  # each probe without result doubles the pause up to this
@@ -133,6 +134,16 @@ class Controller:
     def wants_drafter(self) -> bool:
         return (self._gamma_max if self._fixed_plan is None else self._fixed_plan.gamma) > 0
 
+    @property
+    def resting(self) -> bool:
+        """Return whether a drafter on the verifier's cores needs no hidden states: beside others, plain steps win."""
+        return self._estimator.shared and self._idle and not self.plan.gamma
+
+    def would_guess(self, drafter: BestDrafter) -> bool:
+        """Return whether guesses of a drafter on the verifier's cores pay, as far as is known before it drafts."""
+        in_turns = [plan for plan in self._allowed if not plan.ahead]
+        return choose_plan(self._estimator.conditions(drafter), in_turns).plan.gamma > 0
+
     def best_per_mode(self) -> list[PlanChoice]:
         """Return the best plan of every mode and its net throughput, as of the last choice."""
         best: dict[Mode, PlanChoice] = {}
@@ -193,6 +204,7 @@ class Controller:
         if self._fixed_plan is not None:
             return self._choose_fixed(self._estimator.conditions(drafter), self._fixed_plan)
         every = DECIDE_EVERY_SETTLED if self._idle or self._since_plan >= SETTLED_AFTER else DECIDE_EVERY
+        every = DECIDE_EVERY_RESTING if self.resting else every
         pair = self._estimator.pair
         if not (self._choice_due or pair.renewed or self._probe_steps_left or self._since_choice >= every):
             return None

@@ -41,10 +41,11 @@ def net_throughput(conditions: Conditions, plan: SpeculationPlan) -> float:
     tokens = max(conditions.other_tokens, (conditions.other_tokens + likewise) / 2)
     if conditions.shared and paying_nodes(plan):
         tokens = conditions.other_sessions  # the verifier chooses among the guesses of all by what they bring
-    shared = replace(conditions, other_tokens=tokens)
+    network_ms = conditions.network_ms
     if conditions.shared and not plan.ahead:  # until our guesses are there, it has begun a step with the others
         drafting_ms = plan.gamma * conditions.draft_step_ms(plan.branches)
-        shared = replace(shared, network_ms=max(shared.network_ms, shared.verify_ms(-1) - drafting_ms))
+        network_ms = max(network_ms, conditions.cost.at(tokens) - drafting_ms)
+    shared = replace(conditions, other_tokens=tokens, network_ms=network_ms)
     return throughput(shared, plan) - 1000.0 * conditions.other_tokens_per_ms * _delay_share(shared, plan)
 
 

@@ -94,6 +94,7 @@ class Drafting:
         self._best: BestDrafter | None = None  # at the last choice of a plan
         self._text = TextRecogniser(record.request)
         self._histories: dict[int, TextHistories] = {}  # by source
+        self._resting = False
         self._sources = 0
         self._passed_at = -1
 
@@ -178,7 +179,12 @@ class Drafting:
         options = self._record.request.speculation
         adaptive = options.gamma is None and not options.ahead
         if adaptive and share_cores(verifier.connection.info, connection.info) and not self._attached:
-            await histories.until_promising(self._record.tokens, pair, self._estimator, self._request_hidden_states)
+
+            def pay() -> bool:
+                return self.control.would_guess(_best_drafter(verifier, connection, pair, shares_cores=True))
+
+            tokens, wait = self._record.tokens, self._request_hidden_states
+            await histories.until_promising(tokens, pair, self._estimator, pay, wait)
         self._sources += 1
         source = self._sources
         span = self._stats.span.child("draft", connection.attributes)
@@ -243,12 +249,7 @@ class Drafting:
             self._best = None
         else:
             self._stats.drafter_kind = best.connection.info.kind
-            self._best = BestDrafter(
-                round_trips_ms=verifier.connection.round_trip_ms + best.connection.round_trip_ms,
-                draft_ms=best.pair.draft_ms.value,
-                level_ms=best.pair.level_ms.value or None,
-                shares_cores=best.shares_cores,
-            )
+            self._best = _best_drafter(verifier, best.connection, best.pair, shares_cores=best.shares_cores)
         steering = self.control.decide(self._best)
         plan = self.control.plan
         if steering is not None:
@@ -258,6 +259,9 @@ class Drafting:
             drafter, wanted = self._attached[source], plan if gamma else PLAIN
             if wanted != drafter.plan:
                 drafter.steer(wanted)
+        if self._resting != self.control.resting:
+            self._resting = self.control.resting
+            self._request_hidden_states()
         self._forward_pass()
 
     def _forward_pass(self) -> None:
@@ -276,13 +280,20 @@ class Drafting:
             self._verifier.steer(steering)
 
     def _readable_states(self) -> list[StateSpec]:
-        """Return what the attached drafters read, then what available ones would."""
-        attached = [drafter.spec for drafter in self._attached.values() if drafter.wants_hidden_states]
+        """Return what the attached drafters read, unless they rest, then what available ones would."""
+        attached = [each.spec for each in self._attached.values() if each.wants_hidden_states and not self._resting]
         return [*attached, *self._chooser.readable_states(self._places)]
 
     @property
     def _places(self) -> int:
         return self._context.drafters if self.control.wants_drafter else 0
+
+
+def _best_drafter(
+    verifier: GuessReceiver, drafter: WorkerConnection, pair: PairEstimate, *, shares_cores: bool
+) -> BestDrafter:
+    round_trips_ms = verifier.connection.round_trip_ms + drafter.round_trip_ms
+    return BestDrafter(round_trips_ms, pair.draft_ms.value, pair.level_ms.value or None, shares_cores)
 
 
 def _log_plan(control: Controller) -> None:

@@ -41,27 +41,15 @@ class RequestStats:
         self._started = time.monotonic()
         self._first_token: float | None = None
         self._last_token = self._started
-        self._tokens = 0
-        self._tokens_at_first = 0
-        self._steps = 0
-        self._committed_with_drafts = 0
-        self._gamma_sum = 0
+        self._sums: Counter[str] = Counter()
         self._proposed: Counter[int] = Counter()  # steps that checked guesses, by the length of their longest path
         self._accepted: Counter[int] = Counter()  # the same steps by the number of accepted guesses
-        self._payload_bytes = 0
-        self._wire_bytes = 0
-        self._messages = 0
-        self._draft_us = 0
-        self._step_us = 0
-        self._wait_us = 0
         self.cached_tokens = 0
         self.failovers = 0
         self.drafter_losses = 0
         self.drafter_kind = ""
         self.hidden_bytes = 0
         self.control: Controller | None = None
-        self._missed = 0
-        self._missed_at_hand = 0
         self._kinds: dict[str, _KindTally] = {}  # in the order in which they were attached
         self._drafters: dict[int, _KindTally] = {}  # by source
 
@@ -105,23 +93,17 @@ class RequestStats:
         drafter.guessed += len(guess.tokens)
         drafter.metrics.guessed_tokens.inc(len(guess.tokens))
         drafter.metrics.guess_bytes.inc(wire_bytes)
-        self._messages += 1
-        self._draft_us += guess.draft_us
-        self._payload_bytes += payload_bytes
-        self._wire_bytes += wire_bytes
+        self._sums.update(messages=1, draft_us=guess.draft_us, payload_bytes=payload_bytes, wire_bytes=wire_bytes)
 
     def record_verdict(self, verdict: Verdict, plan: SpeculationPlan) -> None:
         now = time.monotonic()
         self._metrics.record_verdict(verdict, plan.gamma, plan.mode)
-        self._steps += 1
-        self._gamma_sum += plan.gamma
-        self._step_us += verdict.timings.step_us
-        self._wait_us += verdict.timings.wait_us
+        num_tokens, step_us, wait_us = len(verdict.tokens), verdict.timings.step_us, verdict.timings.wait_us
+        self._sums.update(steps=1, tokens=num_tokens, gamma=plan.gamma, step_us=step_us, wait_us=wait_us)
         self.cached_tokens = max(self.cached_tokens, verdict.timings.cached_tokens)
-        self._tokens += len(verdict.tokens)
         if self._first_token is None:
             self._first_token = now
-            self._tokens_at_first = len(verdict.tokens)
+            self._sums["tokens_at_first"] = num_tokens
             self._metrics.first_token.observe(now - self._started)
             self.span.event("first token")
         else:
@@ -134,10 +116,9 @@ class RequestStats:
         if verdict.proposed:
             self._proposed[verdict.proposed] += 1
             self._accepted[verdict.accepted] += 1
-            self._committed_with_drafts += len(verdict.tokens)
-            if verdict.last is TokenKind.RECOVERED:
-                self._missed += 1
-                self._missed_at_hand += verdict.remaining_depth > 0
+            missed = verdict.last is TokenKind.RECOVERED
+            at_hand = missed and verdict.remaining_depth > 0
+            self._sums.update(committed_with_drafts=num_tokens, missed=missed, missed_at_hand=at_hand)
 
     def finish(self, record: SessionRecord, error: OutriderError | None) -> None:
         """Record the end of the request in metrics, trace and log."""
@@ -145,7 +126,7 @@ class RequestStats:
         accepted = _total(self._accepted)
         reason = record.finish_reason.name.lower() if record.finished else ABANDONED
         if record.finished and error is None:
-            after_first = self._tokens - self._tokens_at_first
+            after_first = self._sums["tokens"] - self._sums["tokens_at_first"]
             self._metrics.record_finished(
                 seconds=seconds,
                 per_token_s=(self._last_token - (self._first_token or 0.0)) / after_first if after_first else None,
@@ -156,7 +137,7 @@ class RequestStats:
         else:
             self._metrics.record_unfinished(error.code if error is not None else "")
         self._metrics.record_bytes(
-            bytes_per_accepted=self._wire_bytes / accepted if accepted else None, hidden_bytes=self.hidden_bytes
+            bytes_per_accepted=self._sums["wire_bytes"] / accepted if accepted else None, hidden_bytes=self.hidden_bytes
         )
         self._finish_trace(record, error, reason)
         log.info(
@@ -168,7 +149,7 @@ class RequestStats:
             prompt_tokens=len(record.request.prompt),
             output_tokens=len(record.tokens),
             seconds=round(seconds, 3),
-            acceptance_length=round(_ratio(self._committed_with_drafts, self._proposed.total()), 2),
+            acceptance_length=round(_ratio(self._sums["committed_with_drafts"], self._proposed.total()), 2),
             **({"error": error.message} if error is not None else {}),
         )
 
@@ -177,9 +158,9 @@ class RequestStats:
             {
                 "gen_ai.usage.output_tokens": len(record.tokens),
                 "gen_ai.response.finish_reasons": [reason],
-                "outrider.steps": self._steps,
-                "outrider.acceptance_length": _ratio(self._committed_with_drafts, self._proposed.total()),
-                "outrider.mean_gamma": _ratio(self._gamma_sum, self._steps),
+                "outrider.steps": self._sums["steps"],
+                "outrider.acceptance_length": _ratio(self._sums["committed_with_drafts"], self._proposed.total()),
+                "outrider.mean_gamma": _ratio(self._sums["gamma"], self._sums["steps"]),
                 "outrider.cached_tokens": self.cached_tokens,
                 "outrider.failovers": self.failovers,
                 "outrider.drafter_losses": self.drafter_losses,
@@ -195,26 +176,28 @@ class RequestStats:
         drafts, positions = self._proposed.total(), max(self._proposed, default=0)
         proposed, accepted = _total(self._proposed), _total(self._accepted)
         return GenerationStats(
-            steps=self._steps,
+            steps=self._sums["steps"],
             drafts=drafts,
             draft_tokens=proposed,
             accepted_tokens=accepted,
             offered_per_position=_per_position(self._proposed, positions),
             accepted_per_position=_per_position(self._accepted, positions),
-            acceptance_length=_ratio(self._committed_with_drafts, drafts),
+            acceptance_length=_ratio(self._sums["committed_with_drafts"], drafts),
             acceptance_rate=_ratio(accepted, proposed),
-            mean_gamma=_ratio(self._gamma_sum, self._steps),
-            bytes_per_accepted_token=_ratio(self._wire_bytes, accepted),
-            bytes_per_guessed_token=_ratio(self._payload_bytes, sum(kind.guessed for kind in self._kinds.values())),
+            mean_gamma=_ratio(self._sums["gamma"], self._sums["steps"]),
+            bytes_per_accepted_token=_ratio(self._sums["wire_bytes"], accepted),
+            bytes_per_guessed_token=_ratio(
+                self._sums["payload_bytes"], sum(kind.guessed for kind in self._kinds.values())
+            ),
             time_to_first_token_ms=1000 * (first - self._started),
             duration_ms=1000 * (time.monotonic() - self._started),
-            tokens_per_second=_ratio(self._tokens - self._tokens_at_first, self._last_token - first),
+            tokens_per_second=_ratio(self._sums["tokens"] - self._sums["tokens_at_first"], self._last_token - first),
             failovers=self.failovers,
             drafter_losses=self.drafter_losses,
             drafter=self.drafter_kind,
-            mean_step_ms=_ratio(self._step_us / 1000, self._steps),
-            mean_wait_ms=_ratio(self._wait_us / 1000, self._steps),
-            mean_draft_ms=_ratio(self._draft_us / 1000, self._messages),
+            mean_step_ms=_ratio(self._sums["step_us"] / 1000, self._sums["steps"]),
+            mean_wait_ms=_ratio(self._sums["wait_us"] / 1000, self._sums["steps"]),
+            mean_draft_ms=_ratio(self._sums["draft_us"] / 1000, self._sums["messages"]),
             cached_tokens=self.cached_tokens,
             feature_bytes=self.hidden_bytes,
             drafters=tuple(
@@ -222,9 +205,9 @@ class RequestStats:
                 for order, (kind, tally) in enumerate(self._kinds.items(), start=1)
             ),
             plans=self._plans(considered=considered),
-            missed=self._missed,
-            draft_ms=self._draft_us / 1000,
-            missed_at_hand=self._missed_at_hand,
+            missed=self._sums["missed"],
+            draft_ms=self._sums["draft_us"] / 1000,
+            missed_at_hand=self._sums["missed_at_hand"],
         )
 
     def _plans(self, *, considered: bool) -> tuple[PlanStats, ...]:

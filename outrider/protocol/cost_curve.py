@@ -31,11 +31,7 @@ class CostCurve:
 
     def tokens_within(self, ms: float, most: int) -> int:
         """Return the largest number of tokens, up to `most`, that a step computes in this time."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.at(middle) <= ms else (low, middle - 1)
-        return low
+        return bisect.bisect_right(range(1, most + 1), ms, key=self.at)
 
     def scaled(self, factor: float) -> CostCurve:
         return replace(self, ms=tuple(ms * factor for ms in self.ms))

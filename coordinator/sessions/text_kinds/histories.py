@@ -14,6 +14,7 @@ from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.sessions.text_kinds.recognition import TextRecogniser
 
+_Wait = Callable[[], None]  # called as long as the session waits
 POLL_S = 0.25  # of a session that waits for its verifier's other sessions to leave
 MAX_UNSEEN = 0.4  # acceptance that a warm text is started with while only cold ones were seen
 
@@ -35,22 +36,22 @@ class TextHistories:
         self._recalled = dict(zip(kinds, found, strict=True))
 
     async def until_promising(
-        self, tokens: Sequence[int], own: PairEstimate, session: Estimator, wait: Callable[[], None]
+        self, tokens: Sequence[int], own: PairEstimate, session: Estimator, pay: Callable[[], bool], wait: _Wait
     ) -> None:
-        """Wait while others share the verifier, unless guesses in such a text bring more than a token, or are unknown.
+        """Wait while others share the verifier and guesses in such a text do not pay beside them.
 
-        In turns, a guess takes two steps: the first one begins with the others before it is there.
+        To tell takes as long as a choice of plan, so it is done when the kind of the text or the load has changed.
         """
-        kind = ""
+        judged = None
         while session.shared:
             if len(tokens) >= self._text.due:
                 self._text.read(tokens)
-            if kind != self._text.kind:
-                kind = self._text.kind
+            before, judged = judged, (self._text.kind, int(session.other_sessions.value).bit_length())
+            if judged != before:
                 self.start(own, session.pair, alone=True)
-                if self._recalled[kind] is None or session.pair.accepted_tokens > 1.0:
+                if pay():
                     return
-                wait()
+            wait()
             await asyncio.sleep(POLL_S)
 
     def start(self, own: PairEstimate, session: PairEstimate, *, alone: bool) -> None:

@@ -9,41 +9,43 @@ from outrider.engine.paged.block_manager import BLOCK_TOKENS, blocks_for
 from outrider.protocol.cost_curve import UNKNOWN_COST, CostCurve
 
 TOKENS = (1, 2, 4, 8, 12, 16, 24, 32)
-_GPU_TOKENS = (*TOKENS, 64, 128, 256, 512)  # the first ones all take the time in which a GPU reads the weights
+_MORE_TOKENS = (64, 128, 256, 512)  # the first ones may all take the time in which a device reads the weights
 _GPU_SESSION_TOKENS = 16
-_CPU_PROMPTS = (64, 128, 256, 512)  # of one session, without logits of all
 _CONTEXT = 128
-_ROUNDS = 3
+_ROUNDS = 2  # and one on a GPU that captures graphs
 _BUDGET_S = 6.0  # a large model gets fewer rounds, so that its start is not delayed
-_LONG_MS = 300.0  # nothing is measured after a step as long
+_LONG_MS = 300.0  # nothing is measured after a step as long,
+_PROPORTIONAL = 1.7  # nor after one that takes as many times as long as half of its tokens: the slope is known
 
 
 def measure_cost(engine: Engine) -> CostCurve:
-    """Return the best times of a few rounds: of one session's steps and prompts; on a GPU, of many sessions' steps."""
+    """Return the best times of a few rounds: of one session's steps; on a GPU, of many sessions'."""
     on_gpu = engine.device.type == "cuda"
-    width = _GPU_SESSION_TOKENS if on_gpu else max(TOKENS)
-    context = min(_CONTEXT, (min(engine.info.context_length, engine.capacity_tokens) - max(TOKENS)) // 2)
+    room = min(engine.info.context_length, engine.capacity_tokens)
+    context = min(_CONTEXT, (room - max(TOKENS)) // 2)
     if context < 1:
         return UNKNOWN_COST
-    most = max(1, engine.capacity_tokens // (blocks_for(context + width) * BLOCK_TOKENS))
-    counts = [tokens for tokens in (_GPU_TOKENS if on_gpu else TOKENS) if tokens <= most * width]
+    most = room - context
+    if on_gpu:
+        blocks = blocks_for(context + _GPU_SESSION_TOKENS)
+        most = _GPU_SESSION_TOKENS * max(1, engine.capacity_tokens // (blocks * BLOCK_TOKENS))
+    counts = [tokens for tokens in (*TOKENS, *_MORE_TOKENS) if tokens <= most]
+    width = _GPU_SESSION_TOKENS if on_gpu else most
     sessions = [f"cost {index}" for index in range(-(-counts[-1] // width))]
     for session in sessions:
         prefill(engine, session, [0] * context)
     best = [float("inf")] * len(counts)
     started = time.perf_counter()
-    for round_ in range(_ROUNDS):
+    for round_ in range(_ROUNDS + on_gpu):
         for index, tokens in enumerate(counts):
             shares = [min(width, tokens - first) for first in range(0, tokens, width)]
             batch = [SessionTokens(session, [0] * share) for session, share in zip(sessions, shares, strict=False)]
             best[index] = min(best[index], _step_ms(engine, batch, context))
-        if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:  # a GPU's first round captures graphs
+            known_ms = _PROPORTIONAL * best[index - 1] if tokens > max(TOKENS) else _LONG_MS
+            if not on_gpu and tokens >= max(TOKENS) and best[index] > min(known_ms, _LONG_MS):
+                del counts[index + 1 :], best[index + 1 :]
+        if time.perf_counter() - started > _BUDGET_S and round_ >= on_gpu:
             break
-    room = min(engine.info.context_length, engine.capacity_tokens) - context
-    for tokens in () if on_gpu else _CPU_PROMPTS:
-        if tokens <= room and best[-1] < _LONG_MS:
-            prompt = SessionTokens(sessions[0], [0] * tokens, logits_from=tokens - max(TOKENS))
-            counts, best = [*counts, tokens], [*best, min(_step_ms(engine, [prompt], context) for _ in range(2))]
     for session in sessions:
         engine.free(session)
     return CostCurve(tuple(counts), rising(best))

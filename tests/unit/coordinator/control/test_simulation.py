@@ -283,6 +283,10 @@ BUSY = replace(ONE_MACHINE, hiccups=0.5, hiccup_ms=6.0, late=0.15, burden=1.1)
 STRAINED = replace(ONE_MACHINE, hiccups=0.3, hiccup_ms=2.0, tail=1.5, late=0.3, burden=1.25)
 
 
+# A processor without tiles: every token of a step costs about a fifth of the first.
+STEEP = replace(BUSY, cost=CostCurve((1, 2, 4, 8, 16, 32), (7.1, 8.1, 11.6, 15.9, 28.5, 49.5)), draft_ms=0.8)
+
+
 def over_plain(world: World, tokens: int, history: PairHistory | None, seeds: int = 24) -> float:
     """Control left to itself over plain decoding, all seeds together: a delay by chance is no gain and no loss."""
     load = SimulatedWorld(world, 12_345, EventQueue())
@@ -292,7 +296,7 @@ def over_plain(world: World, tokens: int, history: PairHistory | None, seeds: in
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.4])
-@pytest.mark.parametrize("world", [BUSY, STRAINED], ids=["busy", "strained"])
+@pytest.mark.parametrize("world", [BUSY, STRAINED, STEEP], ids=["busy", "strained", "steep"])
 def test_on_a_busy_machine_no_text_is_slower_than_plain(world: World, acceptance: float) -> None:
     """Neither a short answer that starts from the history of another text, nor a long one."""
     text = replace(world, acceptance=acceptance, gain=0.2)

@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from coordinator.control.estimator import Estimator, PairEstimate, PairHistory
+from coordinator.control.estimator import BestDrafter, Estimator, PairEstimate, PairHistory
+from coordinator.control.gamma import Controller
 from coordinator.persistence.pair_history import PairHistoryStore
 from coordinator.persistence.session_record import SessionRequest
 from coordinator.persistence.store import Store
@@ -141,19 +142,25 @@ async def test_a_text_that_turns_leaves_what_each_part_showed() -> None:
 
 
 class Waiting:
-    """A chat whose drafter waits for its verifier's other sessions, unless its guesses are promising."""
+    """A chat whose drafter waits for its verifier's other sessions, unless its guesses pay beside them."""
 
     def __init__(self, others: int) -> None:
         self.session = Estimator(4)
         self.session.attach_verifier(CostCurve.line(20.0, 1.0), others)
+        self.controller = Controller(4, self.session)
         self.answer: list[int] = []
-        self.told = 0
+        self.told = self.asked = 0
+        self.draft_ms = 0.5
 
     async def begin(self, pair: Answering, prompt: tuple[int, ...] = SHORT) -> None:
         await pair.begin(prompt)
-        promising = pair.histories.until_promising(self.answer, pair.own, self.session, self.tell)
+        promising = pair.histories.until_promising(self.answer, pair.own, self.session, self.promising, self.tell)
         self.task = asyncio.create_task(promising)
         await asyncio.sleep(0)
+
+    def promising(self) -> bool:
+        self.asked += 1
+        return self.controller.would_guess(BestDrafter(round_trips_ms=1.0, draft_ms=self.draft_ms, shares_cores=True))
 
     def tell(self) -> None:
         self.told += 1
@@ -172,8 +179,14 @@ async def chats(monkeypatch: pytest.MonkeyPatch) -> Answering:
 async def test_beside_others_a_drafter_waits_until_they_have_left(chats: Answering) -> None:
     waiting = Waiting(others=7)
     await waiting.begin(chats)
-    await asyncio.sleep(0.01)
-    assert (waiting.task.done(), waiting.told) == (False, 1)
+    until = asyncio.get_running_loop().time() + 5.0
+    while waiting.told < 5 and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.001)
+    assert (waiting.task.done(), waiting.asked) == (False, 1), "a choice of plan takes time: nothing has changed"
+    waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 3)
+    while waiting.asked < 2 and asyncio.get_running_loop().time() < until:
+        await asyncio.sleep(0.001)
+    assert (waiting.task.done(), waiting.asked) == (False, 2), "half of them have left"
     waiting.session.attach_verifier(CostCurve.line(20.0, 1.0), 0)
     await asyncio.wait_for(waiting.task, 5.0)
 
@@ -195,12 +208,21 @@ async def test_a_drafter_does_not_wait_without_others_or_where_guesses_hold(
     assert (waiting.task.done(), waiting.told) == (True, 0)
 
 
-async def test_a_kind_of_text_that_was_not_seen_is_tried_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(histories, "POLL_S", 0.001)
+async def test_guesses_that_hold_are_not_drafted_where_every_token_of_a_step_is_dear(chats: Answering) -> None:
+    waiting = Waiting(others=7)
+    waiting.session.attach_verifier(CostCurve.line(20.0, 19.0), 7)
+    await waiting.begin(chats, LONG)
+    assert (waiting.task.done(), waiting.told) == (False, 1)
+    waiting.task.cancel()
+
+
+async def test_a_pair_that_is_not_known_is_tried_beside_others_where_it_could_pay() -> None:
     pair, waiting = Answering(), Waiting(others=7)
-    await pair.answer(SHORT, OWN, accepted=0)
     await waiting.begin(pair)
-    await asyncio.sleep(0.01)
     assert not waiting.task.done()
-    waiting.answer += list(range(16)) * 4
-    await asyncio.wait_for(waiting.task, 5.0)
+    waiting.task.cancel()
+    cheap = Waiting(others=7)
+    cheap.session.attach_verifier(CostCurve.line(20.0, 0.1), 7)
+    cheap.draft_ms = 0.05
+    await cheap.begin(pair)
+    assert cheap.task.done()

@@ -2,33 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from outrider.engine.checks import step_cost
 from outrider.engine.checks.step_cost import TOKENS, measure_cost
-from outrider.engine.throttled import ThrottledEngine, parse_pace
+from outrider.engine.interface import SessionTokens, StepResult
+from outrider.engine.throttled import parse_pace
+from outrider.engine.wrapper import EngineWrapper
 from outrider.protocol.cost_curve import UNKNOWN_COST
 from tests.emulated_cuda import Counts, emulated_cuda
 from tests.gpu.test_cuda import graphs_of
 from tests.unit.outrider.engine.cuda.test_engine import MODELS, seeded
 
+FLAT_TO_64 = "1:10,64:10,128:20,512:80"
+
+
+class Paced(EngineWrapper):
+    """Engine whose steps take what `pace` says, and more with every token's logits, in time of its own."""
+
+    def __init__(self, kv_tokens: int, pace: str, logits_ms: float = 0.0) -> None:
+        super().__init__(graphs_of(seeded(MODELS["llama"]), kv_tokens))
+        self._pace, self._logits_ms = parse_pace(pace), logits_ms
+        self._now = 0.0
+        self.steps: list[int] = []  # their tokens
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def extend(self, batch: Sequence[SessionTokens]) -> StepResult:
+        self.steps.append(sum(len(new.tokens) for new in batch))
+        logits = sum(len(new.tokens) - (new.logits_from or 0) for new in batch)
+        self._now += (self._pace.at(self.steps[-1]) + logits * self._logits_ms) / 1000
+        return self.inner.extend(batch)
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Paced]:
+    def make(*arguments: Any, **options: Any) -> Paced:
+        engine = Paced(*arguments, **options)
+        monkeypatch.setattr(step_cost, "time", engine)
+        return engine
+
+    return make
+
 
 @pytest.mark.parametrize(("kv_tokens", "more"), [(1024, (64, 128, 256, 512)), (512, (64, 128, 256)), (256, (64, 128))])
-def test_a_cpus_curve_is_that_of_one_session_and_its_prompts(kv_tokens: int, more: tuple[int, ...]) -> None:
-    engine = graphs_of(seeded(MODELS["llama"]), kv_tokens)
+def test_a_cpus_curve_is_that_of_one_session(
+    paced: Callable[..., Paced], kv_tokens: int, more: tuple[int, ...]
+) -> None:
+    engine = paced(kv_tokens, "1:1,512:1.5")
     curve = measure_cost(engine)
     assert curve.rows == (*TOKENS, *more)
     assert list(curve.ms) == sorted(curve.ms)
     assert engine.cached_tokens == 0
 
 
-def test_a_curve_reaches_the_prompts_that_cost_more_than_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_reaches_the_prompts_that_cost_more_than_a_few_tokens(
+    paced: Callable[..., Paced], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slope of the first tokens alone says nothing of them. A slow machine does not measure for long."""
-    inner, line = graphs_of(seeded(MODELS["llama"]), 1024), "1:10,64:10,128:20,512:80"
-    curve = measure_cost(ThrottledEngine(inner, parse_pace(line)))
+    curve = measure_cost(paced(1024, FLAT_TO_64))
     assert curve.at(512) > 5 * curve.at(32)
-    monkeypatch.setattr(step_cost, "_LONG_MS", 15.0)
-    assert measure_cost(ThrottledEngine(inner, parse_pace(line))).rows[-1] == 128
+    monkeypatch.setattr(step_cost, "_LONG_MS", 9.0)
+    assert measure_cost(paced(1024, FLAT_TO_64)).rows[-1] == 32
+
+
+def test_more_tokens_are_not_computed_once_the_slope_is_known(paced: Callable[..., Paced]) -> None:
+    """Where twice the tokens take twice the time, all others are known. So a worker starts soon."""
+    engine = paced(1024, FLAT_TO_64)
+    curve = measure_cost(engine)
+    assert max(engine.steps) == curve.rows[-1] == 128
+    assert curve.at(512) == pytest.approx(80.0)
+
+
+@pytest.mark.parametrize(("pace", "rounds"), [("1:10,32:100", 2), ("1:500,32:2000", 1)])
+def test_rounds_end_once_they_have_taken_long(paced: Callable[..., Paced], pace: str, rounds: int) -> None:
+    engine = paced(256, pace)
+    measure_cost(engine)
+    assert engine.steps.count(8) == rounds
+
+
+def test_a_cpus_curve_has_the_logits_of_all_tokens(paced: Callable[..., Paced]) -> None:
+    """Guesses need them. Prompts do not: what that saves, the times of their steps show."""
+    curve = measure_cost(paced(512, FLAT_TO_64, logits_ms=0.2))
+    assert (curve.at(64), curve.at(128)) == pytest.approx((10.0 + 64 * 0.2, 20.0 + 128 * 0.2))
 
 
 @pytest.mark.parametrize(("kv_tokens", "most"), [(8192, 512), (1024, 64), (256, 32)])
