@@ -20,10 +20,10 @@ from outrider.protocol import convert
 from outrider.protocol.hidden_states.messages import HiddenStates
 from outrider.protocol.speculation import Guess
 from outrider.v1 import common_pb2 as common
-from tests.cluster import Output, Redis, ask, client, generate
+from tests.cluster import Redis
 from tests.contract.conftest import Greedy, Verify, verifier_serving, verifying
 from tests.contract.test_hidden_states import states_of
-from tests.contract.test_layer_drafters import ATTEMPTS, LAYERS, OUT, Fleet, Reader, fed, fleet, packed
+from tests.contract.test_layer_drafters import ATTEMPTS, LAYERS, OUT, Reader, fed, fleet, packed
 from verifier.hidden_states.buffer import PROMPT_WINDOW
 from verifier.hidden_states.earlier_states import PIECE_BYTES
 
@@ -62,12 +62,6 @@ def rows(parts: list[HiddenStates]) -> torch.Tensor:
     return torch.cat([decode(part) for part in parts])
 
 
-async def answered(running: Fleet, prompt: list[int]) -> Output:
-    request = ask(prompt, seed=1, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, gamma=4, patience_us=1_000_000)
-    async with client(running.coordinator) as stub:
-        return await generate(stub, request)
-
-
 async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
     loaded: LoadedModel, redis_server: Redis, tmp_path: Path, plain_target: LlamaForCausalLM
 ) -> None:
@@ -79,7 +73,7 @@ async def test_a_cached_prefix_has_the_same_states_as_a_computed_one(
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
         for _ in range(ATTEMPTS):  # on a busy machine a session may end before its drafter has joined
-            output = await answered(running, LONG)
+            output = await running.generate(LONG, max_tokens=TOKENS)
             assert output.token_ids == truth[len(LONG) :]
             assert output.stats.drafter_losses == 0
             cached.append(output.stats.cached_tokens)
@@ -108,7 +102,7 @@ async def test_a_drafter_that_reads_one_state_gets_the_newest_ones_only(
     async with fleet(loaded, redis_server, tmp_path, reader) as running:
         assert await until(lambda: fed(running.service, projection), 20)
         for _ in range(ATTEMPTS):
-            await answered(running, LONG)
+            await running.generate(LONG, max_tokens=TOKENS)
             if reader.sessions:
                 break
     got = [parts[0].position for parts in reader.sessions[next(iter(reader.sessions))]]

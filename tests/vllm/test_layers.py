@@ -25,10 +25,9 @@ from outrider.settings.coordinator import CoordinatorSettings
 from outrider.settings.drafter import DrafterSettings
 from outrider.settings.verifier import VerifierSettings
 from outrider.testing.toy_models import byte_tokenizer
-from tests import published
+from tests import published, turning
 from tests.cluster import in_process
 from tests.contract.conftest import HEARTBEAT_MS, Home, save_tokenizer
-from tests.contract.test_published_drafters import near_table
 from tests.vllm.conftest import RUNNER, Request, loop_over, options, run, vllm_target
 from verifier.engine_target import EngineTarget
 from verifier.service import VerifierService
@@ -42,7 +41,7 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return near_table(tmp_path_factory.mktemp("models") / "target")
+    return turning.target(tmp_path_factory.mktemp("models") / "target")
 
 
 @pytest.fixture(scope="module")
